@@ -1,0 +1,1 @@
+"""Plan and run hybrid data and pipeline parallel training of unmodified LightningModules."""

@@ -1,0 +1,1 @@
+"""Frozen nouns that every floor shares: graph, plan, program, timeline. No torch."""

@@ -1,0 +1,34 @@
+"""What must a cost model be able to answer so that a program can be priced?
+
+A protocol, so that `schedule` and `simulator` do not know `cost`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lightning_pipe.core.program import Compute, Message, Program
+
+
+class Prices(Protocol):
+    """Seconds and bytes of the parts of a program."""
+
+    def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
+        """Return the seconds of a compute on `samples` samples."""
+        ...
+
+    def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
+        """Return the seconds that a message occupies its channel, latency included."""
+        ...
+
+    def reduce_s(self, bucket: int, program: Program) -> float:
+        """Return the seconds of the all-reduce of a bucket."""
+        ...
+
+    def step_s(self, rank: int) -> float:
+        """Return the seconds of the optimizer step of a rank."""
+        ...
+
+    def saved_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes that a stage keeps from F to W (or to Free) for `samples` samples of a micro-batch."""
+        ...

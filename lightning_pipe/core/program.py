@@ -1,0 +1,218 @@
+"""What can a rank be told to do, and what is a program?
+
+A program is one list of instructions per rank. An instruction is a frozen dataclass with only the fields it has; its
+`str()` is the notation of torch.distributed.pipelining (`2F0`, `1SEND_F3`) where that exists, and
+`lightning_pipe.schedule.text.parse` is its inverse.
+
+Legend: s stage, m micro-batch, r rank. Samples are counted within one micro-batch: `Samples(0, 2)` are its first two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Pass = Literal["F", "B"]
+ComputeKind = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True, order=True)
+class Samples:
+    """Half-open interval of the samples of one micro-batch."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __and__(self, other: Samples) -> Samples:
+        start = max(self.start, other.start)
+        return Samples(start, max(start, min(self.stop, other.stop)))
+
+    def __str__(self) -> str:
+        return f"[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True, order=True)
+class Compute:
+    """Run one pass of one stage on one micro-batch: F, I (input half of the backward), W (weight half), or B (both).
+
+    F needs the stage's loaded or received values; I needs F and the received gradients; W needs I. B = I then W with
+    the input gradient sent after I; only `Order` holds B where stages can be split, lowering replaces it by I and W.
+    """
+
+    stage: int
+    kind: ComputeKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, order=True)
+class Load:
+    """Take this rank's samples of one micro-batch from the batch. Paired with the F of the same stage."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}LOAD{self.microbatch}"
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """The values that cross from one stage to another for some samples of one micro-batch, in one direction.
+
+    F messages carry activations (and batch fields) from `source` to a later `target`; B messages carry gradients from
+    `source` to an earlier `target`.
+    """
+
+    direction: Pass
+    source: int
+    target: int
+    microbatch: int
+    samples: Samples
+
+
+@dataclass(frozen=True, order=True)
+class Send:
+    """Post the sending of a message to rank `peer`; does not block. Paired with the `Recv` of the same message."""
+
+    message: Message
+    peer: int
+
+    def __str__(self) -> str:
+        m = self.message
+        return f"{m.source}SEND_{m.direction}{m.microbatch}>{m.target}@{self.peer}{m.samples}"
+
+
+@dataclass(frozen=True, order=True)
+class Recv:
+    """Post the receiving of a message from rank `peer`; the compute that needs it waits. Paired with a `Send`."""
+
+    message: Message
+    peer: int
+
+    def __str__(self) -> str:
+        m = self.message
+        return f"{m.target}RECV_{m.direction}{m.microbatch}<{m.source}@{self.peer}{m.samples}"
+
+
+@dataclass(frozen=True, order=True)
+class Reduce:
+    """Start summing the gradients of bucket `bucket` over its ranks (replicas, and holders of tied parameters)."""
+
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"REDUCE{self.bucket}"
+
+
+@dataclass(frozen=True, order=True)
+class Step:
+    """Wait for this rank's reductions, then let the optimizer step. The last instruction of a training program."""
+
+    def __str__(self) -> str:
+        return "STEP"
+
+
+@dataclass(frozen=True, order=True)
+class Free:
+    """Drop everything that the stage still holds of one micro-batch (a send in flight keeps its own buffer)."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}FREE{self.microbatch}"
+
+
+Instruction: TypeAlias = Compute | Load | Send | Recv | Reduce | Step | Free
+Order: TypeAlias = tuple[tuple[Compute, ...], ...]  # computes per rank
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks run each stage, and how the replicas of a stage share a micro-batch.
+
+    Attributes:
+        stages: ranks of each stage, in replica order; a rank may hold several stages.
+        whole: stages whose replicas take whole micro-batches in turn (micro-batch m goes to replica m mod r) because
+            their samples are coupled; all other replicated stages take slices of every micro-batch (after DAPPLE).
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    whole: frozenset[int] = frozenset()
+
+    @property
+    def ranks(self) -> int:
+        """Count the ranks: one more than the largest rank used."""
+        return 1 + max(rank for stage in self.stages for rank in stage)
+
+    def samples(self, stage: int, replica: int, microbatch: int, size: int) -> Samples:
+        """Return the samples of a micro-batch of `size` samples that one replica of a stage computes (maybe none)."""
+        count = len(self.stages[stage])
+        if stage in self.whole:
+            return Samples(0, size) if microbatch % count == replica else Samples(0, 0)
+        return Samples(replica * size // count, (replica + 1) * size // count)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Values that cross from stage `source` to stage `target` for every micro-batch, in one direction."""
+
+    direction: Pass
+    source: int
+    target: int
+    bytes_per_sample: float
+    fixed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed together: those held by exactly these stages."""
+
+    stages: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a cut of the graph makes cross: edges between stages, gradient buckets, stages that read the batch."""
+
+    edges: tuple[Edge, ...]
+    buckets: tuple[Bucket, ...]
+    loads: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions of every rank for one optimizer step (or one forward-only batch).
+
+    Attributes:
+        ranks: instructions by rank.
+        sizes: samples of each micro-batch.
+        layout: ranks of each stage.
+        traffic: what crosses between stages; message and bucket numbers refer to it.
+        training: whether backward computes belong to it (a forward-only program has none).
+        synchronise: whether gradients are reduced and the optimizer steps (False while gradients are accumulated
+            over several batches).
+    """
+
+    ranks: tuple[tuple[Instruction, ...], ...]
+    sizes: tuple[int, ...]
+    layout: Layout
+    traffic: Traffic
+    training: bool = True
+    synchronise: bool = True
+
+
+@dataclass(frozen=True)
+class VerifiedProgram(Program):
+    """A program that `schedule.verify.verify` has proved; simulator and executor accept nothing else."""
+
+
+Options: TypeAlias = Mapping[str, int | str]

@@ -1,0 +1,36 @@
+"""Name every mistake a user can make, so that programs and tests can tell them apart.
+
+Every text says what was found, what was expected and what to do. `assert` is kept for what cannot happen.
+"""
+
+
+class PipeError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(PipeError, ValueError):
+    """Report an option that is unknown, of the wrong type or out of range."""
+
+
+class PlanError(PipeError, ValueError):
+    """Report a plan that cannot be read, or does not fit the graph, the ranks or the batch."""
+
+
+class ProgramError(PipeError, ValueError):
+    """Report a program (or its text) that breaks a law that `schedule.verify` checks."""
+
+
+class CaptureError(PipeError):
+    """Report a step that cannot be turned into a graph, with the hazard and the user's line."""
+
+
+class BatchError(PipeError, ValueError):
+    """Report a batch that cannot be cut into micro-batches."""
+
+
+class UnsupportedError(PipeError):
+    """Report a feature of the trainer or the module that this strategy refuses, before training starts."""
+
+
+class PipelineError(PipeError, RuntimeError):
+    """Report a failure while a program runs: rank, instruction and cause."""

@@ -1,0 +1,1 @@
+"""Decide a plan for a graph and a number of ranks."""

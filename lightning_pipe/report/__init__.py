@@ -1,0 +1,1 @@
+"""Show plans and timelines to people: tables, traces."""

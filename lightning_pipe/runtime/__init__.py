@@ -1,0 +1,1 @@
+"""Run a verified program on real ranks."""

@@ -1,0 +1,1 @@
+"""Move tensors between ranks."""

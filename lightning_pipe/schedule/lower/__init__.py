@@ -1,0 +1,1 @@
+"""Rewrites that add one concern each to an order: transfers, gradients, memory."""

@@ -1,0 +1,1 @@
+"""Price a verified program: the only judge of plans."""
