@@ -1,0 +1,87 @@
+"""What did the step say besides its loss? Calls of `self.log`, of torchmetrics, and the returned value.
+
+While a step is captured these calls are recorded instead of made. Tensors in them become results of the graph and are
+named here by `Ref`; after the pipeline has run, `strategy.metrics` makes the calls again, on every rank, with the
+values combined over micro-batches and replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stand for a tensor result of the graph: `name` is its value name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Stand for a Python number that depends on the number of samples, such as `x.size(0)`: `of(samples)`."""
+
+    of: Callable[[int], int | float]
+
+
+@dataclass(frozen=True)
+class MetricRef:
+    """Stand for a torchmetrics object of the module by the path of its attribute (`self.log("acc", self.acc)`)."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """Stand for what the `call`-th recorded call returned (`self.log("acc", self.acc(preds, y))`)."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """One `self.log` (or one entry of `self.log_dict`): arguments with tensors replaced by `Ref` and the like."""
+
+    name: str
+    value: Any
+    kwargs: dict[str, Any]
+    line: str
+
+
+@dataclass(frozen=True)
+class MetricCall:
+    """One `update`, `forward` (also by calling the object), `compute` or `reset` of a torchmetrics object."""
+
+    path: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: str
+
+
+@dataclass(frozen=True)
+class Guard:
+    """An answer that the graph was captured under: the value `Ref` must equal `expected` at run time."""
+
+    ref: Ref
+    expected: bool | int | float
+    line: str
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Everything a step said, in order.
+
+    Attributes:
+        calls: log and metric calls in the order in which they were made.
+        loss: value name of the loss; None for a step that has none (validation, or a skipped step).
+        returned: the returned value as a tree with tensors replaced by `Ref`.
+        guards: answers to be checked at run time.
+    """
+
+    calls: tuple[LogCall | MetricCall, ...]
+    loss: str | None
+    returned: Any
+    guards: tuple[Guard, ...]

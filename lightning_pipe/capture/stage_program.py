@@ -1,0 +1,118 @@
+"""What is one stage, as functions? The result of `split`, the input of `runtime.stage`.
+
+A stage program holds up to three pure functions over named values (names are those of the joint graph's nodes):
+
+    F(parameters, buffers, batch leaves, received values)      -> outputs
+    I(saved values, received gradients, tangents)              -> gradients to send, values kept for W
+    W(saved and kept values)                                   -> parameter gradients
+
+They run under `no_grad`; which values to save is simply the inputs of I and W that F has or produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipe.core.program import Pass, Traffic
+
+
+@dataclass(frozen=True)
+class RandomKey:
+    """Key of the random numbers of one compute: every random node adds its own number to it.
+
+    Layout, schedule and recompute do not enter, so they do not change the numbers drawn.
+    """
+
+    seed: int
+    step: int
+    microbatch: int
+    first_sample: int = 0
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of a value that crosses stages or leaves the graph.
+
+    Attributes:
+        name: node name in the joint graph.
+        dtype: element type; None for a Python integer.
+        size: shape as a function of the number of samples.
+        batch_dim: dimension along which samples lie, outermost within it; None if the value has no samples.
+        rows: rows of `batch_dim` that belong to one sample (a flattened `[batch * time]` dimension has `time`).
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    size: Callable[[int], tuple[int, ...]]
+    batch_dim: int | None
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class Half:
+    """One pure function of a stage.
+
+    Attributes:
+        inputs: names of the values it takes, in order.
+        outputs: names of the values it returns, in order.
+        run: `run(samples, key, *inputs) -> outputs`; `samples` is the number of samples of its slice.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: Callable[..., tuple[torch.Tensor | int, ...]]
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """Everything the runtime needs to run one stage.
+
+    Attributes:
+        stage: its number.
+        parameters: value name -> canonical name of the parameter (a tied parameter has one canonical name).
+        buffers: value name -> name of the buffer.
+        leaves: value name -> index of the batch leaf; only stages that load have any.
+        tangents: value names of the loss tangents that I or W read; the runtime passes the weight of the slice.
+        forward, input_grad, weight_grad: the functions; the last two are None in a forward-only stage, or where the
+            stage has no backward.
+        receives, sends: values per edge: (direction, other stage) -> names, in the order in which they travel.
+        mutations: buffer name -> value name of its new content after F.
+        gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
+        results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
+    """
+
+    stage: int
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    leaves: Mapping[str, int]
+    tangents: tuple[str, ...]
+    forward: Half
+    input_grad: Half | None
+    weight_grad: Half | None
+    receives: Mapping[tuple[Pass, int], tuple[str, ...]]
+    sends: Mapping[tuple[Pass, int], tuple[str, ...]]
+    mutations: Mapping[str, str]
+    gradients: Mapping[str, str]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A graph cut into stages.
+
+    Attributes:
+        stages: one program per stage.
+        values: every value that crosses stages or is a result, by name.
+        traffic: edges with bytes, gradient buckets, loading stages.
+        bucket_parameters: canonical parameter names of each bucket of `traffic.buckets`.
+        owners: result value name -> stage that produces it.
+    """
+
+    stages: tuple[StageProgram, ...]
+    values: Mapping[str, Value]
+    traffic: Traffic
+    bucket_parameters: tuple[tuple[str, ...], ...]
+    owners: Mapping[str, int]
