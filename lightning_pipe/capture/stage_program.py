@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -32,6 +33,9 @@ class RandomKey:
     first_sample: int = 0
 
 
+Combine = Literal["mean", "sum", "cat", "same", "max", "min"]
+
+
 @dataclass(frozen=True)
 class Value:
     """What is known of a value that crosses stages or leaves the graph.
@@ -42,6 +46,8 @@ class Value:
         size: shape as a function of the number of samples.
         batch_dim: dimension along which samples lie, outermost within it; None if the value has no samples.
         rows: rows of `batch_dim` that belong to one sample (a flattened `[batch * time]` dimension has `time`).
+        combine: how the values of slices make the value of the batch: `cat` along `batch_dim`; `mean` weighted by
+            samples; `sum`, `max`, `min`; `same` where it does not depend on the samples.
     """
 
     name: str
@@ -49,6 +55,7 @@ class Value:
     size: Callable[[int], tuple[int, ...]]
     batch_dim: int | None
     rows: int = 1
+    combine: Combine = "same"
 
 
 @dataclass(frozen=True)
