@@ -1,0 +1,101 @@
+"""What is a batch made of? Tensor leaves, and everything else.
+
+Any nesting that Lightning moves to a device is understood (dict, list, tuple, named tuple, dataclass, `UserDict`).
+Tensors are leaves; other objects are part of the structure, and constants of the graph that is captured for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_pipe.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stand for the `index`-th tensor of a batch."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What is known of a tensor without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A batch without its tensors' data.
+
+    Attributes:
+        template: the batch with a `Slot` for each tensor.
+        leaves: shape and dtype of each tensor.
+    """
+
+    template: Any
+    leaves: tuple[Leaf, ...]
+
+    def fill(self, tensors: Sequence[Any]) -> Any:
+        """Return a batch like the template with these tensors."""
+        return apply_to_collection(self.template, Slot, lambda slot: tensors[slot.index])
+
+    def map(self, make: Callable[[Leaf], torch.Tensor]) -> Any:
+        """Return a batch like the template with tensors made from what is known of them."""
+        return self.fill([make(leaf) for leaf in self.leaves])
+
+    def cut(self, batch_dim: int = 0) -> tuple[bool, ...]:
+        """Say of each leaf whether it lies along the samples; 0-dimensional ones do not.
+
+        Raises:
+            BatchError: if the leaves disagree about the number of samples.
+        """
+        self.samples(batch_dim)
+        return tuple(len(leaf.shape) > batch_dim for leaf in self.leaves)
+
+    def samples(self, batch_dim: int = 0) -> int:
+        """Return the number of samples: the size of every leaf along `batch_dim`.
+
+        Raises:
+            BatchError: if there is no leaf with that dimension, or if the leaves disagree.
+        """
+        sizes = {i: leaf.shape[batch_dim] for i, leaf in enumerate(self.leaves) if len(leaf.shape) > batch_dim}
+        if not sizes:
+            raise BatchError(
+                f"The batch has no tensor with a dimension {batch_dim} to cut into micro-batches (found "
+                f"{len(self.leaves)} tensors in {type(self.template).__name__}). Return tensors with samples along "
+                "one dimension, and name it with batch_dim if it is not the first."
+            )
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"tensor {i} has {n}" for i, n in sizes.items())
+            raise BatchError(
+                f"The tensors of the batch disagree about the number of samples along dimension {batch_dim}: {found}. "
+                "They cannot be cut into micro-batches together; set microbatches=1 and give every stage one rank, or "
+                "let the collate function return tensors with one row per sample."
+            )
+        return next(iter(sizes.values()))
+
+
+def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
+    """Split a batch into its tensors and its structure."""
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> Slot:
+        tensors.append(tensor)
+        return Slot(len(tensors) - 1)
+
+    template = apply_to_collection(batch, torch.Tensor, take)
+    return tensors, Structure(template, tuple(Leaf(tuple(t.shape), t.dtype) for t in tensors))
+
+
+def microbatch_sizes(samples: int, microbatches: int) -> tuple[int, ...]:
+    """Cut `samples` into at most `microbatches` sizes that differ by at most one, larger ones first."""
+    count = min(samples, microbatches)
+    return tuple(samples // count + (m < samples % count) for m in range(count))

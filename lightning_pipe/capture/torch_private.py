@@ -1,0 +1,94 @@
+"""Which private or undocumented parts of torch does this package touch? All of them are named here, and only here.
+
+`tests/capture/test_torch_private.py` holds one contract per name (checked on torch 2.11 and 2.13):
+
+* `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
+* descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
+* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes.
+* `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
+* `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
+* `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
+* `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
+  inter-layer dropout (torch 2.13 `_rnn_helper`).
+* `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._export.utils import _compiling_state_context as compiling_state
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn.utils.stateless import _reparametrize_module as reparametrize
+
+__all__ = [
+    "BufferAOTInput",
+    "DimDynamic",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "ShapeEnv",
+    "StatelessSymbolicContext",
+    "TangentAOTInput",
+    "aot_export_joint_with_descriptors",
+    "compiling_state",
+    "fused_recurrent_kernels",
+    "fx_traceback",
+    "is_backward",
+    "reparametrize",
+    "tag_nodes",
+]
+
+_RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
+
+
+@contextlib.contextmanager
+def fused_recurrent_kernels() -> Iterator[None]:
+    """Trace recurrent layers through torch's C++ composites instead of their Python decompositions.
+
+    The decompositions drop the dropout between layers (torch 2.13). mkldnn's fused layer is switched off because it
+    returns an undefined workspace outside autograd.
+    """
+    saved: list[tuple[Any, dict[Any, Any]]] = []
+    for name in _RECURRENT:
+        packet, overload = name.split(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload)
+        saved.append((op, dict(op.py_kernels)))
+        op.py_kernels.clear()
+        op._dispatch_cache.clear()
+    try:
+        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        for op, kernels in saved:
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+def tag_nodes(module: str, line: str) -> None:
+    """Give the nodes that are traced from now on the user's module and line."""
+    fx_traceback.current_meta["custom"] = {"module": module, "line": line}
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """Say whether a node of a joint graph belongs to the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
