@@ -76,8 +76,12 @@ def fused_recurrent_kernels() -> Iterator[None]:
         op.py_kernels.clear()
         op._dispatch_cache.clear()
     try:
-        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
             yield
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
     finally:
         for op, kernels in saved:
             op.py_kernels.update(kernels)

@@ -1,0 +1,296 @@
+"""How does a step of a LightningModule become a plain function of parameters and batch?
+
+`StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
+torchmetrics calls are recorded (capture.record), the trainer's counters are replaced by numbers that differ from run to
+run (so that a frozen one is noticed), attributes are restored, and values read into Python become guards
+(capture.hazards). Its outputs are the loss, if there is one, and one detached tensor per recorded value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+
+from lightning_pipe.capture.batch import Structure
+from lightning_pipe.capture.hazards import (
+    AttributeGuard,
+    Observer,
+    TracedNumber,
+    assignment_line,
+    hazard,
+    user_line,
+)
+from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized
+from lightning_pipe.errors import CaptureError
+
+_STEP_SHIFT, _EPOCH_SHIFT, _INDEX_SHIFT, _RATE_SHIFT = 977, 31, 13, 0.37
+
+
+@dataclass
+class Recording:
+    """What one run of the step said: calls, and the tensors that must leave the graph."""
+
+    calls: list[LogCall | MetricCall] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    returned: Any = None
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""
+        for index, known in enumerate(self.results):
+            if known is tensor:
+                return Ref(str(index))
+        self.results.append(tensor)
+        return Ref(str(len(self.results) - 1))
+
+
+class StepFunction(nn.Module):
+    """The user's step as a function of the batch's tensors; parameters are those of `model`.
+
+    Args:
+        module: the user's module; swapped parameters and buffers are seen through it.
+        method: `training_step`, `validation_step`, ...
+        structure: the batch without its tensors.
+        arguments: positional arguments after the batch (batch index, loader index), as Lightning would give them.
+        answers: truth values for the questions that the step asks of its tensors.
+        context: entered anew around every run (autocast; its cache of casts must not outlive a run).
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        method: str,
+        structure: Structure,
+        arguments: tuple[int, ...],
+        answers: tuple[bool, ...],
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__()
+        self.model = module
+        self.method = method
+        self.structure = structure
+        self.arguments = arguments
+        self.answers = answers
+        self.context = context
+        self.runs = 0
+        self.current: Observer | None = None
+        self.reads: dict[str, str] = {}
+        self.observers: list[Observer] = []
+        self.recordings: list[Recording] = []
+        self.changed: list[str] = []
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the step; return the loss (if it has one) and the recorded tensors."""
+        module, run = self.model, self.runs
+        self.runs += 1
+        path = _ModulePath(module)
+        observer, recording = Observer(self.answers, path.current), Recording()
+        guard = AttributeGuard(module)
+        self.current = observer
+        batch = self.structure.fill(leaves)
+        arguments = tuple(a + run * _INDEX_SHIFT if i == 0 else a for i, a in enumerate(self.arguments))
+        try:
+            with self._counters(run), recording_calls(module, recording), path.following(), self.context(), observer:
+                output = getattr(module, self.method)(batch, *arguments)
+        finally:
+            self.changed = guard.restore()
+        self.observers.append(observer)
+        self.recordings.append(recording)
+        loss = self._loss(output)
+        recording.returned = _without_tensors(output, recording, loss)
+        guards = [wrong for wrong, _, _ in observer.guards]
+        results = [*recording.results, *guards]
+        return (*([] if loss is None else [loss]), *(tensor.detach().clone() for tensor in results))
+
+    def _loss(self, output: Any) -> torch.Tensor | None:
+        if self.method != "training_step":
+            return None
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, torch.Tensor):
+            raise CaptureError(
+                f"{type(self.model).__name__}.training_step returned {type(output).__name__}; expected a loss tensor "
+                "or a dict with one under 'loss'."
+            )
+        if loss.numel() != 1:
+            raise CaptureError(f"The loss has shape {tuple(loss.shape)}; expected a single number. Reduce it first.")
+        return loss
+
+    @contextlib.contextmanager
+    def _counters(self, run: int) -> Iterator[None]:
+        """Show the step other counters and learning rates in every run, and note which ones it reads."""
+        trainer = self.model._trainer
+        step = trainer.global_step if trainer is not None else 0
+        epoch = trainer.current_epoch if trainer is not None else 0
+
+        def noting(name: str, value: int) -> property:
+            def read(_: Any) -> int:
+                self.reads.setdefault(name, user_line(2))
+                return value
+
+            return property(read)
+
+        owners: list[type] = [pl.LightningModule, pl.Trainer]
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                prefix = "self" if owner is pl.LightningModule else "trainer"
+                stack.enter_context(
+                    mock.patch.object(owner, "global_step", noting(f"{prefix}.global_step", step + run * _STEP_SHIFT))
+                )
+                stack.enter_context(
+                    mock.patch.object(owner, "current_epoch", noting(f"{prefix}.current_epoch", epoch + run * _EPOCH_SHIFT))
+                )
+            for group in [g for o in getattr(trainer, "optimizers", []) for g in o.param_groups]:
+                rate = group["lr"]
+                stack.callback(group.__setitem__, "lr", rate)
+                group["lr"] = rate * (1 + run * _RATE_SHIFT)
+            yield
+
+    def check_state(self) -> None:
+        """Refuse a step that keeps state on the module.
+
+        Raises:
+            CaptureError: naming the attribute and the line that assigns it.
+        """
+        if self.changed:
+            name = self.changed[0]
+            raise hazard(f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name))
+
+
+def _without_tensors(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
+    return apply_to_collection(
+        output, torch.Tensor, lambda tensor: Ref("loss") if tensor is loss else recording.ref(tensor)
+    )
+
+
+class _ModulePath:
+    """Follow which sub-module is being called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {id(child): name for name, child in module.named_modules()}
+        self._stack = [""]
+
+    def current(self) -> str:
+        return self._stack[-1]
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stack.append(self._names.get(id(module), self._stack[-1]))
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._stack.pop()
+
+        hooks = (
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            del self._stack[1:]
+
+
+@contextlib.contextmanager
+def recording_calls(module: pl.LightningModule, recording: Recording) -> Iterator[None]:
+    """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        recording.calls.append(LogCall(name, lift(value), {k: lift(v) for k, v in options.items()}, user_line(2)))
+
+    def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(dictionary, _MetricResult):
+            log("", dictionary, *args, **kwargs)
+            return
+        for name, value in dictionary.items():
+            log(name, value, *args, **kwargs)
+
+    def lift(value: Any) -> Any:
+        if isinstance(value, TracedNumber):
+            return recording.ref(value.tensor)
+        if isinstance(value, _MetricResult):
+            return MetricValue(value.call)
+        if isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
+            return MetricRef(paths[id(value)]) if id(value) in paths else value
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return sized(value)
+        return apply_to_collection(value, torch.Tensor, recording.ref)
+
+    def call(path: str, method: str) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            recording.calls.append(
+                MetricCall(path, method, tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()}, user_line(2))
+            )
+            return None if method in ("update", "reset") else _MetricResult(len(recording.calls) - 1)
+
+        return record
+
+    metrics = {n: m for n, m in module.named_modules() if isinstance(m, (torchmetrics.Metric, torchmetrics.MetricCollection))}
+    paths = {id(metric): name for name, metric in metrics.items()}
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in [
+            (module, "log", log),
+            (module, "log_dict", log_dict),
+            *((m, k, call(n, k)) for n, m in metrics.items() for k in ("update", "forward", "compute", "reset")),
+        ]:
+            stack.enter_context(_shadowed(owner, name, replacement))
+        yield
+
+
+@contextlib.contextmanager
+def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
+    """Give an object another method for a while."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    vars(owner)[name] = replacement
+    try:
+        yield
+    finally:
+        if before is missing:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = before
+
+
+class _MetricResult:
+    """Stand for what a recorded metric call will return; it can be logged."""
+
+    def __init__(self, call: int) -> None:
+        self.call = call
+
+    def __getattr__(self, name: str) -> Any:
+        raise hazard("the value of a torchmetrics object is used by the step (it can only be logged)", user_line(2))
+
+    _refuse = __getattr__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    def __float__(self) -> float:
+        return float(self._refuse("float"))
+
+    def __bool__(self) -> bool:
+        return bool(self._refuse("bool"))
+
+
+def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
+    """Return a symbolic number as a function of the number of samples."""
+    expression = value.node.expr
+    symbols = list(expression.free_symbols)
+
+    def of(samples: int) -> int | float:
+        number = expression.xreplace({symbol: samples for symbol in symbols})
+        return int(number) if isinstance(value, torch.SymInt) else float(number)
+
+    return Sized(of)
