@@ -1,0 +1,144 @@
+"""Which stage does each node of a joint graph belong to?
+
+Forward nodes are cut by position. Three kinds of nodes have no stage, they are repeated wherever they are used: sizes,
+constants, and cheap values that depend on nothing but parameters or buffers (views and casts of parameters; masks,
+positions and rotary tables made of buffers and constants). The outputs of a node with several outputs stay with it.
+
+A backward node follows the forward operation that it differentiates (autograd's sequence number), is never in a later
+stage than a gradient it reads, and a sum of gradients sits where its earliest input is.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.torch_private import is_backward
+
+_VIEWS = frozenset("t transpose permute view _unsafe_view reshape expand squeeze unsqueeze select slice _to_copy".split())
+_HEAVY = frozenset("mm bmm addmm baddbmm matmul convolution embedding einsum linear native_layer_norm svd qr".split())
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The nodes of a graph by kind, by name.
+
+    Attributes:
+        placed: forward operations in order; a cut position is an index into them.
+        repeated: nodes that are repeated where they are used.
+        parents: outputs of a node with several outputs -> that node.
+    """
+
+    placed: tuple[str, ...]
+    repeated: frozenset[str]
+    parents: dict[str, str]
+
+
+def classify(joint: JointGraph) -> Kinds:
+    """Find out which nodes have a place."""
+    mutated = {name for name in (*joint.parameters, *joint.buffers) if _state_name(name, joint) in joint.mutations}
+    from_parameters: set[str] = set()
+    repeated: set[str] = set()
+    placed: list[str] = []
+    parents: dict[str, str] = {}
+    state = (set(joint.parameters) | set(joint.buffers)) - mutated
+    for node in joint.module.graph.nodes:
+        if node.op == "get_attr":
+            repeated.add(node.name)
+        if node.op != "call_function":
+            continue
+        inputs = [n.name for n in node.all_input_nodes]
+        if _is_size(node) or (all(n in repeated or n in state for n in inputs) and _is_cheap(node, joint, from_parameters)):
+            repeated.add(node.name)
+            if any(n in joint.parameters or n in from_parameters for n in inputs):
+                from_parameters.add(node.name)
+        elif is_backward(node):
+            continue
+        elif _operator(node) == "getitem":
+            parents[node.name] = parents.get(inputs[0], inputs[0])
+        else:
+            placed.append(node.name)
+    return Kinds(tuple(placed), frozenset(repeated), parents)
+
+
+def _state_name(placeholder: str, joint: JointGraph) -> str:
+    return joint.parameters.get(placeholder) or joint.buffers[placeholder]
+
+
+def _operator(node: fx.Node) -> str:
+    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def _is_cheap(node: fx.Node, joint: JointGraph, from_parameters: set[str]) -> bool:
+    """Say whether a node on parameters, buffers and constants is worth repeating."""
+    if is_random(node):
+        return False
+    inputs = [n.name for n in node.all_input_nodes]
+    if any(n in joint.parameters or n in from_parameters for n in inputs):
+        return _operator(node) in _VIEWS
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return _operator(node) == "getitem"
+    return _operator(node) not in _HEAVY and not (is_backward(node) and not inputs)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Say whether a node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def assign(joint: JointGraph, kinds: Kinds, cuts: tuple[int, ...]) -> dict[str, int]:
+    """Return the stage of every node that has one; stage s holds placed nodes cuts[s-1]..cuts[s]-1.
+
+    Args:
+        cuts: positions at which stages 1, 2, ... begin, ascending.
+    """
+    stages = {name: bisect.bisect_right(cuts, position) for position, name in enumerate(kinds.placed)}
+    stages |= {name: stages[parent] for name, parent in kinds.parents.items() if parent in stages}
+    by_sequence: dict[int, int] = {}
+    for node in joint.module.graph.nodes:
+        if node.name in stages and "seq_nr" in node.meta:
+            by_sequence.setdefault(node.meta["seq_nr"], stages[node.name])
+    forward = set(stages)
+    for node in joint.module.graph.nodes:
+        if node.op != "call_function" or not is_backward(node) or node.name in kinds.repeated:
+            continue
+        gradients = [stages[n.name] for n in node.all_input_nodes if n.name in stages and n.name not in forward]
+        activations = [stages[n.name] for n in node.all_input_nodes if n.name in forward]
+        own = max([*activations, by_sequence.get(node.meta.get("seq_nr", -1), 0)])
+        if _sums_gradients(node):
+            own = min(gradients)
+        stages[node.name] = min([own, *gradients])
+    return stages
+
+
+def _sums_gradients(node: fx.Node) -> bool:
+    """Recognise the additions that autograd makes where a tensor is used several times."""
+    inputs = node.all_input_nodes
+    return (
+        node.target is torch.ops.aten.add.Tensor
+        and len(inputs) == 2
+        and all(is_backward(n) for n in inputs)
+        and "Gradient addition" in (node.meta.get("stack_trace") or "")
+    )
+
+
+def partial_sums(node: fx.Node, stages: dict[str, int]) -> tuple[fx.Node, ...]:
+    """Return the terms of a parameter's gradient that lie in different stages.
+
+    A parameter that is used in several stages has one gradient per stage; they are added once per step instead of
+    travelling for every micro-batch.
+    """
+    if not _sums_gradients(node) or len(node.users) != 1:
+        return (node,)
+    terms = [term for n in node.all_input_nodes for term in partial_sums(n, stages)]
+    if len({stages[term.name] for term in terms if term.name in stages}) == 1 and len(terms) == 2:
+        return (node,)
+    return tuple(terms)

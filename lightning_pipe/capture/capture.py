@@ -1,0 +1,187 @@
+"""Capture a step: the pure graph for planners, and stage programs for any cut of it.
+
+    capture = capture_step(Request(module, "training_step", structure, samples=4))
+    split = capture.split((17, 40))      # three stages
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from lightning_pipe.capture.assign import Kinds, classify
+from lightning_pipe.capture.flow import Flow, follow
+from lightning_pipe.capture.joint import JointGraph, Request, trace
+from lightning_pipe.capture.record import StepRecord
+from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
+from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.core.graph import Graph, Node
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured step.
+
+    Attributes:
+        graph: what planners see.
+        record: what the step said besides its loss.
+        joint, kinds, flow: the traced graph and what is known of it.
+        aliases: parameter name -> canonical name.
+        device: where it will run.
+    """
+
+    graph: Graph
+    record: StepRecord
+    joint: JointGraph
+    kinds: Kinds
+    flow: Flow
+    aliases: dict[str, str]
+    device: torch.device
+
+    def split(self, cuts: tuple[int, ...]) -> Split:
+        """Cut the graph before the nodes at these positions; `()` is one stage.
+
+        Raises:
+            PlanError: if the cuts make no stages.
+        """
+        splitter = Splitter(self.joint, kinds=self.kinds, flow=self.flow, aliases=self.aliases, device=self.device)
+        return splitter.split(cuts)
+
+    def misfit(self, samples: int) -> str:
+        """Return "" if the graph holds for slices of this many samples, else the condition that fails."""
+        return self.joint.fits(samples)
+
+    def changed(self) -> str:
+        """Return "" if what the step read from the module is as it was, else what changed."""
+        return self.joint.watched.changed()
+
+
+def capture_step(request: Request) -> Capture:
+    """Trace a step and describe its graph.
+
+    Raises:
+        CaptureError: if a graph would freeze something, naming the hazard and the user's line.
+    """
+    joint = trace(request)
+    split_input_and_weight_gradients(joint)
+    kinds, flow = classify(joint), follow(joint)
+    aliases = canonical_names(request.module)
+    graph = _graph(joint, kinds, flow, aliases)
+    return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device)
+
+
+def canonical_names(module: pl.LightningModule) -> dict[str, str]:
+    """Map every parameter name to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str]) -> Graph:
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    owner = _owners(joint, kinds)
+    costs: dict[str, list[int]] = {name: [0, 0, 0] for name in kinds.placed}  # flops, backward flops, bytes
+    for name, at in owner.items():
+        entry = costs[at]
+        entry[1 if is_backward(nodes[name]) else 0] += _flops(nodes[name], joint)
+        entry[2] += _touched(nodes[name], joint)
+    parameter_bytes = {aliases[f]: _bytes(nodes[n], joint) for n, f in joint.parameters.items()}
+    return Graph(
+        nodes=tuple(_node(nodes[name], joint, kinds, costs[name]) for name in kinds.placed),
+        samples=joint.samples,
+        parameter_bytes=parameter_bytes,
+        fingerprint=fingerprint(joint),
+        coupled=tuple(flow.coupled),
+    )
+
+
+def fingerprint(joint: JointGraph) -> str:
+    """Return a hash of the graph that is equal in every process: operators, arguments, shapes; no ids or addresses."""
+    digest = hashlib.sha256()
+    for node in joint.module.graph.nodes:
+        digest.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {_spell(node)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _spell(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return " ".join(f"{v.dtype}{tuple(v.shape)}" if isinstance(v, torch.Tensor) else str(v) for v in values)
+
+
+def _owners(joint: JointGraph, kinds: Kinds) -> dict[str, str]:
+    """Map every operation to the placed node that is charged for it: itself, or the forward of a backward."""
+    owner = {name: name for name in kinds.placed}
+    by_sequence: dict[int, str] = {}
+    last = kinds.placed[-1]
+    for node in joint.module.graph.nodes:
+        if node.name in owner:
+            by_sequence.setdefault(node.meta.get("seq_nr", -1), node.name)
+    for node in joint.module.graph.nodes:
+        if node.op == "call_function" and is_backward(node) and node.name not in kinds.repeated:
+            owner[node.name] = by_sequence.get(node.meta.get("seq_nr", -1), last)
+    return owner
+
+
+def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, costs: list[int]) -> Node:
+    custom: dict[str, str] = node.meta.get("custom") or {}
+    inputs = [kinds.parents.get(n.name, n.name) for n in node.all_input_nodes]
+    return Node(
+        name=node.name,
+        op=str(node.target),
+        module=custom.get("module", ""),
+        line=custom.get("line", ""),
+        inputs=tuple(dict.fromkeys(n for n in inputs if n in kinds.placed or n in joint.leaves)),
+        parameters=tuple(sorted(_parameters(node, joint, kinds))),
+        output_bytes=_bytes(node, joint),
+        flops=costs[0],
+        backward_flops=costs[1],
+        touched_bytes=costs[2],
+    )
+
+
+def _parameters(node: fx.Node, joint: JointGraph, kinds: Kinds) -> set[str]:
+    found: set[str] = set()
+    for source in node.all_input_nodes:
+        if source.name in joint.parameters:
+            found.add(joint.parameters[source.name])
+        elif source.name in kinds.repeated:
+            found |= _parameters(source, joint, kinds)
+    return found
+
+
+def _concrete(value: Any, joint: JointGraph) -> Any:
+    """Return a value with numbers for its symbolic sizes, at the captured number of samples."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_concrete(size, joint) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt):
+        return int(value.node.expr.xreplace({joint.symbol: sympy.Integer(joint.samples)}))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_concrete(item, joint) for item in value)
+    return value
+
+
+def _bytes(node: fx.Node, joint: JointGraph) -> int:
+    value = _concrete(node.meta.get("val"), joint)
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def _touched(node: fx.Node, joint: JointGraph) -> int:
+    return _bytes(node, joint) + sum(_bytes(n, joint) for n in node.all_input_nodes)
+
+
+def _flops(node: fx.Node, joint: JointGraph) -> int:
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args = fx.map_arg(node.args, lambda n: _concrete(n.meta.get("val"), joint))
+    kwargs = fx.map_arg(node.kwargs, lambda n: _concrete(n.meta.get("val"), joint))
+    return int(count(*args, **kwargs, out_val=_concrete(node.meta.get("val"), joint)))

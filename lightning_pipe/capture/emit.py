@@ -1,0 +1,143 @@
+"""How does a set of nodes of a joint graph become a function that runs at eager speed?
+
+The nodes are copied, in order, into an fx graph whose Python code frees every value after its last use. Sizes become
+functions of the number of samples, random nodes draw from their key.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lightning_pipe.capture.assign import is_random
+from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.randomness import keyed, undisturbed
+from lightning_pipe.capture.stage_program import Half
+
+# The tracer predicts strides that a kernel does not always keep (CPU batch norm of a transposed input); a reshape is a
+# view wherever a view is possible.
+_RESHAPED = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
+
+class Emitter:
+    """Make functions from nodes of one joint graph.
+
+    Args:
+        joint: the graph.
+        repeated: nodes that every function computes itself.
+        device: where random nodes draw.
+    """
+
+    def __init__(self, joint: JointGraph, *, repeated: frozenset[str], device: torch.device) -> None:
+        self._joint = joint
+        self._nodes = {node.name: node for node in joint.module.graph.nodes}
+        self._order = {name: position for position, name in enumerate(self._nodes)}
+        self._repeated = repeated
+        self._device = device
+        self._random = {n.name: i for i, n in enumerate(n for n in joint.module.graph.nodes if is_random(n))}
+
+    def inputs_of(self, names: Sequence[str]) -> set[str]:
+        """Return the names that these nodes read, with repeated nodes replaced by what those read."""
+        found: set[str] = set()
+        pending = [n.name for name in names for n in self._nodes[name].all_input_nodes]
+        while pending:
+            name = pending.pop()
+            if name in found:
+                continue
+            if name in self._repeated:
+                if not self._is_size_of_input(name):
+                    pending.extend(n.name for n in self._nodes[name].all_input_nodes)
+            else:
+                found.add(name)
+        return found
+
+    def _is_size_of_input(self, name: str) -> bool:
+        return self._nodes[name].target is torch.ops.aten.sym_size.int
+
+    def make(self, names: set[str], *, inputs: Sequence[str], outputs: Sequence[str], copied: dict[str, str]) -> Half:
+        """Return the function that computes the nodes `names` from `inputs` and returns `outputs`.
+
+        Args:
+            names: nodes to compute.
+            inputs: values to be given, in order.
+            outputs: values to be returned, in order; nodes, or keys of `copied`.
+            copied: output name -> input of which it is a copy (state that is overwritten after the function).
+        """
+        graph = fx.Graph()
+        samples, key = graph.placeholder("samples"), graph.placeholder("key")
+        made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
+        for output, source in copied.items():
+            made[output] = graph.call_function(torch.ops.aten.clone.default, (made[source],))
+        wanted = sorted(names | self._repeated_inputs(names, outputs), key=self._order.__getitem__)
+        for name in wanted:
+            if name not in made:
+                made[name] = self._copy(self._nodes[name], graph, made, samples, key)
+        graph.output(tuple(made[name] for name in outputs))
+        module = fx.GraphModule(self._joint.module, graph, class_name="Stage")
+        run: Callable[..., Any] = module.forward
+        if any(name in self._random for name in wanted):
+            run = functools.partial(_undisturbed_run, run, self._device)
+        return Half(tuple(inputs), tuple(outputs), run)
+
+    def _repeated_inputs(self, names: set[str], outputs: Sequence[str]) -> set[str]:
+        found: set[str] = {name for name in outputs if name in self._repeated}
+        pending = [n.name for name in names | found for n in self._nodes[name].all_input_nodes]
+        while pending:
+            name = pending.pop()
+            if name in self._repeated and name not in found:
+                found.add(name)
+                if not self._is_size_of_input(name):
+                    pending.extend(n.name for n in self._nodes[name].all_input_nodes)
+        return found
+
+    def _copy(
+        self, node: fx.Node, graph: fx.Graph, made: dict[str, fx.Node], samples: fx.Node, key: fx.Node
+    ) -> fx.Node:
+        if node.target is torch.ops.aten.sym_size.int:
+            return self._size(node, graph, samples)
+        if node.op == "get_attr":
+            return graph.get_attr(node.target)
+        args = fx.map_arg(node.args, lambda n: made[n.name])
+        kwargs = fx.map_arg(node.kwargs, lambda n: made[n.name])
+        if node.name in self._random:
+            target = keyed(node.target, self._random[node.name], self._device)
+            return graph.create_node("call_function", target, (key, *args), kwargs, name=node.name)
+        return graph.create_node("call_function", _RESHAPED.get(node.target, node.target), args, kwargs, name=node.name)
+
+    def _size(self, node: fx.Node, graph: fx.Graph, samples: fx.Node) -> fx.Node:
+        value = node.meta["val"]
+        if isinstance(value, int):
+            return graph.call_function(_constant(value), (samples,), name=node.name)
+        expression = value.node.expr
+        if expression == self._joint.symbol:
+            return samples
+        return graph.call_function(_expression(expression, self._joint.symbol), (samples,), name=node.name)
+
+
+def _undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    with undisturbed(device):
+        return run(*args)
+
+
+def _constant(value: int) -> Callable[[int], int]:
+    def constant(samples: int) -> int:
+        return value
+
+    return constant
+
+
+def _expression(expression: Any, symbol: Any) -> Callable[[int], int]:
+    @functools.lru_cache(maxsize=None)
+    def size(samples: int) -> int:
+        return int(expression.xreplace({symbol: sympy.Integer(samples)}))
+
+    size.__name__ = "size"
+    return size

@@ -1,0 +1,298 @@
+"""How do the samples of a batch flow through a joint graph?
+
+For every value: along which dimension its samples lie, and how the values of slices of the batch make the value of the
+whole batch. Nodes that mix samples (batch statistics, contrastive losses) are found on the way: there micro-batches
+and slices give another result than the whole batch would.
+
+The rules look at symbolic shapes and operators only. A value without a sample dimension that was reduced over samples
+is `mean`, `sum`, `max` or `min` as long as only linear operations follow; anything else is `mixed`, and treated as a
+mean of slices.
+
+Legend: n number of samples (the graph's symbol); rows: rows of a flattened dimension that belong to one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.stage_program import Value
+from lightning_pipe.capture.torch_private import is_backward
+
+Role = Literal["same", "cat", "mean", "sum", "max", "min", "mixed"]
+
+_REDUCTIONS: dict[str, Role] = {
+    "sum": "sum",
+    "mean": "mean",
+    "amax": "max",
+    "max": "max",
+    "any": "max",
+    "amin": "min",
+    "min": "min",
+    "all": "min",
+    "mm": "sum",
+    "dot": "sum",
+}
+_KEEP = frozenset(
+    "view _unsafe_view reshape clone neg _to_copy unsqueeze squeeze expand alias detach lift_fresh_copy t transpose "
+    "permute select slice contiguous _to_copy".split()
+)
+_ALONG = frozenset("cumsum cumprod sort topk roll flip _softmax _log_softmax argsort median logsumexp".split())
+_MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
+_FLATTENING = frozenset({"view", "_unsafe_view", "reshape"})
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Where the samples of a value lie: `rows` consecutive rows of `dim` each."""
+
+    dim: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is known of every node by name.
+
+    Attributes:
+        roles: how slices combine.
+        samples: where samples lie; absent where they do not, or not in consecutive rows.
+        coupled: nodes that mix samples, with the reason.
+        loss: role of the loss; "mixed" means that the loss is no sum or mean over samples.
+    """
+
+    roles: dict[str, Role]
+    samples: dict[str, Samples]
+    coupled: dict[str, str]
+    loss: Role
+
+
+def follow(joint: JointGraph) -> Flow:
+    """Follow the samples through the forward nodes of a graph, in order."""
+    roles: dict[str, Role] = {}
+    samples: dict[str, Samples] = {}
+    coupled: dict[str, str] = {}
+    for node in joint.module.graph.nodes:
+        if node.op == "output" or node.name in joint.tangents:
+            continue
+        if is_backward(node):
+            found = _locate(node, joint, samples)
+            if found is not None:
+                samples[node.name] = found
+            roles[node.name] = "cat" if _has_samples(node, joint) else "sum"
+            continue
+        role = _role(node, joint, roles)
+        roles[node.name] = role
+        if role == "cat":
+            found = _locate(node, joint, samples)
+            if found is not None:
+                samples[node.name] = found
+            reason = _coupling(node, joint, roles, samples)
+            if reason:
+                coupled[node.name] = reason
+    for name in joint.results[len(joint.results) - len(joint.record.guards) :]:
+        roles[name] = "max"
+    loss: Role = roles[joint.loss] if joint.loss is not None else "same"
+    return Flow(roles, samples, coupled, loss)
+
+
+def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
+    """Describe a value that leaves its stage."""
+    meta = node.meta["val"]
+    found, role = flow.samples.get(node.name), flow.roles[node.name]
+    return Value(
+        name=node.name,
+        dtype=meta.dtype if isinstance(meta, torch.Tensor) else None,
+        size=size_function(meta, joint),
+        batch_dim=found.dim if found else None,
+        rows=found.rows if found else 1,
+        combine="mean" if role == "mixed" else role,
+    )
+
+
+def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ...]]:
+    """Return the shape of a value as a function of the number of samples."""
+    sizes = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
+    fixed = tuple(size if isinstance(size, int) else None for size in sizes)
+    expressions = [size.node.expr for size in sizes if not isinstance(size, int)]
+
+    def size(samples: int) -> tuple[int, ...]:
+        varying = iter(int(e.xreplace({joint.symbol: sympy.Integer(samples)})) for e in expressions)
+        return tuple(next(varying) if entry is None else entry for entry in fixed)
+
+    return size
+
+
+def _tensor_shape(node: fx.Node) -> tuple[Any, ...]:
+    meta = node.meta.get("val")
+    return tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
+
+
+def _depends(size: Any, joint: JointGraph) -> bool:
+    return joint.symbol is not None and isinstance(size, torch.SymInt) and joint.symbol in size.node.expr.free_symbols
+
+
+def _sample_dims(node: fx.Node, joint: JointGraph) -> list[int]:
+    return [d for d, size in enumerate(_tensor_shape(node)) if _depends(size, joint)]
+
+
+def _has_samples(node: fx.Node, joint: JointGraph) -> bool:
+    if joint.symbol is not None:
+        return bool(_sample_dims(node, joint))
+    shape = _tensor_shape(node)
+    return bool(shape) and shape[0] == joint.samples
+
+
+def _operator(node: fx.Node) -> str:
+    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
+
+
+def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
+    meta = node.meta.get("val")
+    if isinstance(meta, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+        return "same"
+    if isinstance(meta, (tuple, list)):
+        outputs = [m for m in meta if isinstance(m, torch.Tensor)]
+        if joint.symbol is not None and any(_depends(size, joint) for m in outputs for size in m.shape):
+            return "cat"
+    if _has_samples(node, joint):
+        return "cat"
+    if node.op == "placeholder" or node.op == "get_attr":
+        return "same"
+    inputs = [roles.get(n.name, "same") for n in node.all_input_nodes]
+    if _operator(node) == "getitem":
+        return _reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]
+    if all(role == "same" for role in inputs) and not _sized_inputs(node, joint):
+        return "same"
+    if "cat" in inputs:
+        return _reduced(node, node)
+    return _combined(node, inputs, joint)
+
+
+def _sized_inputs(node: fx.Node, joint: JointGraph) -> int:
+    return sum(_is_size(n, joint) for n in node.all_input_nodes)
+
+
+def _is_size(node: fx.Node, joint: JointGraph) -> bool:
+    """Say whether a node is a Python number proportional to the number of samples."""
+    meta = node.meta.get("val")
+    if joint.symbol is None or not isinstance(meta, (torch.SymInt, torch.SymFloat)):
+        return False
+    expression = meta.node.expr
+    return joint.symbol in expression.free_symbols and not (expression / joint.symbol).free_symbols
+
+
+def _reduced(operation: Any, node: fx.Node) -> Role:
+    """Return the role of a value without samples that an operation makes of values with samples."""
+    name = _operator(operation)
+    for argument, schema in zip(operation.args, _arguments(operation), strict=False):
+        if schema == "reduction":
+            if name == "nll_loss_forward" and node.args[1:] == (1,):
+                return "sum"
+            return {_MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}.get(argument, "mixed")  # type: ignore[return-value]
+    if "_loss" in name and "reduction" in _arguments(operation):
+        return "mean"
+    return _REDUCTIONS.get(name, "mixed")
+
+
+def _arguments(node: fx.Node) -> list[str]:
+    return [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+
+
+def _combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
+    """Return the role of a value computed from reduced values."""
+    name = _operator(node)
+    varying = {role for role in inputs if role != "same"}
+    sizes = _sized_inputs(node, joint)
+    if name in ("mul", "div") and len([r for r in inputs if r != "same"]) == 1 and not sizes:
+        divides = name == "div" and inputs and inputs[0] == "same" and isinstance(node.args[0], fx.Node)
+        return "mixed" if divides else varying.pop()
+    if name == "div" and sizes == 1 and varying == {"sum"}:
+        return "mean"
+    if name == "mul" and sizes == 1 and varying == {"mean"}:
+        return "sum"
+    if name in ("add", "sub", "stack", "cat", "where"):
+        plain = "same" in inputs or any(isinstance(a, (int, float)) for a in node.args[1:2])
+        if varying == {"mean"} or (varying == {"sum"} and (not plain or name in ("stack", "cat"))):
+            return varying.pop()
+        return "mixed"
+    if name in _KEEP and len(varying) == 1:
+        return varying.pop()
+    if name in ("sum", "mean") and varying <= {"mean", "sum"} and len(varying) == 1:
+        return varying.pop()
+    return "mixed"
+
+
+def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Samples | None:
+    """Find the dimension of the samples, if each sample's rows are consecutive."""
+    dims = _sample_dims(node, joint)
+    if joint.symbol is None:
+        return _leaf_samples(node, joint)
+    if len(dims) != 1:
+        return None
+    shape = _tensor_shape(node)
+    rows = shape[dims[0]].node.expr / joint.symbol
+    if not rows.is_Integer:
+        return None
+    if rows == 1:
+        return Samples(dims[0], 1)
+    sources = [(n, samples[n.name]) for n in node.all_input_nodes if n.name in samples]
+    if _operator(node) in _FLATTENING:
+        return Samples(dims[0], int(rows)) if sources and _outermost(sources[0], shape, dims[0]) else None
+    for source, where in sources:
+        if where.rows == rows and _tensor_shape(source)[where.dim].node.expr == shape[dims[0]].node.expr:
+            return Samples(dims[0], int(rows))
+    return None
+
+
+def _leaf_samples(node: fx.Node, joint: JointGraph) -> Samples | None:
+    """In a graph of constant size only the batch's own leaves are known to have their samples first."""
+    is_leaf = node.name in joint.leaves and bool(_tensor_shape(node)) and _tensor_shape(node)[0] == joint.samples
+    return Samples(0, 1) if is_leaf else None
+
+
+def _outermost(source: tuple[fx.Node, Samples], shape: tuple[Any, ...], dim: int) -> bool:
+    """Say whether a view keeps the samples outermost: equally many elements lie before them on both sides."""
+    node, where = source
+
+    def elements(sizes: tuple[Any, ...]) -> Any:
+        product: Any = 1
+        for size in sizes:
+            product = product * (size if isinstance(size, int) else size.node.expr)
+        return product
+
+    return bool(elements(_tensor_shape(node)[: where.dim]) == elements(shape[:dim]))
+
+
+def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples: dict[str, Samples]) -> str:
+    """Return why a node mixes samples, "" if it does not."""
+    name = _operator(node)
+    if "batch_norm" in name and "no_training" not in name and "backward" not in name and _trains(node):
+        return "batch statistics"
+    if node.op != "call_function" or name == "getitem":
+        return ""
+    if len(_sample_dims(node, joint)) > 1:
+        return "every sample meets every other"
+    reduced = [n for n in node.all_input_nodes if roles.get(n.name) in ("mean", "sum", "max", "min", "mixed")]
+    if reduced:
+        return "a value of all samples is used for each"
+    if name in _ALONG and len(node.args) > 1:
+        first = node.all_input_nodes[0]
+        where, dim = samples.get(first.name), node.args[1]
+        if where is not None and isinstance(dim, int) and dim % len(_tensor_shape(first)) == where.dim:
+            return f"{name} runs along the samples"
+    if name in ("index", "index_select") and any(_operator(n) == "randperm" for n in node.all_input_nodes):
+        return "samples are shuffled"
+    return ""
+
+
+def _trains(node: fx.Node) -> bool:
+    names = _arguments(node)
+    flags = [a for a, n in zip(node.args, names, strict=False) if n in ("training", "train")]
+    return all(flags) if flags else True

@@ -1,0 +1,296 @@
+"""How does a graph that is cut at some positions become stage programs?
+
+For every stage: what its forward and backward nodes read from elsewhere decides what crosses. A forward value travels
+from its producer straight to every stage that uses it, forward or backward; batch fields travel from stage 0 in the
+same way; gradients travel to earlier stages. What a stage sends back is computed first (I), the rest of its backward
+later (W).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.assign import Kinds, assign, partial_sums
+from lightning_pipe.capture.emit import Emitter
+from lightning_pipe.capture.flow import Flow, value
+from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.stage_program import Half, Split, StageProgram, Value
+from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
+from lightning_pipe.errors import PlanError
+
+
+def split_input_and_weight_gradients(joint: JointGraph) -> None:
+    """Compute input and weight gradient of convolutions by separate nodes, so that I and W can be separated.
+
+    Done once, in place, on a fresh graph.
+    """
+    graph = joint.module.graph
+    for node in [n for n in graph.nodes if n.target is torch.ops.aten.convolution_backward.default]:
+        *others, mask = node.args
+        if not (mask[0] and (mask[1] or mask[2])):
+            continue
+        with graph.inserting_before(node):
+            weight = graph.call_function(node.target, (*others, [False, mask[1], mask[2]]))
+        weight.meta = dict(node.meta)
+        node.args = (*others, [True, False, False])
+        for user in [u for u in node.users if u.args[1] != 0]:
+            user.args = (weight, user.args[1])
+
+
+@dataclass
+class _Needs:
+    """What one stage reads from elsewhere and computes; names of values."""
+
+    forward: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+    receives: dict[tuple[Pass, int], list[str]] = field(default_factory=lambda: defaultdict(list))
+    sends: dict[tuple[Pass, int], list[str]] = field(default_factory=lambda: defaultdict(list))
+    gradients: dict[str, str] = field(default_factory=dict)
+    results: list[str] = field(default_factory=list)
+
+
+class Splitter:
+    """Cut one joint graph.
+
+    Args:
+        joint: the graph.
+        kinds: its nodes by kind.
+        flow: how samples flow.
+        aliases: parameter name -> canonical name (equal for tied parameters).
+        device: where it will run.
+    """
+
+    def __init__(
+        self, joint: JointGraph, *, kinds: Kinds, flow: Flow, aliases: dict[str, str], device: torch.device
+    ) -> None:
+        self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
+        self._nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
+        self._emitter = Emitter(joint, repeated=kinds.repeated, device=device)
+        self._state = set(joint.parameters) | set(joint.buffers)
+
+    def split(self, cuts: tuple[int, ...]) -> Split:
+        """Cut at these positions (indices of `Kinds.placed`), ascending.
+
+        Raises:
+            PlanError: if the positions are not ascending, or separate state that the step overwrites from its readers.
+        """
+        placed = len(self._kinds.placed)
+        if any(b <= a for a, b in itertools.pairwise((0, *cuts, placed))):
+            raise PlanError(
+                f"Cut positions {list(cuts)} do not make {len(cuts) + 1} non-empty stages of {placed} nodes; expected "
+                f"ascending positions between 1 and {placed - 1}."
+            )
+        stages = assign(self._joint, self._kinds, cuts)
+        count = len(cuts) + 1
+        needs = [_Needs() for _ in range(count)]
+        for name, stage in stages.items():
+            (needs[stage].backward if is_backward(self._nodes[name]) else needs[stage].forward).append(name)
+        self._place_outputs(needs, stages)
+        for stage in range(count):
+            self._connect(stage, needs, stages)
+        self._check_mutations(needs, stages)
+        programs = tuple(self._program(stage, needs[stage]) for stage in range(count))
+        return self._assemble(programs, needs)
+
+    def _place_outputs(self, needs: list[_Needs], stages: dict[str, int]) -> None:
+        last = len(needs) - 1
+        outputs = [*([self._joint.loss] if self._joint.loss else []), *self._joint.results]
+        for name in dict.fromkeys(outputs):
+            needs[stages.get(name, last)].results.append(name)
+        for name, parameter in self._joint.gradients:
+            for term in partial_sums(self._nodes[name], stages):
+                needs[stages[term.name]].gradients[term.name] = self._aliases[parameter]
+
+    def _connect(self, stage: int, needs: list[_Needs], stages: dict[str, int]) -> None:
+        """Find where everything comes from that a stage reads but does not compute."""
+        own = needs[stage]
+        used: dict[str, None] = {}
+        for names in (own.forward, own.backward, own.results):
+            for name in sorted(self._reads(names, own.results if names is own.results else ()), key=self._position):
+                used.setdefault(name)
+        for name in used:
+            if name in self._state or name in self._joint.tangents:
+                continue
+            source = stages.get(name, 0)
+            if source == stage or (stage == 0 and name in self._joint.leaves):
+                continue
+            backwards = source > stage
+            direction: Pass = "B" if backwards else "F"
+            own.receives[direction, source].append(name)
+            needs[source].sends[direction, stage].append(name)
+
+    def _reads(self, names: list[str], results: list[str] | tuple[str, ...]) -> set[str]:
+        reads = self._emitter.inputs_of([n for n in names if n not in results or n in self._kinds.repeated])
+        return reads | {n for n in results if n in self._joint.leaves}
+
+    def _position(self, name: str) -> int:
+        return self._emitter._order[name]
+
+    def _check_mutations(self, needs: list[_Needs], stages: dict[str, int]) -> None:
+        """State that the step overwrites must be read in one stage only."""
+        for state, new in self._joint.mutations.items():
+            placeholders = [p for p, n in {**self._joint.parameters, **self._joint.buffers}.items() if n == state]
+            readers = {
+                s for s, own in enumerate(needs) for p in placeholders if p in self._emitter.inputs_of(own.forward)
+            }
+            owner = stages.get(new, 0)
+            if readers - {owner}:
+                raise PlanError(
+                    f"{state} is overwritten by the step in stage {owner} and read in stage "
+                    f"{min(readers - {owner})}; they must be one stage. Move the cut so that it does not lie between "
+                    f"{self._place(placeholders)} and {self._line(new)}."
+                )
+
+    def _place(self, placeholders: list[str]) -> str:
+        users = [u.name for p in placeholders for u in self._nodes[p].users]
+        return self._line(users[0]) if users else "its reader"
+
+    def _line(self, name: str) -> str:
+        return (self._nodes[name].meta.get("custom") or {}).get("line") or name
+
+    def _program(self, stage: int, own: _Needs) -> StageProgram:
+        joint = self._joint
+        mutations = {state: new for state, new in joint.mutations.items() if new in own.forward}
+        received = {n for names in own.receives.values() for n in names}
+        input_names, weight_names = self._halves(own)
+        backward_reads = self._emitter.inputs_of([*input_names, *weight_names])
+        overwritten = {
+            f"{p}_before": p
+            for p, state in {**joint.parameters, **joint.buffers}.items()
+            if state in mutations and p in backward_reads
+        }
+        forward = self._forward(own, mutations, backward_reads, overwritten)
+        renamed = {p: before for before, p in overwritten.items()}
+        wants = {n for names in own.sends.values() for n in names}
+        input_outputs = self._input_outputs(input_names, weight_names, own, wants)
+        input_grad = self._backward(input_names, input_outputs, renamed)
+        weight_outputs = [n for n in own.gradients if n in weight_names]
+        weight_grad = self._backward(weight_names, weight_outputs, renamed)
+        halves = [h for h in (forward, input_grad, weight_grad) if h is not None]
+        read = {n for h in halves for n in h.inputs}
+        return StageProgram(
+            stage=stage,
+            parameters={n: self._aliases[f] for n, f in joint.parameters.items() if n in read},
+            buffers={n: f for n, f in joint.buffers.items() if n in read},
+            leaves={n: i for n, i in joint.leaves.items() if stage == 0 and n in read | wants | set(own.results)},
+            tangents=tuple(n for n in joint.tangents if n in read),
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            receives={edge: tuple(names) for edge, names in own.receives.items() if received},
+            sends={edge: tuple(names) for edge, names in own.sends.items()},
+            mutations=mutations,
+            gradients=dict(own.gradients),
+            results=tuple(own.results),
+        )
+
+    def _halves(self, own: _Needs) -> tuple[list[str], list[str]]:
+        """Separate the backward nodes that are needed for what is sent from the others; drop those nobody needs."""
+        backward = set(own.backward)
+        sent = {n for (direction, _), names in own.sends.items() if direction == "B" for n in names}
+        first = self._ancestors(sent & backward, backward)
+        second = self._ancestors(set(own.gradients), backward) - first
+        return sorted(first, key=self._position), sorted(second, key=self._position)
+
+    def _ancestors(self, names: set[str], within: set[str]) -> set[str]:
+        found, pending = set(), [n for n in names if n in within]
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                pending.extend(n.name for n in self._nodes[name].all_input_nodes if n.name in within)
+        return found
+
+    def _forward(
+        self, own: _Needs, mutations: dict[str, str], backward_reads: set[str], overwritten: dict[str, str]
+    ) -> Half:
+        computed = set(own.forward)
+        leaves = {n for names in own.sends.values() for n in names} | backward_reads | set(own.results)
+        outputs = [n for n in own.forward if n in leaves or n in mutations.values()]
+        outputs += [n for n in own.results if n in self._kinds.repeated]
+        inputs = self._emitter.inputs_of([*own.forward, *(n for n in own.results if n in self._kinds.repeated)])
+        outside = sorted((inputs | set(overwritten.values())) - computed, key=self._position)
+        return self._emitter.make(computed, inputs=outside, outputs=[*outputs, *overwritten], copied=overwritten)
+
+    def _input_outputs(
+        self, input_names: list[str], weight_names: list[str], own: _Needs, wants: set[str]
+    ) -> list[str]:
+        kept = self._emitter.inputs_of(weight_names)
+        return [n for n in input_names if n in wants or n in own.gradients or n in kept]
+
+    def _backward(self, names: list[str], outputs: list[str], renamed: dict[str, str]) -> Half | None:
+        if not names:
+            return None
+        inputs = sorted(self._emitter.inputs_of(names) - set(names), key=self._position)
+        half = self._emitter.make(set(names), inputs=inputs, outputs=outputs, copied={})
+        return Half(tuple(renamed.get(n, n) for n in half.inputs), half.outputs, half.run)
+
+    def _assemble(self, programs: tuple[StageProgram, ...], needs: list[_Needs]) -> Split:
+        crossing = {n for own in needs for names in own.sends.values() for n in names}
+        outputs = {n for own in needs for n in own.results}
+        values = {n: value(self._nodes[n], self._joint, self._flow) for n in crossing | outputs}
+        edges = tuple(
+            _edge(direction, source, target, [values[n] for n in names])
+            for source, own in enumerate(needs)
+            for (direction, target), names in sorted(own.sends.items())
+        )
+        holders: dict[str, set[int]] = defaultdict(set)
+        for program in programs:
+            for parameter in program.gradients.values():
+                holders[parameter].add(program.stage)
+        groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for parameter in dict.fromkeys(self._aliases.values()):
+            if parameter in holders:
+                groups[tuple(sorted(holders[parameter]))].append(parameter)
+        sizes = {self._aliases[f]: _bytes(self._nodes[n]) for n, f in self._joint.parameters.items()}
+        buckets = tuple(Bucket(stages, sum(sizes[p] for p in names)) for stages, names in groups.items())
+        owners = {n: program.stage for program in programs for n in program.results}
+        loads = (0,)
+        return Split(programs, values, Traffic(edges, buckets, loads), tuple(map(tuple, groups.values())), owners)
+
+
+def _bytes(node: fx.Node) -> int:
+    tensor = node.meta["val"]
+    return int(tensor.numel() * tensor.element_size())
+
+
+_PROBE = 1024  # samples at which the bytes of a value are counted
+
+
+def _edge(direction: Pass, source: int, target: int, values: list[Value]) -> Edge:
+    def count(v: Value, samples: int) -> int:
+        width = v.dtype.itemsize if v.dtype is not None else 8
+        return int(torch.Size(v.size(samples)).numel()) * width
+
+    varying = [v for v in values if v.batch_dim is not None]
+    per_sample = sum(count(v, _PROBE) / _PROBE for v in varying)
+    fixed = sum(count(v, 1) for v in values if v.batch_dim is None)
+    return Edge(direction, source, target, per_sample, fixed)
+
+
+def check_slices(split: Split, layout: Layout) -> None:
+    """Check that stages which share micro-batches differently exchange only values that can be sliced.
+
+    Raises:
+        PlanError: naming the value and the stages.
+    """
+    for program in split.stages:
+        for (_, target), names in program.sends.items():
+            here, there = layout.stages[program.stage], layout.stages[target]
+            alike = len(here) == len(there) and (program.stage in layout.whole) == (target in layout.whole)
+            if alike or (len(here) == 1 and len(there) == 1):
+                continue
+            for name in names:
+                known = split.values[name]
+                if known.batch_dim is None and known.combine != "same":
+                    raise PlanError(
+                        f"Stage {program.stage} on {len(here)} ranks sends {name} to stage {target} on {len(there)} "
+                        "ranks, but its samples do not lie in separate rows, so it cannot be cut into slices. Give "
+                        "both stages the same number of ranks, or move the cut to another node."
+                    )
