@@ -1,1 +1,59 @@
-"""Rewrites that add one concern each to an order: transfers, gradients, memory."""
+"""Turn an order of computes into a program: a list of rewrites that add one concern each.
+
+Every rewrite is `Program -> Program`, keeps what is there in its order, and says what must have run before it. Their
+sequence is the table of contents of a program. An order that breaks a law
+of `verify` is lowered as it is, and refused there.
+"""
+
+from __future__ import annotations
+
+from lightning_pipe.core.program import Layout, Order, Program, Traffic
+from lightning_pipe.schedule.frame import check_frame
+from lightning_pipe.schedule.lower.backward import split_backward
+from lightning_pipe.schedule.lower.gradients import add_reductions
+from lightning_pipe.schedule.lower.loads import add_loads
+from lightning_pipe.schedule.lower.memory import add_frees
+from lightning_pipe.schedule.lower.samples import drop_empty_computes
+from lightning_pipe.schedule.lower.steps import add_steps
+from lightning_pipe.schedule.lower.transfers import add_receives, add_sends
+
+__all__ = ["lower"]
+
+
+def lower(
+    order: Order,
+    *,
+    layout: Layout,
+    sizes: tuple[int, ...],
+    traffic: Traffic,
+    training: bool = True,
+    synchronise: bool = True,
+    early_release: bool = True,
+    split: bool = True,
+) -> Program:
+    """Return the program of an order.
+
+    Args:
+        order: computes per rank.
+        layout: ranks of each stage.
+        sizes: samples of each micro-batch.
+        traffic: what crosses between stages.
+        training: False for a forward-only program.
+        synchronise: False while gradients are accumulated: no reductions and no optimizer step.
+        early_release: whether the input gradient leaves before the weight gradient is computed; False only for
+            comparison with published fused backwards.
+        split: whether B is replaced by I and W; False for stages whose backward is one function.
+
+    Raises:
+        ProgramError: if layout, sizes or traffic make no sense, or the order names an unknown stage or micro-batch.
+    """
+    program = Program(order, sizes, layout, traffic, training, synchronise)
+    check_frame(program)
+    program = drop_empty_computes(program)
+    program = split_backward(program) if split else program
+    program = add_reductions(program)
+    program = add_sends(program, early_release=early_release)
+    program = add_receives(program)
+    program = add_loads(program)
+    program = add_frees(program)
+    return add_steps(program)

@@ -1,0 +1,42 @@
+"""GPipe: all forwards, then all backwards (after Huang et al. 2019, section 2.3).
+
+Keeps every micro-batch in memory until the end of the forwards. The paper's recompute is an activation policy here and
+belongs to the plan, not to the order. Backwards run in the order of the forwards; the reverse takes the same time.
+"""
+
+from __future__ import annotations
+
+from lightning_pipe.core.program import Compute, Layout, Options, Order
+from lightning_pipe.schedule.merge import stages_by_rank
+from lightning_pipe.schedule.options import check_microbatches, read_options
+
+NO_OPTIONS: Options = {}
+
+
+def gpipe(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> Order:
+    """Order all forwards before all backwards.
+
+    Four stages and four micro-batches, one unit for each of F, I and W (time runs to the right):
+
+        DRAWING
+
+    A rank that holds several stages runs them one after the other: forwards from the first stage, backwards from the
+    last.
+
+    Args:
+        layout: ranks of each stage.
+        microbatches: number of micro-batches, at least 1.
+        options: none are known.
+
+    Raises:
+        ConfigError: if an option is unknown or there is no micro-batch.
+    """
+    read_options(options, schedule="gpipe", defaults={})
+    check_microbatches(microbatches)
+    return tuple(_rank_order(stages, microbatches) for stages in stages_by_rank(layout))
+
+
+def _rank_order(stages: tuple[int, ...], microbatches: int) -> tuple[Compute, ...]:
+    forwards = [Compute(s, "F", m) for s in stages for m in range(microbatches)]
+    backwards = [Compute(s, "B", m) for s in reversed(stages) for m in range(microbatches)]
+    return (*forwards, *backwards)

@@ -1,0 +1,23 @@
+"""Who reads the batch? The ranks of the stages that load, their own samples, before the forward that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_pipe.core.program import Compute, Instruction, Program
+from lightning_pipe.schedule.rules import Dataflow
+
+
+def add_loads(program: Program) -> Program:
+    """Insert `Load` before the F of every stage that reads the batch. Runs at any time."""
+    flow = Dataflow.of(program)
+    ranks = tuple(tuple(_with_loads(line, rank, flow)) for rank, line in enumerate(program.ranks))
+    return replace(program, ranks=ranks)
+
+
+def _with_loads(line: tuple[Instruction, ...], rank: int, flow: Dataflow) -> Iterator[Instruction]:
+    for instruction in line:
+        if isinstance(instruction, Compute) and instruction.kind == "F":
+            yield from flow.needs(instruction, rank=rank).loads
+        yield instruction

@@ -1,0 +1,86 @@
+"""When are messages posted? Sends right after the compute that makes them, receives one compute ahead of their use.
+
+The messages from one rank to another form a channel that keeps their order: the k-th send meets the k-th receive. The
+computes fix the order of the sends; receives follow it, and are posted earlier where that is needed to do so. Posting
+earlier costs a buffer and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import TypeAlias
+
+from lightning_pipe.core.program import Compute, Instruction, Program, Recv, Send
+from lightning_pipe.schedule.rules import Dataflow
+
+Channel: TypeAlias = tuple[int, int]  # sender, receiver
+AHEAD = 1  # computes between posting a receive and using it: one compute hides one message
+
+
+def add_sends(program: Program, *, early_release: bool = True) -> Program:
+    """Insert every `Send` right after the compute that makes its message. Runs when backwards are split.
+
+    Args:
+        program: computes, with reductions where wanted.
+        early_release: False puts the sends of I after W of the same micro-batch.
+    """
+    flow = Dataflow.of(program)
+    ranks = tuple(tuple(_with_sends(line, rank, flow, early_release)) for rank, line in enumerate(program.ranks))
+    return replace(program, ranks=ranks)
+
+
+def _with_sends(line: tuple[Instruction, ...], rank: int, flow: Dataflow, early_release: bool) -> Iterator[Instruction]:
+    held: dict[tuple[int, int], tuple[Send, ...]] = {}
+    for instruction in line:
+        yield instruction
+        if not isinstance(instruction, Compute):
+            continue
+        sends = flow.gives(instruction, rank=rank)
+        work = (instruction.stage, instruction.microbatch)
+        if instruction.kind == "I" and not early_release:
+            held[work] = sends
+            continue
+        yield from sends
+        if instruction.kind == "W":
+            yield from held.pop(work, ())
+
+
+def add_receives(program: Program) -> Program:
+    """Insert every `Recv` one compute before the compute that needs it, or earlier. Runs when sends are placed."""
+    flow = Dataflow.of(program)
+    sent = _sent(program)
+    ranks = tuple(_with_receives(line, rank, flow, sent) for rank, line in enumerate(program.ranks))
+    return replace(program, ranks=ranks)
+
+
+def _sent(program: Program) -> Mapping[Channel, list[Recv]]:
+    """Return by channel the receives that answer its sends, in their order."""
+    channels: dict[Channel, list[Recv]] = defaultdict(list)
+    for rank, line in enumerate(program.ranks):
+        for instruction in line:
+            if isinstance(instruction, Send):
+                channels[rank, instruction.peer].append(Recv(instruction.message, rank))
+    return channels
+
+
+def _with_receives(
+    line: tuple[Instruction, ...], rank: int, flow: Dataflow, sent: Mapping[Channel, list[Recv]]
+) -> tuple[Instruction, ...]:
+    computes = [(i, x) for i, x in enumerate(line) if isinstance(x, Compute)]
+    latest: dict[Recv, int] = {}  # position before which a receive is posted at the latest
+    senders: dict[int, None] = {}  # in order of first use
+    for number, (_, compute) in enumerate(computes):
+        position = computes[max(0, number - AHEAD)][0]
+        for receive in flow.needs(compute, rank=rank).receives:
+            latest[receive] = position
+            senders.setdefault(receive.peer)
+    before: dict[int, list[Instruction]] = defaultdict(list)
+    for sender in senders:
+        queue = [receive for receive in sent.get((sender, rank), ()) if receive in latest]
+        positions = accumulate((latest[receive] for receive in reversed(queue)), min)  # no later than its successors
+        for receive, position in zip(queue, reversed(list(positions)), strict=True):
+            before[position].append(receive)
+    return tuple(out for i, instruction in enumerate(line) for out in (*before.get(i, ()), instruction))

@@ -1,0 +1,172 @@
+"""What must be there before a compute runs, and who gets what it makes?
+
+The answer is a pure function of the compute's identity, the rank, and the frame of the program (layout, sizes, traffic);
+it is stated here only. Lowering places instructions by it and `verify` demands them by it.
+
+    compute | needs on the same rank                    | needs received              | gives
+    F(s, m) | Load(s, m) if s reads the batch           | every F edge's values       | its values on every F edge
+    I(s, m) | F(s, m)                                   | every B edge's gradients    | its gradients on every B edge
+    W(s, m) | I(s, m)                                   |                             |
+    B(s, m) | as I; counts as I followed by W           | as I                        | as I
+
+A replica needs exactly the samples that it computes, so an edge between stages with unequal replicas is one message per
+overlapping pair (producer replica, consumer replica). Where both are the same rank there is no message: the producing
+compute must come earlier on that rank, and what it hands over belongs to the consumer from then on.
+
+Legend: s stage, m micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_pipe.core.program import (
+    Bucket,
+    Compute,
+    ComputeKind,
+    Layout,
+    Load,
+    Message,
+    Pass,
+    Program,
+    Recv,
+    Samples,
+    Send,
+    Traffic,
+)
+
+PRODUCER: dict[Pass, ComputeKind] = {"F": "F", "B": "I"}
+CONSUMED: dict[ComputeKind, Pass | None] = {"F": "F", "I": "B", "B": "B", "W": None}
+PRODUCED: dict[ComputeKind, Pass | None] = CONSUMED  # what receives activations makes activations, and so for gradients
+
+Peers: TypeAlias = dict[int, tuple[tuple[int, Samples], ...]]  # by rank: the other rank and the samples that cross
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one compute needs.
+
+    Attributes:
+        loads: loads of the same stage and micro-batch (one or none).
+        computes: computes that come earlier on the same rank.
+        receives: receives posted earlier on the same rank; the compute waits until they have arrived.
+    """
+
+    loads: tuple[Load, ...]
+    computes: tuple[Compute, ...]
+    receives: tuple[Recv, ...]
+
+
+class Dataflow:
+    """Dependencies of the computes under one layout, sizes and traffic."""
+
+    def __init__(self, layout: Layout, *, sizes: tuple[int, ...], traffic: Traffic) -> None:
+        self._layout = layout
+        self._sizes = sizes
+        self._loads = frozenset(traffic.loads)
+        self._replica = {(s, r): i for s, ranks in enumerate(layout.stages) for i, r in enumerate(ranks)}
+        self._sources: dict[tuple[Pass, int], list[int]] = defaultdict(list)
+        self._targets: dict[tuple[Pass, int], list[int]] = defaultdict(list)
+        for edge in traffic.edges:
+            self._sources[edge.direction, edge.target].append(edge.source)
+            self._targets[edge.direction, edge.source].append(edge.target)
+        self._exchanges: dict[tuple[int, int, int, int], tuple[Peers, Peers]] = {}
+
+    @classmethod
+    def of(cls, program: Program) -> Dataflow:
+        """Return the dependencies that hold in a program."""
+        return cls(program.layout, sizes=program.sizes, traffic=program.traffic)
+
+    def samples(self, stage: int, *, rank: int, microbatch: int) -> Samples:
+        """Return the samples of a micro-batch that a rank computes in a stage; none if it does not hold the stage."""
+        replica = self._replica.get((stage, rank))
+        if replica is None:
+            return Samples(0, 0)
+        return self._layout.samples(stage, replica, microbatch, self._sizes[microbatch])
+
+    def needs(self, compute: Compute, *, rank: int) -> Needs:
+        """Return what a compute needs on a rank."""
+        stage, microbatch = compute.stage, compute.microbatch
+        match compute.kind:
+            case "F":
+                loads = (Load(stage, microbatch),) if stage in self._loads else ()
+                return self._with_inputs(Needs(loads, (), ()), compute, rank)
+            case "I" | "B":
+                return self._with_inputs(Needs((), (Compute(stage, "F", microbatch),), ()), compute, rank)
+            case "W":
+                return Needs((), (Compute(stage, "I", microbatch),), ())
+
+    def _with_inputs(self, own: Needs, compute: Compute, rank: int) -> Needs:
+        direction = CONSUMED[compute.kind]
+        assert direction is not None, "W receives nothing"
+        handed, receives = list(own.computes), []
+        for source in self._sources.get((direction, compute.stage), ()):
+            _, incoming = self._exchange(source, compute.stage, compute.microbatch)
+            for sender, samples in incoming.get(rank, ()):
+                if sender == rank:
+                    handed.append(Compute(source, PRODUCER[direction], compute.microbatch))
+                    continue
+                message = Message(direction, source, compute.stage, compute.microbatch, samples)
+                receives.append(Recv(message, sender))
+        return Needs(own.loads, tuple(handed), tuple(receives))
+
+    def gives(self, compute: Compute, *, rank: int) -> tuple[Send, ...]:
+        """Return the sends that carry what a compute makes to the ranks that need it."""
+        direction = PRODUCED[compute.kind]
+        if direction is None:
+            return ()
+        stage, microbatch = compute.stage, compute.microbatch
+        return tuple(
+            Send(Message(direction, stage, target, microbatch, samples), receiver)
+            for target in self._targets.get((direction, stage), ())
+            for receiver, samples in self._exchange(stage, target, microbatch)[0].get(rank, ())
+            if receiver != rank
+        )
+
+    def _exchange(self, source: int, target: int, microbatch: int) -> tuple[Peers, Peers]:
+        """Return who sends which samples to whom between two stages: by sender, and by receiver."""
+        senders, receivers = self._layout.stages[source], self._layout.stages[target]
+        turn = microbatch % math.lcm(len(senders), len(receivers))  # whole micro-batches go round the replicas
+        size = self._sizes[microbatch]
+        key = (source, target, turn, size)
+        if key not in self._exchanges:
+            pairs = [
+                (sender, receiver, overlap)
+                for i, sender in enumerate(senders)
+                for j, receiver in enumerate(receivers)
+                if (overlap := self._overlap((source, i), (target, j), turn, size))
+            ]
+            self._exchanges[key] = (
+                _grouped((sender, receiver, samples) for sender, receiver, samples in pairs),
+                _grouped((receiver, sender, samples) for sender, receiver, samples in pairs),
+            )
+        return self._exchanges[key]
+
+    def _overlap(self, producer: tuple[int, int], consumer: tuple[int, int], microbatch: int, size: int) -> Samples:
+        made = self._layout.samples(*producer, microbatch, size)
+        return made & self._layout.samples(*consumer, microbatch, size)
+
+
+def _grouped(triples: Iterable[tuple[int, int, Samples]]) -> Peers:
+    groups: dict[int, list[tuple[int, Samples]]] = defaultdict(list)
+    for rank, peer, samples in triples:
+        groups[rank].append((peer, samples))
+    return {rank: tuple(peers) for rank, peers in groups.items()}
+
+
+def halves(compute: Compute) -> Iterator[Compute]:
+    """Yield the computes that a compute counts as: B is I, then W; every other is itself."""
+    if compute.kind != "B":
+        yield compute
+        return
+    yield Compute(compute.stage, "I", compute.microbatch)
+    yield Compute(compute.stage, "W", compute.microbatch)
+
+
+def holders(bucket: Bucket, *, layout: Layout) -> frozenset[int]:
+    """Return the ranks that hold parameters of a bucket."""
+    return frozenset(rank for stage in bucket.stages for rank in layout.stages[stage])
