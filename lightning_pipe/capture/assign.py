@@ -112,10 +112,11 @@ def assign(joint: JointGraph, kinds: Kinds, cuts: tuple[int, ...]) -> dict[str, 
             continue
         gradients = [stages[n.name] for n in node.all_input_nodes if n.name in stages and n.name not in forward]
         activations = [stages[n.name] for n in node.all_input_nodes if n.name in forward]
-        own = max([*activations, by_sequence.get(node.meta.get("seq_nr", -1), 0)])
-        if _sums_gradients(node):
-            own = min(gradients)
-        stages[node.name] = min([own, *gradients])
+        sequence = node.meta.get("seq_nr", -1)
+        if _sums_gradients(node) or (sequence not in by_sequence and gradients):
+            stages[node.name] = min(gradients)
+        else:
+            stages[node.name] = min([max([*activations, by_sequence.get(sequence, 0)]), *gradients])
     return stages
 
 

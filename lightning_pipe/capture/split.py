@@ -75,16 +75,16 @@ class Splitter:
         self._state = set(joint.parameters) | set(joint.buffers)
 
     def split(self, cuts: tuple[int, ...]) -> Split:
-        """Cut at these positions (indices of `Kinds.placed`), ascending.
+        """Cut at these positions (indices of `Kinds.placed`); two equal positions make an empty stage.
 
         Raises:
-            PlanError: if the positions are not ascending, or separate state that the step overwrites from its readers.
+            PlanError: if the positions are out of order, or separate state that the step overwrites from its readers.
         """
         placed = len(self._kinds.placed)
-        if any(b <= a for a, b in itertools.pairwise((0, *cuts, placed))):
+        if any(b < a for a, b in itertools.pairwise((0, *cuts, placed))):
             raise PlanError(
-                f"Cut positions {list(cuts)} do not make {len(cuts) + 1} non-empty stages of {placed} nodes; expected "
-                f"ascending positions between 1 and {placed - 1}."
+                f"Cut positions {list(cuts)} are no cuts of {placed} nodes; expected ascending positions between 0 and "
+                f"{placed}."
             )
         stages = assign(self._joint, self._kinds, cuts)
         count = len(cuts) + 1
