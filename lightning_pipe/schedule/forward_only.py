@@ -16,7 +16,10 @@ def forward_only(layout: Layout, microbatches: int, options: Options = NO_OPTION
 
     Four stages and four micro-batches:
 
-        DRAWING
+        0 | F0 F1 F2 F3
+        1 |  . F0 F1 F2 F3
+        2 |  .  . F0 F1 F2 F3
+        3 |  .  .  . F0 F1 F2 F3
 
     Args:
         layout: ranks of each stage.

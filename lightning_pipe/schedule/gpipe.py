@@ -18,7 +18,10 @@ def gpipe(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> O
 
     Four stages and four micro-batches, one unit for each of F, I and W (time runs to the right):
 
-        DRAWING
+        0 | F0 F1 F2 F3  .  .  .  .  .  . I0 W0 I1 W1 I2 W2 I3 W3
+        1 |  . F0 F1 F2 F3  .  .  .  . I0 W0 I1 W1 I2 W2 I3 W3
+        2 |  .  . F0 F1 F2 F3  .  . I0 W0 I1 W1 I2 W2 I3 W3
+        3 |  .  .  . F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3
 
     A rank that holds several stages runs them one after the other: forwards from the first stage, backwards from the
     last.

@@ -34,7 +34,10 @@ def one_f_one_b(layout: Layout, microbatches: int, options: Options = NO_OPTIONS
 
     Four stages and four micro-batches with the default warm-up, one unit for each of F, I and W:
 
-        DRAWING
+        0 | F0 F1 F2 F3  .  .  . I0 W0  . I1 W1  . I2 W2  . I3 W3
+        1 |  . F0 F1 F2  .  . I0 W0 F3 I1 W1  . I2 W2  . I3 W3
+        2 |  .  . F0 F1  . I0 W0 F2 I1 W1 F3 I2 W2  . I3 W3
+        3 |  .  .  . F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3
 
     All replicas of a stage get the same order; any number of micro-batches is fine, also fewer than stages. A rank that
     holds several stages runs their orders merged (see `schedule.merge`).

@@ -1,0 +1,161 @@
+"""When will each instruction run? The time of a verified program under given prices.
+
+Assumptions:
+
+    rank       runs one compute at a time, in the order of its list; a compute starts when its receives have arrived
+    channel    (sender, receiver) moves one message at a time in order, from the moment that both ends have posted it;
+               channels do not share bandwidth, and moving does not slow computes down
+    Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
+               computes and messages
+    Step       waits for all reductions of its rank
+
+Loading, posting and freeing take no time. The result is the longest path through the program: every instruction is
+visited once.
+
+Legend: s stage, m micro-batch, r rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightning_pipe.core.prices import Prices
+from lightning_pipe.core.program import (
+    Compute,
+    ComputeKind,
+    Instruction,
+    Message,
+    Pass,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    VerifiedProgram,
+)
+from lightning_pipe.core.timeline import Event, Timeline
+
+Channel: TypeAlias = tuple[int, int]  # sender, receiver
+Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
+
+AWAITED: dict[ComputeKind, Pass | None] = {"F": "F", "I": "B", "B": "B", "W": None}
+
+
+def simulate(program: VerifiedProgram, prices: Prices) -> Timeline:
+    """Return the time of every instruction of a program.
+
+    The events of a message are the same on both ends: from the start of its move to its end.
+    """
+    run = _Run(program, prices)
+    run.computes_and_messages()
+    run.reductions_and_steps()
+    return Timeline(tuple(event for line in run.events for event in sorted(line, key=lambda event: event.start)))
+
+
+@dataclass
+class _Channel:
+    """Posted ends of the messages of one channel, and the ends of the moves made so far."""
+
+    sends: list[tuple[float, Send]] = field(default_factory=list)
+    receives: list[tuple[float, Recv]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    waiting: bool = False  # whether the receiver is blocked on the next move
+
+
+class _Run:
+    """Clocks of the ranks and of the channels while the program runs."""
+
+    def __init__(self, program: VerifiedProgram, prices: Prices) -> None:
+        self.events: list[list[Event]] = [[] for _ in program.ranks]
+        self._program = program
+        self._prices = prices
+        self._clock = [0.0] * len(program.ranks)
+        self._position = [0] * len(program.ranks)
+        self._channels: dict[Channel, _Channel] = defaultdict(_Channel)
+        self._arrivals: dict[Use, list[tuple[_Channel, int]]] = defaultdict(list)
+        self._posted: dict[int, dict[int, float]] = defaultdict(dict)  # bucket -> rank -> time
+        self._replica = {(s, r): i for s, ranks in enumerate(program.layout.stages) for i, r in enumerate(ranks)}
+        self._runnable = deque(range(len(program.ranks)))
+
+    def computes_and_messages(self) -> None:
+        while self._runnable:
+            rank = self._runnable.popleft()
+            line = self._program.ranks[rank]
+            while self._position[rank] < len(line) and self._try(line[self._position[rank]], rank):
+                self._position[rank] += 1
+        assert self._position == [len(line) for line in self._program.ranks], "a verified program does not deadlock"
+
+    def _try(self, instruction: Instruction, rank: int) -> bool:
+        """Run one instruction; return whether it could run."""
+        now = self._clock[rank]
+        match instruction:
+            case Compute():
+                return self._compute(instruction, rank)
+            case Send(_, peer):
+                channel = self._channels[rank, peer]
+                channel.sends.append((now, instruction))
+                self._move(channel, (rank, peer))
+            case Recv(message, peer):
+                channel = self._channels[peer, rank]
+                use = (rank, message.target, message.direction, message.microbatch)
+                self._arrivals[use].append((channel, len(channel.receives)))
+                channel.receives.append((now, instruction))
+                self._move(channel, (peer, rank))
+            case Reduce(bucket):
+                self._posted[bucket][rank] = now
+            case Step():
+                pass  # timed after the reductions
+            case _:
+                self.events[rank].append(Event(rank, instruction, now, now))
+        return True
+
+    def _compute(self, compute: Compute, rank: int) -> bool:
+        start = self._clock[rank]
+        direction = AWAITED[compute.kind]
+        if direction is not None:
+            for channel, number in self._arrivals.get((rank, compute.stage, direction, compute.microbatch), ()):
+                if len(channel.ends) <= number:
+                    channel.waiting = True
+                    return False
+                start = max(start, channel.ends[number])
+        replica = self._replica[compute.stage, rank]
+        size = self._program.sizes[compute.microbatch]
+        samples = len(self._program.layout.samples(compute.stage, replica, compute.microbatch, size))
+        end = start + self._prices.compute_s(compute, rank, samples)
+        self._clock[rank] = end
+        self.events[rank].append(Event(rank, compute, start, end))
+        return True
+
+    def _move(self, channel: _Channel, ranks: Channel) -> None:
+        """Move the next message of a channel if both ends are posted."""
+        number = len(channel.ends)
+        if number >= min(len(channel.sends), len(channel.receives)):
+            return
+        (sent, send), (received, receive) = channel.sends[number], channel.receives[number]
+        free = channel.ends[-1] if channel.ends else 0.0
+        start = max(sent, received, free)
+        end = start + self._transfer_s(send.message, ranks)
+        channel.ends.append(end)
+        self.events[ranks[0]].append(Event(ranks[0], send, start, end))
+        self.events[ranks[1]].append(Event(ranks[1], receive, start, end))
+        if channel.waiting:
+            channel.waiting = False
+            self._runnable.append(ranks[1])
+
+    def _transfer_s(self, message: Message, ranks: Channel) -> float:
+        return self._prices.transfer_s(message, *ranks)
+
+    def reductions_and_steps(self) -> None:
+        free = [0.0] * len(self._clock)
+        for bucket, posted in sorted(self._posted.items()):
+            start = max(*posted.values(), *(free[rank] for rank in posted))
+            end = start + self._prices.reduce_s(bucket, self._program)
+            for rank in posted:
+                free[rank] = end
+                self.events[rank].append(Event(rank, Reduce(bucket), start, end))
+        if not (self._program.training and self._program.synchronise):
+            return
+        for rank, clock in enumerate(self._clock):
+            start = max(clock, free[rank])
+            self.events[rank].append(Event(rank, Step(), start, start + self._prices.step_s(rank)))

@@ -1,0 +1,58 @@
+"""Prices in round numbers, for drawings, tests and closed formulas: every compute of a kind takes the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pipe.core.program import Compute, Message, Program
+
+
+@dataclass(frozen=True)
+class UnitPrices:
+    """Same prices for every stage, rank and number of samples.
+
+    Attributes:
+        forward: seconds of F.
+        input_grad: seconds of I.
+        weight_grad: seconds of W; B takes `input_grad + weight_grad`.
+        latency: seconds of every message.
+        reduction: seconds of every reduction.
+        step: seconds of the optimizer step.
+        saved: bytes that a stage keeps for one micro-batch.
+    """
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    latency: float = 0.0
+    reduction: float = 0.0
+    step: float = 0.0
+    saved: int = 1
+
+    def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
+        """Return the seconds of a compute by its kind."""
+        match compute.kind:
+            case "F":
+                return self.forward
+            case "I":
+                return self.input_grad
+            case "W":
+                return self.weight_grad
+            case "B":
+                return self.input_grad + self.weight_grad
+
+    def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
+        """Return the latency."""
+        return self.latency
+
+    def reduce_s(self, bucket: int, program: Program) -> float:
+        """Return the seconds of a reduction."""
+        return self.reduction
+
+    def step_s(self, rank: int) -> float:
+        """Return the seconds of the optimizer step."""
+        return self.step
+
+    def saved_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes of one micro-batch."""
+        return self.saved
