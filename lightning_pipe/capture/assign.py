@@ -89,6 +89,20 @@ def _is_cheap(node: fx.Node, joint: JointGraph, from_parameters: set[str]) -> bo
     return _operator(node) not in _HEAVY and not (is_backward(node) and not inputs)
 
 
+def uncuttable(joint: JointGraph, kinds: Kinds) -> frozenset[int]:
+    """Return the cut positions that would separate a read of state from the operation that overwrites it."""
+    position = {name: k for k, name in enumerate(kinds.placed)}
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    found: set[int] = set()
+    for placeholder, state in {**joint.parameters, **joint.buffers}.items():
+        if state not in joint.mutations:
+            continue
+        touching = [*(u.name for u in nodes[placeholder].users), joint.mutations[state]]
+        places = [position[at] for n in touching if (at := kinds.parents.get(n, n)) in position]
+        found |= set(range(min(places) + 1, max(places) + 1)) if places else set()
+    return frozenset(found)
+
+
 def is_random(node: fx.Node) -> bool:
     """Say whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

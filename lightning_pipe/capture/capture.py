@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe.capture.assign import Kinds, classify
+from lightning_pipe.capture.assign import Kinds, classify, uncuttable
 from lightning_pipe.capture.flow import Flow, follow
 from lightning_pipe.capture.joint import JointGraph, Request, trace
 from lightning_pipe.capture.record import StepRecord
@@ -99,6 +99,7 @@ def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str])
         parameter_bytes=parameter_bytes,
         fingerprint=fingerprint(joint),
         coupled=tuple(flow.coupled),
+        uncuttable=uncuttable(joint, kinds),
     )
 
 

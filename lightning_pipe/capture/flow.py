@@ -45,6 +45,7 @@ _KEEP = frozenset(
 )
 _ALONG = frozenset("cumsum cumprod sort topk roll flip _softmax _log_softmax argsort median logsumexp".split())
 _MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
+_CONSTANT_LIKE = ("ones_like", "zeros_like", "full_like", "empty_like", "new_")
 _FLATTENING = frozenset({"view", "_unsafe_view", "reshape"})
 
 
@@ -191,13 +192,15 @@ def _is_size(node: fx.Node, joint: JointGraph) -> bool:
 def _reduced(operation: Any, node: fx.Node) -> Role:
     """Return the role of a value without samples that an operation makes of values with samples."""
     name = _operator(operation)
-    for argument, schema in zip(operation.args, _arguments(operation), strict=False):
-        if schema == "reduction":
-            if name == "nll_loss_forward" and node.args[1:] == (1,):
-                return "sum"
-            return {_MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}.get(argument, "mixed")  # type: ignore[return-value]
-    if "_loss" in name and "reduction" in _arguments(operation):
-        return "mean"
+    if name.startswith(_CONSTANT_LIKE):
+        return "same"
+    schema = _arguments(operation)
+    if "reduction" in schema:
+        if name == "nll_loss_forward" and node.args[1:] == (1,):
+            return "sum"  # its second output is the weight of all targets
+        given = operation.args[schema.index("reduction") :]
+        found: dict[int, Role] = {_MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}
+        return found.get(given[0] if given else _MEAN_REDUCTION, "mixed")
     return _REDUCTIONS.get(name, "mixed")
 
 
@@ -208,6 +211,8 @@ def _arguments(node: fx.Node) -> list[str]:
 def _combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
     """Return the role of a value computed from reduced values."""
     name = _operator(node)
+    if name.startswith(_CONSTANT_LIKE):
+        return "same"
     varying = {role for role in inputs if role != "same"}
     sizes = _sized_inputs(node, joint)
     if name in ("mul", "div") and len([r for r in inputs if r != "same"]) == 1 and not sizes:

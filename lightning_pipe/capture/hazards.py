@@ -279,11 +279,14 @@ class AttributeGuard:
 
 
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "training", "_trainer", "log", "log_dict"})
+_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
 _LIGHTNING = frozenset(vars(pl.LightningModule()))
 
 
 def _attributes(owner: torch.nn.Module) -> dict[str, Any]:
     hidden = _INTERNAL | _LIGHTNING if isinstance(owner, pl.LightningModule) else _INTERNAL
+    if isinstance(owner, torch.nn.RNNBase):
+        hidden = hidden | _RECURRENT
     return {name: value for name, value in vars(owner).items() if name not in hidden}
 
 

@@ -48,6 +48,8 @@ class Graph:
         parameter_bytes: bytes of every parameter by name (tied parameters under one name).
         fingerprint: hash of the graph, equal on all ranks and in every process for the same step.
         coupled: names of nodes that mix samples (batch statistics), which slicing would change.
+        uncuttable: positions at which the graph cannot be cut, because state that the step overwrites is read before
+            and written after.
     """
 
     nodes: tuple[Node, ...]
@@ -55,6 +57,7 @@ class Graph:
     parameter_bytes: dict[str, int]
     fingerprint: str
     coupled: tuple[str, ...] = ()
+    uncuttable: frozenset[int] = frozenset()
 
     def position(self, at: str) -> int:
         """Return the position of a node, or of the first node inside a module; -1 if neither exists."""

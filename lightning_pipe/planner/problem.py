@@ -38,6 +38,12 @@ def resolve(plan: Plan, graph: Graph, *, ranks: int) -> tuple[int, ...]:
                 f"Stage {two.at!r} begins at node {b} of the graph, not after stage {one.at!r} at node {a}. List the "
                 "stages in forward order, each with at least one node."
             )
+    for position, stage in zip(positions, plan.stages, strict=True):
+        if position in graph.uncuttable:
+            raise PlanError(
+                f"A stage cannot begin at {stage.at!r}: state that the step overwrites is read before it and written "
+                "after it. Begin the stage earlier or later."
+            )
     return tuple(positions[1:])
 
 

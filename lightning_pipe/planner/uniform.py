@@ -87,6 +87,8 @@ def _worthwhile_positions(graph: Graph) -> list[int]:
     done = 0.0
     for position in range(1, len(graph.nodes)):
         done += costs[position - 1]
+        if position in graph.uncuttable:
+            continue
         part = int(done / total * _MOST_POSITIONS)
         if part not in best or crossing[position] < crossing[best[part]]:
             best[part] = position
