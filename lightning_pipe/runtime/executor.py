@@ -1,0 +1,202 @@
+"""How does a rank run its part of a program? It walks its list and hands every instruction to its owner.
+
+    executor = Executor(split, layout, state=State(parameters, buffers, device), transport=..., loss="loss", step=...)
+    groups.connect(transport, programs)            on all ranks together, before the first program
+    outcome = executor.run(program, job)           process group: one process per rank
+    outcomes = run_together(executors, program, jobs)      local transport: all ranks in this thread
+
+Only what `schedule.verify` returned is run. Instructions are posted in the program's order; a compute waits for its
+letters, `Step` waits for sends and reductions. Neighbouring stages on one rank hand values over through the mailbox
+without a message.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from typing_extensions import assert_never
+
+from lightning_pipe.capture.stage_program import RandomKey, Split
+from lightning_pipe.core.program import (
+    Compute,
+    Free,
+    Instruction,
+    Layout,
+    Load,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    VerifiedProgram,
+)
+from lightning_pipe.errors import BatchError, PipelineError, ProgramError
+from lightning_pipe.runtime.exchange import Exchange
+from lightning_pipe.runtime.gradients import Gradients
+from lightning_pipe.runtime.job import Job, Outcome, Piece
+from lightning_pipe.runtime.parts import Content
+from lightning_pipe.runtime.record import Recorder, clock_of
+from lightning_pipe.runtime.stage import Slice, Stage, State
+from lightning_pipe.runtime.transport.protocol import Transport
+from lightning_pipe.runtime.waiting import Walk, drive, drive_together
+from lightning_pipe.runtime.watch import Unwatched, Watch
+
+
+class Executor:
+    """Run programs on one rank.
+
+    Args:
+        split: the stages, whose parts on this rank it runs.
+        layout: ranks of each stage; that of every program it will run.
+        state: parameters and buffers of this rank.
+        transport: to the other ranks.
+        loss: value name of the loss; None where there is none.
+        step: called by `Step`, when all gradients are those of the whole batch.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        layout: Layout,
+        *,
+        state: State,
+        transport: Transport,
+        loss: str | None = None,
+        step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank = transport.rank
+        self.layout = layout
+        self.stages = {
+            number: Stage(split.stages[number], split.values, state=state, loss=loss)
+            for number, ranks in enumerate(layout.stages)
+            if self.rank in ranks
+        }
+        self._state = state
+        self._step = step
+        self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
+        self._gradients = Gradients(split, layout, transport=transport, state=state)
+
+    def run(self, program: VerifiedProgram, job: Job, *, record: bool = False, watch: Watch | None = None) -> Outcome:
+        """Run this rank's part of a program while the other ranks run theirs.
+
+        Args:
+            program: what `verify` returned, the same on all ranks.
+            job: the batch.
+            record: whether to return a timeline.
+            watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
+
+        Raises:
+            PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
+        """
+        watch = watch or Unwatched()
+        with watch.program(job.step):
+            return drive(self.walk(program, job, record=record, at=watch.at), wait=watch.wait)
+
+    def walk(
+        self,
+        program: VerifiedProgram,
+        job: Job,
+        *,
+        record: bool = False,
+        at: Callable[[Instruction], None] = lambda instruction: None,
+    ) -> Walk[Outcome]:
+        """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
+        self._check(program)
+        self._exchange.begin(program)
+        self._gradients.clear()
+        recorder = Recorder(self.rank, clock_of(self._state.device) if record else None)
+        results: dict[str, list[Piece]] = defaultdict(list)
+        for instruction in program.ranks[self.rank]:
+            at(instruction)
+            started = recorder.mark()
+            match instruction:
+                case Load():
+                    self._load(instruction, job)
+                case Recv():
+                    self._exchange.receive(instruction)
+                case Compute():
+                    yield from self._exchange.collect(instruction)
+                    started = recorder.mark()
+                    self._compute(instruction, job, results)
+                    self._exchange.hand_over(instruction)
+                case Send():
+                    self._exchange.send(instruction)
+                case Reduce():
+                    self._gradients.start(instruction)
+                case Step():
+                    yield from self._finish_batch()
+                case Free():
+                    self.stages[instruction.stage].free(instruction.microbatch)
+                case _:
+                    assert_never(instruction)
+            recorder.add(instruction, started)
+        yield from self._exchange.finish()
+        return Outcome({name: tuple(pieces) for name, pieces in results.items()}, recorder.timeline())
+
+    def _check(self, program: VerifiedProgram) -> None:
+        if not isinstance(program, VerifiedProgram):
+            raise ProgramError(
+                f"Rank {self.rank} was given a {type(program).__name__}; only what schedule.verify returned is run."
+            )
+        if program.layout != self.layout:
+            raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
+
+    def _load(self, load: Load, job: Job) -> None:
+        stage = self.stages[load.stage]
+        samples = self._exchange.local(load.stage, load.microbatch)
+        first = job.offsets[load.microbatch] + samples.start
+        indices = set(stage.program.leaves.values())
+        leaves = {index: _leaf(job, index, first=first, count=len(samples)) for index in indices}
+        stage.load(load.microbatch, leaves)
+
+    def _compute(self, compute: Compute, job: Job, results: dict[str, list[Piece]]) -> None:
+        stage = self.stages[compute.stage]
+        samples = self._exchange.local(compute.stage, compute.microbatch)
+        share = len(samples) / self._exchange.batch_samples
+        key = RandomKey(job.seed, job.step, compute.microbatch, samples.start)
+        with _named(f"Rank {self.rank} failed at {compute}"):
+            stage.compute(compute.kind, compute.microbatch, Slice(len(samples), key, share * job.weight, job.weight))
+        for name, content in stage.results(compute.microbatch).items():
+            results[name].append(Piece(compute.microbatch, samples, content))
+
+    def _finish_batch(self) -> Walk[None]:
+        yield from self._exchange.finish_sends()
+        yield from self._gradients.finish()
+        yield from self._gradients.synchronise_buffers()
+        with _named(f"Rank {self.rank} failed at {Step()}"):
+            self._step()
+
+
+def run_together(
+    executors: Sequence[Executor], program: VerifiedProgram, jobs: Sequence[Job], *, record: bool = False
+) -> list[Outcome]:
+    """Run a program on all ranks in this thread, over a local transport; one executor and one job per rank."""
+    walks = [executor.walk(program, job, record=record) for executor, job in zip(executors, jobs, strict=True)]
+    return drive_together(walks)
+
+
+def _leaf(job: Job, index: int, *, first: int, count: int) -> Content:
+    """Return `count` samples of a leaf from sample `first` on, or the whole leaf if it is not cut."""
+    leaf = job.leaves[index]
+    if leaf is None:
+        raise BatchError(f"Leaf {index} of the batch is read by a stage of this rank, but was not loaded here.")
+    if not job.cut[index]:
+        return leaf
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] < first + count:
+        found = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+        raise BatchError(
+            f"Leaf {index} of the batch is {found}; samples {first} to {first + count} along its first dimension "
+            "were expected. All leaves that are cut must have as many samples as the batch."
+        )
+    return leaf.narrow(0, first, count)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Say in an error where it happened."""
+    try:
+        yield
+    except Exception as error:
+        raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,125 @@
+"""How do gradients (and moving buffers) become those of the whole batch on every rank that holds them?
+
+Each rank contributes its local sum once per bucket, however many stages of the bucket it holds. A bucket is summed in
+flat pieces of at most `piece_bytes`, begun at `Reduce` while other stages still compute, and finished at `Step`.
+Whether a parameter takes part is decided from the split, alike on all ranks: a parameter that some stage
+differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`.
+
+Buffers that F mutates: floating ones become the mean over the replicas of their stage, others those of replica 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.core.program import Layout, Reduce
+from lightning_pipe.runtime.groups import bucket_group, stage_group
+from lightning_pipe.runtime.stage import State
+from lightning_pipe.runtime.transport.protocol import Group, Transport
+from lightning_pipe.runtime.waiting import Handle, Wait, Walk
+
+PIECE_BYTES = 25 * 2**20  # as DistributedDataParallel's default bucket
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Gradients on their way: `flat` holds those of `parameters` one after another."""
+
+    parameters: tuple[torch.Tensor, ...]
+    flat: torch.Tensor
+    handle: Handle
+    reduce: Reduce
+
+
+class Gradients:
+    """Sum the gradients of one rank with those of the other holders.
+
+    Args:
+        split: buckets and the gradients of every stage.
+        layout: ranks of each stage.
+        transport: its groups (`groups.groups`) must be open.
+        state: parameters and buffers of this rank.
+        piece_bytes: largest flat piece.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        layout: Layout,
+        *,
+        transport: Transport,
+        state: State,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._split = split
+        self._layout = layout
+        self._transport = transport
+        self._state = state
+        self._piece_bytes = piece_bytes
+        self._differentiated = {name for stage in split.stages for name in stage.gradients.values()}
+        self._under_way: list[_Piece] = []
+
+    def start(self, reduce: Reduce) -> None:
+        """Begin to sum a bucket. The local gradients of its parameters must be complete."""
+        group = bucket_group(self._split.traffic.buckets[reduce.bucket], self._layout)
+        names = [name for name in self._split.bucket_parameters[reduce.bucket] if name in self._differentiated]
+        if len(group) == 1:
+            return
+        for parameters in self._pieces(self._state.parameters[name] for name in names):
+            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
+            handle = self._transport.all_reduce(flat, group=group)
+            self._under_way.append(_Piece(parameters, flat, handle, reduce))
+
+    def finish(self) -> Walk[None]:
+        """Wait for all sums begun and put them into `grad`."""
+        for piece in self._under_way:
+            yield Wait(piece.handle, piece.reduce)
+            sizes = [parameter.numel() for parameter in piece.parameters]
+            for parameter, summed in zip(piece.parameters, torch.split(piece.flat, sizes), strict=True):
+                parameter.grad = summed.view_as(parameter)
+        self._under_way.clear()
+
+    def synchronise_buffers(self) -> Walk[None]:
+        """Make the buffers that F mutates equal on all replicas of their stage."""
+        for program in self._split.stages:
+            replicas = self._layout.stages[program.stage]
+            if self._transport.rank not in replicas or len(replicas) == 1:
+                continue
+            for name in sorted(program.mutations):
+                yield from self._synchronise(name, replicas, stage_group(program.stage, self._layout))
+
+    def clear(self) -> None:
+        """Forget sums under way."""
+        self._under_way.clear()
+
+    def _synchronise(self, name: str, replicas: tuple[int, ...], group: Group) -> Walk[None]:
+        buffer = self._state.tensor(name)
+        content = buffer.contiguous()
+        if buffer.is_floating_point():
+            handle = self._transport.all_reduce(content, group=group)
+        else:
+            handle = self._transport.broadcast(content, source=replicas[0], group=group)
+        yield Wait(handle, f"buffer {name}")
+        buffer.copy_(content / len(group) if buffer.is_floating_point() else content)
+
+    def _pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Cut parameters into runs of one type and at most `piece_bytes` (a larger parameter is a run of its own)."""
+        run: list[torch.Tensor] = []
+        run_bytes = 0
+        for parameter in parameters:
+            more = parameter.numel() * parameter.element_size()
+            if run and (run_bytes + more > self._piece_bytes or parameter.dtype != run[0].dtype):
+                yield tuple(run)
+                run, run_bytes = [], 0
+            run.append(parameter)
+            run_bytes += more
+        if run:
+            yield tuple(run)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

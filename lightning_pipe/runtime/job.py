@@ -1,0 +1,54 @@
+"""What does one run of a program take, and what does it give?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_pipe.core.program import Samples
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.runtime.parts import Content
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch.
+
+    Attributes:
+        leaves: flattened leaves of the whole batch on ranks that load, None in their place elsewhere.
+        cut: which leaves are cut into samples along their first dimension; the others are given whole.
+        offsets: first sample of each micro-batch within the batch.
+        weight: share of this batch in the step's loss (below 1 where gradients are accumulated over batches), times
+            the scale of a gradient scaler.
+        seed: seed of the random numbers.
+        step: number of the batch, part of the random numbers' key.
+    """
+
+    leaves: tuple[Content | None, ...]
+    cut: tuple[bool, ...]
+    offsets: tuple[int, ...]
+    weight: float = 1.0
+    seed: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A result of one slice of a micro-batch."""
+
+    microbatch: int
+    samples: Samples
+    content: Content
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has after a program.
+
+    Attributes:
+        results: pieces of the step's outputs that this rank produced, by value name, in the order of its computes.
+        timeline: events of this rank, empty unless recorded.
+    """
+
+    results: Mapping[str, tuple[Piece, ...]]
+    timeline: Timeline

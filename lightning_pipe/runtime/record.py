@@ -1,0 +1,107 @@
+"""When did each instruction of this rank run? A recorder that costs two clock reads per instruction.
+
+Times are seconds since the Unix epoch, so that the timelines of ranks on hosts with synchronised clocks can simply be
+put together. On an accelerator the clock is that of the device's events, tied to the epoch once per program.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+
+from lightning_pipe.core.program import Instruction
+from lightning_pipe.core.timeline import Event, Timeline
+
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+
+class Clock(Protocol):
+    """Take marks now, and turn them into seconds since the epoch later."""
+
+    def mark(self) -> Mark:
+        """Return the present moment."""
+        ...
+
+    def seconds(self, mark: Mark) -> float:
+        """Return a mark in seconds since the epoch."""
+        ...
+
+
+class HostClock:
+    """Read the host's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._zero = time.time() - time.perf_counter()
+
+    def mark(self) -> Mark:
+        """Return the present moment."""
+        return time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float:
+        """Return a mark in seconds since the epoch."""
+        assert isinstance(mark, float)
+        return self._zero + mark
+
+
+class CudaClock:
+    """Record events on the current stream; waits for the device once, to tie its clock to the epoch."""
+
+    def __init__(self) -> None:
+        self._first = _event()
+        self._first.record()
+        self._first.synchronize()
+        self._zero = time.time()
+
+    def mark(self) -> Mark:
+        """Return the present moment of the stream."""
+        event = _event()
+        event.record()
+        return event
+
+    def seconds(self, mark: Mark) -> float:
+        """Return a mark in seconds since the epoch; waits for the device to reach it."""
+        assert isinstance(mark, torch.cuda.Event)
+        mark.synchronize()
+        milliseconds: float = self._first.elapsed_time(mark)
+        return self._zero + milliseconds / 1000
+
+
+@dataclass
+class Recorder:
+    """Collect the events of one rank during one program; `clock` None records nothing."""
+
+    rank: int
+    clock: Clock | None
+    _marks: list[tuple[Instruction, Mark, Mark]] = field(default_factory=list)
+
+    def mark(self) -> Mark:
+        """Return the present moment (0 when nothing is recorded)."""
+        return self.clock.mark() if self.clock is not None else 0.0
+
+    def add(self, instruction: Instruction, start: Mark) -> None:
+        """Note that an instruction that began at `start` has ended now."""
+        if self.clock is not None:
+            self._marks.append((instruction, start, self.clock.mark()))
+
+    def timeline(self) -> Timeline:
+        """Return the events, in order of start."""
+        clock = self.clock
+        if clock is None:
+            return Timeline(())
+        events = [
+            Event(self.rank, instruction, clock.seconds(start), clock.seconds(end))
+            for instruction, start, end in self._marks
+        ]
+        return Timeline(tuple(sorted(events, key=lambda event: event.start)))
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock that sees the work of a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

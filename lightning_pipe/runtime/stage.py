@@ -1,0 +1,273 @@
+"""What does a rank hold of one stage, and for how long?
+
+Live values are kept by name per micro-batch. A value is dropped at its last use:
+
+    after F    what I and W read, what is still to be sent, and the results stay
+    after I    what W reads and what is still to be sent stay
+    after W    what is still to be sent stays
+
+    Stage(program, values, state=State(...), loss="loss")
+    stage.begin(sends, training)                            which messages will be fetched by `outgoing`
+    stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
+    stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
+    stage.outgoing(direction, target, m)                    contents to be sent
+    stage.results(m), stage.free(m)
+
+Gradients of one parameter are added within the micro-batch, then to `parameter.grad`, as autograd does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram, Value
+from lightning_pipe.core.program import ComputeKind, Pass
+from lightning_pipe.runtime.parts import Content
+
+Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters and buffers that a rank owns, by canonical name, and the device they live on.
+
+    A parameter that several stages of the rank use is one tensor, so that their gradients meet in its `.grad`.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    device: torch.device
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a buffer or parameter by name."""
+        return self.buffers[name] if name in self.buffers else self.parameters[name]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The samples of one compute.
+
+    Attributes:
+        samples: their number.
+        key: key of the random numbers.
+        mean_weight: share of the batch's loss that a loss over these samples has if losses are means.
+        sum_weight: the same if losses are sums.
+    """
+
+    samples: int
+    key: RandomKey
+    mean_weight: float
+    sum_weight: float
+
+
+class Stage:
+    """Run the functions of one stage and hold its live values.
+
+    Args:
+        program: the functions of the stage.
+        values: what is known of values that cross stages or are results (`Split.values`).
+        state: parameters and buffers of the rank; those of the stage must be among them.
+        loss: value name of the loss, whose type and combination decide the tangents; None without a loss.
+    """
+
+    def __init__(
+        self, program: StageProgram, values: Mapping[str, Value], *, state: State, loss: str | None = None
+    ) -> None:
+        self.program = program
+        self._state = state
+        self._loss = values[loss] if loss is not None else None
+        self._held: dict[int, dict[str, Content]] = defaultdict(dict)
+        self._results: dict[int, dict[str, Content]] = {}
+        self._pending: dict[int, tuple[Half, ...]] = {}
+        self._sends: Sends = Counter()
+        self._training = True
+        self._due = {half: _gradients_due(program, half) for half in ("I", "W")}
+
+    def begin(self, sends: Sends, *, training: bool) -> None:
+        """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
+        self._held.clear()
+        self._results.clear()
+        self._pending.clear()
+        self._sends = Counter(sends)
+        self._training = training
+
+    def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
+        """Take the stage's samples of the batch leaves that it reads, by index of the leaf."""
+        self._held[microbatch].update({name: leaves[index] for name, index in self.program.leaves.items()})
+
+    def receive(self, microbatch: int, contents: Mapping[str, Content]) -> None:
+        """Take values of other stages, for the stage's samples, by name."""
+        self._held[microbatch].update(contents)
+
+    def compute(self, kind: ComputeKind, microbatch: int, slice_: Slice) -> None:
+        """Run one pass on one micro-batch."""
+        name = f"PP:{self.program.stage}{kind}{microbatch}"
+        with torch.no_grad(), torch.profiler.record_function(name):
+            match kind:
+                case "F":
+                    self._forward(microbatch, slice_)
+                case "I":
+                    self._input_half(microbatch, slice_)
+                case "W":
+                    self._weight_half(microbatch, slice_)
+                case "B":
+                    self._input_half(microbatch, slice_)
+                    self._weight_half(microbatch, slice_)
+
+    def outgoing(self, direction: Pass, target: int, microbatch: int) -> dict[str, Content]:
+        """Return the values of one message in their order; after the last message that needs them they are dropped."""
+        held = self._held[microbatch]
+        contents = {name: held[name] for name in self.program.sends[direction, target]}
+        self._sends[direction, target, microbatch] -= 1
+        if self._sends[direction, target, microbatch] <= 0:
+            del self._sends[direction, target, microbatch]
+            self._drop(microbatch)
+        return contents
+
+    def results(self, microbatch: int) -> dict[str, Content]:
+        """Return the step's outputs that F produced, and forget them."""
+        return self._results.pop(microbatch, {})
+
+    def free(self, microbatch: int) -> None:
+        """Drop everything still held of a micro-batch."""
+        self._held.pop(microbatch, None)
+        self._pending.pop(microbatch, None)
+
+    def left(self) -> tuple[str, ...]:
+        """Name what is still held, as `micro-batch:value`; nothing after a whole program."""
+        return tuple(f"{microbatch}:{name}" for microbatch, held in self._held.items() for name in held)
+
+    def _forward(self, microbatch: int, slice_: Slice) -> None:
+        program = self.program
+        halves = (program.input_grad, program.weight_grad) if self._training else ()
+        self._pending[microbatch] = tuple(half for half in halves if half is not None)
+        held = self._held[microbatch]
+        self._run(program.forward, self._inputs(program.forward, held), held, slice_)
+        self._update_buffers(microbatch)
+        own = self._storages() if program.results else frozenset()
+        self._results[microbatch] = {name: _apart(self._input(name, held), own) for name in program.results}
+        self._drop(microbatch)
+
+    def _input_half(self, microbatch: int, slice_: Slice) -> None:
+        half = self.program.input_grad
+        if half is not None:
+            self._half("I", half, microbatch, slice_)
+
+    def _weight_half(self, microbatch: int, slice_: Slice) -> None:
+        half = self.program.weight_grad
+        if half is not None:
+            self._half("W", half, microbatch, slice_)
+        self._pending[microbatch] = ()
+        self._drop(microbatch)
+
+    def _half(self, kind: ComputeKind, half: Half, microbatch: int, slice_: Slice) -> None:
+        held = self._held[microbatch]
+        held.update(self._tangents(half, slice_))
+        inputs = self._inputs(half, held)
+        self._run(half, inputs, held, slice_)
+        state = [content for name, content in zip(half.inputs, inputs, strict=True) if name not in held]
+        self._accumulate(self._due[kind], held, kept=[*held.values(), *state])
+        self._pending[microbatch] = tuple(later for later in self._pending[microbatch] if later is not half)
+        self._drop(microbatch)
+
+    def _run(self, half: Half, inputs: Sequence[Content], held: dict[str, Content], slice_: Slice) -> None:
+        outputs = half.run(slice_.samples, slice_.key, *inputs)
+        held.update(zip(half.outputs, outputs, strict=True))
+
+    def _inputs(self, half: Half, held: Mapping[str, Content]) -> list[Content]:
+        return [self._input(name, held) for name in half.inputs]
+
+    def _input(self, name: str, held: Mapping[str, Content]) -> Content:
+        if name in held:
+            return held[name]
+        if name in self.program.parameters:
+            return self._state.parameters[self.program.parameters[name]]
+        return self._state.buffers[self.program.buffers[name]]
+
+    def _tangents(self, half: Half, slice_: Slice) -> dict[str, Content]:
+        names = [name for name in self.program.tangents if name in half.inputs]
+        if not names:
+            return {}
+        assert self._loss is not None, f"stage {self.program.stage} reads a tangent, but no loss was named"
+        weight = slice_.sum_weight if self._loss.combine == "sum" else slice_.mean_weight
+        tangent = torch.tensor(weight, dtype=self._loss.dtype, device=self._state.device)
+        return dict.fromkeys(names, tangent)
+
+    def _storages(self) -> frozenset[int]:
+        """Return the storages of the stage's parameters and buffers, which change after a result was taken."""
+        program = self.program
+        names = {*program.parameters.values(), *program.buffers.values(), *program.mutations}
+        return frozenset(_storage(self._state.tensor(name)) for name in names)
+
+    def _update_buffers(self, microbatch: int) -> None:
+        """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
+        for name, value in self.program.mutations.items():
+            content = self._held[microbatch][value]
+            assert isinstance(content, torch.Tensor)
+            self._state.tensor(name).copy_(content)
+
+    def _drop(self, microbatch: int) -> None:
+        """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""
+        held = self._held[microbatch]
+        needed = {name for half in self._pending.get(microbatch, ()) for name in half.inputs}
+        if self.program.weight_grad in self._pending.get(microbatch, ()):
+            needed.update(name for names in self._due["W"].values() for name in names)
+        for direction, target in self.program.sends:
+            if (direction, target, microbatch) in self._sends:
+                needed.update(self.program.sends[direction, target])
+        for name in [name for name in held if name not in needed]:
+            del held[name]
+        if not held:
+            del self._held[microbatch]
+
+    def _accumulate(
+        self, due: Mapping[str, Sequence[str]], held: Mapping[str, Content], *, kept: Iterable[Content]
+    ) -> None:
+        """Add gradients to those of their parameters; a first one is taken as it is if nothing else uses its memory."""
+        users = Counter(_storage(content) for content in kept if isinstance(content, torch.Tensor))
+        for canonical, names in due.items():
+            parameter = self._state.parameters[canonical]
+            gradient = reduce(torch.add, (held[name] for name in names))
+            assert isinstance(gradient, torch.Tensor)
+            users_of_its_own = 1 if len(names) == 1 else 0
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            elif _fills(gradient, parameter) and users[_storage(gradient)] == users_of_its_own:
+                parameter.grad = gradient
+            else:
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
+    """List, by parameter, the gradients that are complete after I, or (all others) after W."""
+    names_of: dict[str, list[str]] = defaultdict(list)
+    for name, canonical in program.gradients.items():
+        names_of[canonical].append(name)
+    early = set(program.input_grad.outputs) if program.input_grad is not None else set()
+    return {canonical: names for canonical, names in names_of.items() if (kind == "I") == early.issuperset(names)}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _apart(content: Content, storages: AbstractSet[int]) -> Content:
+    """Return the content, or a copy of it if it lies in one of the storages."""
+    if isinstance(content, torch.Tensor) and _storage(content) in storages:
+        return content.clone()
+    return content
+
+
+def _fills(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a gradient has the parameter's form and fills its storage (so it is no view of something)."""
+    return (
+        gradient.dtype == parameter.dtype
+        and gradient.stride() == parameter.stride()
+        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    )

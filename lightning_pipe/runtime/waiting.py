@@ -1,0 +1,104 @@
+"""How does a rank wait? As a coroutine that yields what it waits for, so that one walk of a program serves two drivers.
+
+    drive(walk, wait=...)     one process per rank: wait for each handle in turn (`watch` adds deadline and alarms)
+    drive_together(walks)     all ranks in one thread (local transport): resume whichever rank's handle is done
+
+A walk is a generator that yields `Wait`s and returns its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from lightning_pipe.core.program import Instruction
+from lightning_pipe.errors import PipelineError
+
+
+class Handle(Protocol):
+    """A transfer or collective under way."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most so long; return whether the data may be used (on a device: by work queued from now on).
+
+        Raises:
+            RuntimeError: if the peer or the connection is gone.
+        """
+        ...
+
+    def landed(self) -> bool:
+        """Return whether the data is really there. Differs from a successful `wait` where a device queues it."""
+        ...
+
+
+class Done:
+    """The handle of something that needs no waiting."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return True."""
+        return True
+
+    def landed(self) -> bool:
+        """Return True."""
+        return True
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A handle that is done when another one has really landed."""
+
+    handle: Handle
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the other handle has landed; does not wait itself."""
+        return self.handle.landed()
+
+    def landed(self) -> bool:
+        """Return whether the other handle has landed."""
+        return self.handle.landed()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for: the handle, and the instruction (or the words) that an error will name."""
+
+    handle: Handle
+    what: Instruction | str
+
+
+T = TypeVar("T")
+Walk: TypeAlias = Generator[Wait, None, T]
+
+
+def drive(walk: Walk[T], *, wait: Callable[[Wait], None]) -> T:
+    """Run a walk to its end, calling `wait` for everything it waits for, and return its result."""
+    while True:
+        try:
+            pending = next(walk)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        wait(pending)
+
+
+def drive_together(walks: Sequence[Walk[T]]) -> list[T]:
+    """Run the walks of all ranks in this thread, each as far as its handles are done, and return their results.
+
+    Raises:
+        PipelineError: if every unfinished walk waits; the text says for what.
+    """
+    results: dict[int, T] = {}
+    waiting: dict[int, Wait] = {index: Wait(Done(), "its start") for index in range(len(walks))}
+    while waiting:
+        ready = [index for index, wait in waiting.items() if wait.handle.wait(0)]
+        if not ready:
+            waits = "; ".join(f"rank {index} waits for {wait.what}" for index, wait in waiting.items())
+            raise PipelineError(f"No rank can continue: {waits}. Is this program verified, and the same on all ranks?")
+        for index in ready:
+            try:
+                waiting[index] = next(walks[index])
+            except StopIteration as stop:
+                results[index] = stop.value
+                del waiting[index]
+    return [results[index] for index in range(len(walks))]

@@ -1,0 +1,154 @@
+"""Gradients of a pipeline are those of the plain module, with all ranks in one thread."""
+
+import dataclasses
+
+import pytest
+import torch
+from ranks.pipelines import Case, capture_of, executor_of, job_of, module_of, plain_gradients, program_of, split_of
+
+from lightning_pipe.core.program import Program
+from lightning_pipe.errors import ProgramError
+from lightning_pipe.runtime.executor import run_together
+from lightning_pipe.runtime.transport.local import Hub
+
+UNREPLICATED = {
+    "1": Case("Chain", ((0,),), ()),
+    "1-1": Case("Chain", ((0,), (1,)), ("second",)),
+    "1-1-1": Case("Chain", ((0,), (1,), (2,))),
+    "two stages on one rank": Case("Chain", ((0,), (1,), (0,))),
+    "all stages on one rank": Case("Chain", ((0,), (0,), (0,))),
+    "gpipe": Case("Chain", ((0,), (1,), (2,)), schedule="gpipe"),
+    "uneven micro-batches": Case("Chain", ((0,), (1,), (2,)), sizes=(3, 3, 2)),
+    "skip": Case("Skip", ((0,), (1,), (2,))),
+    "sum": Case("Summed", ((0,), (1,), (2,)), sizes=(3, 2)),
+    "batch norm": Case("Normed", ((0,), (1,), (2,)), sizes=(3, 2)),
+}
+REPLICATED = {
+    "2-1": Case("Chain", ((0, 1), (2,)), ("second",)),
+    "1-2": Case("Chain", ((0,), (1, 2)), ("second",)),
+    "2-2": Case("Chain", ((0, 1), (2, 3)), ("second",)),
+    "3-2": Case("Chain", ((0, 1, 2), (3, 4)), ("second",), sizes=(6, 6)),
+    "3-2-1 uneven": Case("Skip", ((0, 1, 2), (3, 4), (5,)), sizes=(5, 5, 2)),
+    "fewer samples than replicas": Case("Skip", ((0, 1, 2), (3, 4), (5,)), sizes=(2, 1)),
+    "whole": Case("Chain", ((0, 1), (2,)), ("second",), sizes=(2, 2, 1), whole=frozenset({0})),
+    "sum": Case("Summed", ((0, 1), (2,)), ("second",), sizes=(3, 2)),
+    "tied": Case("Tied", ((0,), (1,), (2,))),
+    "tied, first stage replicated": Case("Tied", ((0, 1), (2,), (3,))),
+    "tied, both on one rank": Case("Tied", ((0,), (1,), (0,))),
+}
+
+
+def pipeline_gradients(case: Case, **changes: float) -> list[dict[str, torch.Tensor | None]]:
+    """Return the gradients of the parameters of each rank's stages after one program."""
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    modules = [module_of(case) for _ in range(case.layout.ranks)]
+    executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
+    run_together(executors, program_of(case, split), [job_of(case, **changes)] * len(modules))
+    owned = [{n for s in e.stages.values() for n in s.program.gradients.values()} for e in executors]
+    return [
+        {name: p.grad for name, p in module.named_parameters() if name in names}
+        for module, names in zip(modules, owned, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", UNREPLICATED.values(), ids=UNREPLICATED)
+def test_gradients_without_replicas_equal_accumulation_bit_for_bit(case: Case) -> None:
+    expected = plain_gradients(case)
+    seen = set()
+    for gradients in pipeline_gradients(case):
+        for name, gradient in gradients.items():
+            assert gradient is not None and torch.equal(gradient, expected[name]), name
+            seen.add(name)
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize("case", REPLICATED.values(), ids=REPLICATED)
+def test_gradients_with_replicas_or_tied_weights_equal_the_batch(case: Case) -> None:
+    expected = plain_gradients(case, [(0, sum(case.sizes))])
+    seen = set()
+    for gradients in pipeline_gradients(case):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
+            seen.add(name)
+    assert seen == set(expected)
+
+
+def test_the_weight_of_the_job_scales_gradients() -> None:
+    case = UNREPLICATED["1-1"]
+    for whole, half in zip(pipeline_gradients(case), pipeline_gradients(case, weight=0.5), strict=True):
+        assert all(torch.equal(half[name], whole[name] / 2) for name in whole)
+
+
+def test_gradients_accumulate_over_programs() -> None:
+    case = UNREPLICATED["1-1-1"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    program = program_of(case, split)
+    hub = Hub()
+    modules = [module_of(case) for _ in range(3)]
+    executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
+    jobs = [job_of(case)] * 3
+    run_together(executors, program, jobs)
+    once = modules[0].first.weight.grad.clone()
+    run_together(executors, program, jobs)
+    torch.testing.assert_close(modules[0].first.weight.grad, 2 * once, rtol=0, atol=1e-15)
+
+
+def test_running_averages_advance_as_in_the_plain_module() -> None:
+    case = UNREPLICATED["batch norm"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    modules = [module_of(case) for _ in range(3)]
+    executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
+    run_together(executors, program_of(case, split), [job_of(case)] * 3)
+    plain = module_of(case)
+    x, y = job_of(case).leaves
+    for part in (slice(0, 3), slice(3, 5)):
+        plain.training_step((x[part], y[part]), 0)
+    for name, buffer in plain.norm.named_buffers():
+        assert torch.equal(modules[0].norm.get_buffer(name), buffer), name
+
+
+def test_replicas_agree_on_running_averages_after_the_step() -> None:
+    case = Case("Normed", ((0, 1), (2,), (3,)), sizes=(4, 4))
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    modules = [module_of(case) for _ in range(4)]
+    executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
+    run_together(executors, program_of(case, split), [job_of(case)] * 4)
+    first, second = modules[0].norm, modules[1].norm
+    assert not torch.equal(first.running_mean, module_of(case).norm.running_mean)
+    for name, buffer in first.named_buffers():
+        assert torch.equal(buffer, second.get_buffer(name)), name
+
+
+def test_results_are_those_of_the_micro_batches() -> None:
+    case = UNREPLICATED["1-1"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    module = module_of(case)
+    executors = [executor_of(case, module_of(case), capture, split, hub.endpoint(rank)) for rank in range(2)]
+    outcomes = run_together(executors, program_of(case, split), [job_of(case)] * 2, record=True)
+    assert not outcomes[0].results
+    x, y = job_of(case).leaves
+    expected = [module.training_step((x[i : i + 2], y[i : i + 2]), 0) for i in (0, 2, 4)]
+    pieces = outcomes[1].results[capture.record.loss]
+    assert [piece.microbatch for piece in pieces] == [0, 1, 2]
+    assert all(torch.equal(piece.content, loss) for piece, loss in zip(pieces, expected, strict=True))
+    assert [len(outcome.timeline.computes(rank)) for rank, outcome in enumerate(outcomes)] == [9, 9]
+
+
+def test_only_verified_programs_are_run() -> None:
+    case = UNREPLICATED["1"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    executor = executor_of(case, module_of(case), capture, split, Hub().endpoint(0))
+    program = program_of(case, split)
+    fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(Program)}
+    with pytest.raises(ProgramError, match="schedule.verify"):
+        executor.run(Program(**fields), job_of(case))
