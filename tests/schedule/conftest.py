@@ -1,0 +1,132 @@
+"""Cases that every schedule and rewrite must survive, and a builder of programs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from lightning_pipe.core.program import Bucket, Edge, Layout, Options, Program, Traffic
+from lightning_pipe.schedule import SCHEDULES
+from lightning_pipe.schedule.forward_only import forward_only
+from lightning_pipe.schedule.lower import lower
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program to build."""
+
+    stages: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...] = (4, 4, 4, 4)
+    whole: frozenset[int] = frozenset()
+    schedule: str = "1f1b"
+    options: Options = field(default_factory=dict)
+    skips: tuple[tuple[int, int], ...] = ()
+    tied: bool = False
+    training: bool = True
+    synchronise: bool = True
+    early_release: bool = True
+    split: bool = True
+
+    def __str__(self) -> str:
+        layout = "-".join("".join(map(str, ranks)) for ranks in self.stages)
+        choices = [f"{key}={value}" for key, value in self.options.items()]
+        flags = [name for name in ("tied", "training", "synchronise", "early_release", "split") if getattr(self, name)]
+        whole = ["whole"] if self.whole else []
+        return "/".join([layout, "".join(map(str, self.sizes)), self.schedule, *choices, *flags, *whole])
+
+
+def traffic_of(case: Case) -> Traffic:
+    """Return a chain with skip edges (without gradient) and one bucket per stage, or one for the first and last."""
+    count = len(case.stages)
+    forward = [Edge("F", s, s + 1, 8.0) for s in range(count - 1)]
+    backward = [Edge("B", s + 1, s, 8.0) for s in range(count - 1)]
+    skips = [Edge("F", source, target, 1.0) for source, target in case.skips]
+    tied = [(0, count - 1)] if case.tied else []
+    buckets = [Bucket(stages, 100) for stages in [*tied, *((s,) for s in range(count))]]
+    loads = (0, count - 1) if count > 2 else (0,)
+    return Traffic((*forward, *backward, *skips), tuple(buckets), loads)
+
+
+@pytest.fixture
+def build() -> Callable[[Case], Program]:
+    """Return a function that orders and lowers a case."""
+
+    def build_case(case: Case) -> Program:
+        layout = Layout(case.stages, case.whole)
+        schedule = SCHEDULES[case.schedule] if case.training else forward_only
+        order = schedule(layout, len(case.sizes), case.options)
+        return lower(
+            order,
+            layout=layout,
+            sizes=case.sizes,
+            traffic=traffic_of(case),
+            training=case.training,
+            synchronise=case.synchronise,
+            early_release=case.early_release,
+            split=case.split,
+        )
+
+    return build_case
+
+
+LAYOUTS = [
+    ((0,),),
+    ((0,), (1,)),
+    ((0, 1), (2,)),
+    ((0,), (1, 2)),
+    ((0,), (1,), (2,)),
+    ((0, 1), (2, 3)),
+    ((0, 1, 2), (3, 4)),
+    ((0,), (1,), (0,)),
+    ((0,), (1,), (0,), (1,)),
+    ((0, 1), (0, 2), (1,)),
+    ((2, 0), (1,), (0, 2)),
+]
+SIZES = [(4, 4, 4, 4), (3, 3, 2), (1, 1, 1, 1, 1), (2, 5, 1)]
+SCHEDULE_OPTIONS: list[tuple[str, Options]] = [
+    ("gpipe", {}),
+    ("1f1b", {}),
+    ("1f1b", {"warmup": "pb"}),
+    ("1f1b", {"warmup": "1f1b*"}),
+    ("1f1b", {"warmup": 2}),
+]
+
+
+def every_case() -> list[Case]:
+    """List the grid: layouts, sizes, schedules, and each with one more difficulty in turn."""
+    plain = [
+        Case(stages, sizes, schedule=schedule, options=options)
+        for stages in LAYOUTS
+        for sizes in SIZES
+        for schedule, options in SCHEDULE_OPTIONS
+    ]
+    whole = [Case(stages, (3, 3, 2), frozenset({0, len(stages) - 1})) for stages in LAYOUTS]
+    skips = [Case(stages, (3, 3, 2), skips=((0, 2),), tied=True) for stages in LAYOUTS if len(stages) > 2]
+    late = [Case(stages, (3, 3, 2), early_release=False) for stages in LAYOUTS]
+    unsplit = [Case(stages, (3, 3, 2), split=False) for stages in LAYOUTS]
+    accumulating = [Case(stages, (3, 3, 2), synchronise=False) for stages in LAYOUTS]
+    evaluation = [Case(stages, sizes, schedule="forward", training=False) for stages in LAYOUTS for sizes in SIZES]
+    return [*plain, *whole, *skips, *late, *unsplit, *accumulating, *evaluation]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the grid to every test that asks for a `case`, and a short list to those that ask for a `small_case`."""
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", every_case(), ids=str)
+    if "small_case" in metafunc.fixturenames:
+        metafunc.parametrize("small_case", SMALL, ids=str)
+
+
+SMALL = [
+    Case(((0,), (1,)), (2, 2, 1)),
+    Case(((0, 1), (2,)), (3, 1, 2), tied=True),
+    Case(((0, 1), (2,)), (2, 2, 2), frozenset({0}), schedule="gpipe"),
+    Case(((0,), (1,), (2, 3)), (2, 1), skips=((0, 2),), tied=True),
+    Case(((0,), (1,), (0,)), (1, 1, 1), skips=((0, 2),), tied=True),
+    Case(((0, 1), (0, 2), (1,)), (2, 3, 1), skips=((0, 2),)),
+    Case(((0, 1, 2), (3, 4)), (3, 2), early_release=False),
+    Case(((0,), (1, 2)), (2, 2), synchronise=False, split=False),
+    Case(((0, 1), (2,), (0,)), (2, 2), skips=((0, 2),), schedule="forward", training=False),
+]

@@ -1,0 +1,118 @@
+"""Laws of the rewrites: what each adds, and where."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from lightning_pipe.core.program import Bucket, Compute, Edge, Free, Layout, Recv, Reduce, Send, Step, Traffic
+from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.rules import Dataflow
+
+
+def test_replicas_receive_exactly_the_samples_they_compute(case, build):
+    program = build(case)
+    flow = Dataflow.of(program)
+    layout, sizes = program.layout, program.sizes
+    for rank, line in enumerate(program.ranks):
+        received = defaultdict(list)
+        for x in line:
+            if isinstance(x, Recv):
+                received[x.message.direction, x.message.source, x.message.target, x.message.microbatch].append(x)
+        for edge in (
+            program.traffic.edges if program.training else [e for e in program.traffic.edges if e.direction == "F"]
+        ):
+            for m in range(len(sizes)):
+                wanted = flow.samples(edge.target, rank=rank, microbatch=m)
+                messages = received[edge.direction, edge.source, edge.target, m]
+                local = flow.samples(edge.source, rank=rank, microbatch=m) & wanted
+                got = [i for x in messages for i in range(x.message.samples.start, x.message.samples.stop)]
+                got += range(local.start, local.stop)
+                assert sorted(got) == list(range(wanted.start, wanted.stop)), f"rank {rank}, {edge}, micro-batch {m}"
+                assert all(x.peer in layout.stages[edge.source] and x.peer != rank for x in messages)
+
+
+def test_the_input_gradient_leaves_before_the_weight_gradient_is_computed(small_case, build):
+    program = build(small_case)
+    for line in program.ranks:
+        sent = {(x.message.source, x.message.microbatch): i for i, x in enumerate(line) if is_gradient(x)}
+        for i, x in enumerate(line):
+            if isinstance(x, Compute) and x.kind == "W" and (x.stage, x.microbatch) in sent:
+                early = sent[x.stage, x.microbatch] < i
+                assert early == small_case.early_release
+
+
+def is_gradient(instruction: object) -> bool:
+    return isinstance(instruction, Send) and instruction.message.direction == "B"
+
+
+def test_receives_are_posted_at_least_one_compute_ahead(small_case, build):
+    for line in build(small_case).ranks:
+        computes = [i for i, x in enumerate(line) if isinstance(x, Compute)]
+        for i, x in enumerate(line):
+            if not isinstance(x, Recv):
+                continue
+            m = x.message
+            kinds = ("F",) if m.direction == "F" else ("I", "B")
+            users = [c for c in computes if line[c] in [Compute(m.target, k, m.microbatch) for k in kinds]]
+            assert [c for c in computes if c < users[0]] == [] or i < max(c for c in computes if c < users[0])
+
+
+def test_order_of_computes_is_kept(small_case, build):
+    program = build(small_case)
+    if not small_case.training:
+        return
+    order = order_of(
+        small_case.schedule, layout=program.layout, microbatches=len(small_case.sizes), options=small_case.options
+    )
+    flow = Dataflow.of(program)
+    for rank, computes in enumerate(order):
+        kept = [c for c in computes if flow.samples(c.stage, rank=rank, microbatch=c.microbatch)]
+        backward = "B" if not small_case.split else "I"
+        lowered = [x for x in program.ranks[rank] if isinstance(x, Compute) and x.kind in ("F", backward)]
+        assert [(c.stage, c.microbatch) for c in lowered] == [(c.stage, c.microbatch) for c in kept]
+
+
+def test_reductions_come_right_after_the_last_weight_gradient_of_their_stage():
+    layout = Layout(((0, 1), (2, 3)))
+    traffic = Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), buckets_of(layout))
+    program = lower(order_of("1f1b", layout=layout, microbatches=3), layout=layout, sizes=(2,) * 3, traffic=traffic)
+    for rank, line in enumerate(program.ranks):
+        assert line[-1] == Step()
+        stage = rank // 2
+        assert line[-4:-1] == (Compute(stage, "W", 2), Free(stage, 2), Reduce(stage))
+
+
+def buckets_of(layout):
+    return tuple(Bucket((s,), 1) for s in range(len(layout.stages)))
+
+
+def test_a_replica_without_samples_still_reduces():
+    """Two replicas, micro-batches of one sample: the first replica never computes, but its parameters must move."""
+    layout = Layout(((0, 1),))
+    program = lower(
+        order_of("gpipe", layout=layout, microbatches=2),
+        layout=layout,
+        sizes=(1, 1),
+        traffic=Traffic((), buckets_of(layout)),
+    )
+    assert program.ranks[0] == (Reduce(0), Step())
+    assert [x for x in program.ranks[1] if isinstance(x, Reduce)] == [Reduce(0)]
+
+
+def test_a_bucket_of_one_rank_is_not_reduced():
+    """Tied parameters of two stages on the same rank are summed where they are."""
+    layout = Layout(((0,), (1,), (0,)))
+    edges = (Edge("F", 0, 1, 1.0), Edge("F", 1, 2, 1.0), Edge("B", 2, 1, 1.0), Edge("B", 1, 0, 1.0))
+    traffic = Traffic(edges, (Bucket((0, 2), 1), Bucket((1,), 1)))
+    program = lower(order_of("gpipe", layout=layout, microbatches=2), layout=layout, sizes=(1, 1), traffic=traffic)
+    assert not [x for line in program.ranks for x in line if isinstance(x, Reduce)]
+
+
+def test_stages_on_one_rank_send_no_messages():
+    layout = Layout(((0,), (0,), (0,)))
+    edges = (Edge("F", 0, 1, 1.0), Edge("F", 1, 2, 1.0), Edge("B", 2, 1, 1.0), Edge("B", 1, 0, 1.0))
+    program = lower(
+        order_of("1f1b", layout=layout, microbatches=3), layout=layout, sizes=(1,) * 3, traffic=Traffic(edges, ())
+    )
+    assert not [x for x in program.ranks[0] if isinstance(x, (Send, Recv))]

@@ -1,0 +1,112 @@
+"""Laws of schedules: the drawing in the docstring is what they do; bad options are named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Traffic
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.report.trace import draw
+from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.forward_only import forward_only
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.one_f_one_b import star_depths
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.simulator import UnitPrices, simulate
+
+FOUR = Layout(((0,), (1,), (2,), (3,)))
+
+
+def chain(stages: int) -> Traffic:
+    edges = [(Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0)) for s in range(stages - 1)]
+    return Traffic(tuple(e for pair in edges for e in pair), tuple(Bucket((s,), 1) for s in range(stages)))
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
+def test_the_drawing_in_the_docstring_is_the_schedule(name):
+    schedule = SCHEDULES.get(name, forward_only)
+    order = schedule(FOUR, 4)
+    program = lower(order, layout=FOUR, sizes=(1,) * 4, traffic=chain(4), training=name != "forward_only")
+    drawing = re.findall(r"^ *(\d \|.*)$", schedule.__doc__, flags=re.MULTILINE)
+    assert drawing == draw(simulate(verify(program), UnitPrices())).splitlines()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_stage_runs_every_microbatch_once_forward_and_once_backward(name):
+    for layout in (FOUR, Layout(((0, 1), (2,))), Layout(((0,), (1,), (0,)))):
+        for rank, computes in enumerate(order_of(name, layout=layout, microbatches=5)):
+            stages = [s for s, ranks in enumerate(layout.stages) if rank in ranks]
+            expected = {Compute(s, kind, m) for s in stages for kind in "FB" for m in range(5)}
+            assert len(computes) == len(expected)
+            assert set(computes) == expected
+
+
+@pytest.mark.parametrize(
+    ("warmup", "depths"),
+    [
+        ("pa", (4, 3, 2, 1)),
+        ("pb", (7, 5, 3, 1)),
+        ("1f1b*", (4, 3, 2, 1)),
+        ("5,3,3,2", (5, 3, 3, 2)),
+        (3, (3, 3, 3, 3)),
+        ("3", (3, 3, 3, 3)),
+    ],
+)
+def test_warmup_is_the_number_of_forwards_before_the_first_backward(warmup, depths):
+    order = order_of("1f1b", layout=FOUR, microbatches=9, options={"warmup": warmup})
+    assert tuple([c.kind for c in line].index("B") for line in order) == depths
+
+
+def test_unit_star_depths_are_smaller_where_a_rank_holds_several_stages():
+    """Ranks that hold two stages need two units per micro-batch, so two stages fit into one period."""
+    order = order_of("1f1b", layout=Layout(((0,), (1,), (0,), (1,))), microbatches=6, options={"warmup": "1f1b*"})
+    kinds = {s: [c.kind for c in order[s % 2] if c.stage == s] for s in range(4)}
+    assert [kinds[s].index("B") for s in range(4)] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("loads", "links", "period", "depths"),
+    [
+        ((12, 12), (3,), 12, (3, 1)),  # walked from the end: 12 | 3 | 12
+        ((2, 2, 2), (0, 0), 2, (3, 2, 1)),
+        ((3, 3, 3, 3), (4, 3, 3), 4, (7, 5, 3, 1)),
+        ((18, 3, 6, 9), (0, 0, 0), 18, (2, 1, 1, 1)),
+        ((0.1,) * 10, (0,) * 9, 1.0, (1,) * 10),
+    ],
+)
+def test_star_depths_group_stages_and_links_that_fit_into_a_period(loads, links, period, depths):
+    assert star_depths(loads, links=links, period=period) == depths
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        ("1f1", {}, "no schedule '1f1'; schedules: gpipe, 1f1b; did you mean '1f1b'"),
+        ("gpipe", {"warmup": 1}, "no option 'warmup'; its options: none"),
+        ("1f1b", {"warm_up": 1}, r"no option 'warm_up'; its options: warmup \(default 'pa'\); did you mean 'warmup'"),
+        ("1f1b", {"warmup": "much"}, "found warmup 'much'; expected \"pa\""),
+        ("1f1b", {"warmup": "3,2"}, "has 2 depths; the layout has 4 stages"),
+        ("1f1b", {"warmup": 0}, "depth below 1"),
+        ("1f1b", {"warmup": "2,3,1,1"}, "stage 1 wants 3 forwards first, stage 0 gives 2"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_named(schedule, options, message):
+    with pytest.raises(ConfigError, match=message):
+        order_of(schedule, layout=FOUR, microbatches=4, options=options)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), forward_only])
+def test_no_microbatches_are_refused(schedule):
+    with pytest.raises(ConfigError, match="0 micro-batches"):
+        schedule(FOUR, 0)
+
+
+def test_orders_do_not_depend_on_the_number_of_replicas():
+    sliced = replace(FOUR, stages=((0, 4), (1,), (2, 5, 6), (3,)))
+    for name in SCHEDULES:
+        orders = order_of(name, layout=sliced, microbatches=6)
+        plain = order_of(name, layout=FOUR, microbatches=6)
+        assert all(orders[r] == plain[s] for s, ranks in enumerate(sliced.stages) for r in ranks)

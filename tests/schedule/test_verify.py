@@ -1,0 +1,332 @@
+"""Laws of verify: what lowering makes passes, what breaks a dependency does not.
+
+The interpreter below is a second, independent statement of what a program does. It runs a program on numbers that
+depend on every input, in the way in which the instructions' docstrings say, and knows nothing of `schedule`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from lightning_pipe.core.program import (
+    Bucket,
+    Compute,
+    Edge,
+    Free,
+    Instruction,
+    Layout,
+    Load,
+    Message,
+    Program,
+    Recv,
+    Reduce,
+    Samples,
+    Send,
+    Step,
+    Traffic,
+    VerifiedProgram,
+)
+from lightning_pipe.errors import ProgramError
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verify import verify
+
+
+class Broken(Exception):
+    """The program does not compute what it should."""
+
+
+@dataclass
+class RankState:
+    """What one rank holds while a program is interpreted."""
+
+    position: int = 0
+    loaded: dict = field(default_factory=dict)  # (s, m) -> samples
+    inbox: dict = field(default_factory=dict)  # (s, direction, m, source, sample) -> value
+    waiting: dict = field(default_factory=lambda: defaultdict(int))  # (s, direction, m) -> receives on their way
+    made: dict = field(default_factory=dict)  # (s, kind, m, sample) -> value
+    gradients: dict = field(default_factory=lambda: defaultdict(int))  # bucket -> sum
+    posted: dict = field(default_factory=dict)  # bucket -> sum at the time of Reduce
+    stepped: dict | None = None  # bucket -> sum that the optimizer saw
+
+
+class Interpreter:
+    """Run a program on numbers."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.states = [RankState() for _ in program.ranks]
+        self.channels: dict = defaultdict(lambda: ([], [], [0]))
+
+    def run(self) -> list:
+        """Return what every rank ends with: gradients at the optimizer step, and the last stage's values."""
+        progress = True
+        while progress:
+            progress = False
+            for rank, state in enumerate(self.states):
+                line = self.program.ranks[rank]
+                while state.position < len(line) and self.execute(line[state.position], rank, state):
+                    state.position += 1
+                    progress = True
+        for rank, state in enumerate(self.states):
+            if state.position < len(self.program.ranks[rank]):
+                raise Broken(f"rank {rank} is stuck")
+            if state.loaded or state.inbox or state.made:
+                raise Broken(f"rank {rank} still holds something")
+        for sends, receives, _ in self.channels.values():
+            if len(sends) != len(receives):
+                raise Broken("a message is left over")
+        return [(dict(state.gradients), state.stepped) for state in self.states]
+
+    def execute(self, instruction: Instruction, rank: int, state: RankState) -> bool:
+        """Run one instruction; return False if it must wait."""
+        if state.stepped is not None:
+            raise Broken("something runs after the optimizer step")
+        match instruction:
+            case Load(s, m):
+                state.loaded[s, m] = self.samples(s, m, rank)
+            case Compute(s, kind, m):
+                return self.compute(s, kind, m, rank, state)
+            case Send(message, peer):
+                kind = "F" if message.direction == "F" else "I"
+                values = [self.get(state.made, (message.source, kind, message.microbatch, i)) for i in span(message)]
+                self.channels[rank, peer][0].append((message, values))
+                self.move(rank, peer)
+            case Recv(message, peer):
+                state.waiting[message.target, message.direction, message.microbatch] += 1
+                self.channels[peer, rank][1].append(message)
+                self.move(peer, rank)
+            case Free(s, m):
+                self.free(s, m, state)
+            case Reduce(bucket):
+                state.posted[bucket] = state.gradients[bucket]
+            case Step():
+                return self.step(state)
+        return True
+
+    def compute(self, s: int, kind: str, m: int, rank: int, state: RankState) -> bool:
+        if kind == "B":
+            return self.compute(s, "I", m, rank, state) and self.compute(s, "W", m, rank, state)
+        direction = {"F": "F", "I": "B", "W": None}[kind]
+        if direction and state.waiting[s, direction, m]:
+            return False
+        samples = self.samples(s, m, rank)
+        for i in range(samples.start, samples.stop):
+            own = {"F": None, "I": (s, "F", m, i), "W": (s, "I", m, i)}[kind]
+            ingredients = [s, kind, m, i] + ([self.get(state.made, own)] if own else [])
+            if kind == "F" and s in self.program.traffic.loads:
+                ingredients.append(self.get(state.loaded, (s, m)).start <= i)
+            for edge in self.program.traffic.edges:
+                if direction and edge.direction == direction and edge.target == s:
+                    ingredients.append(self.get(state.inbox, (s, direction, m, edge.source, i)))
+            value = hash(tuple(ingredients))
+            state.made[s, kind, m, i] = value
+            self.keep(s, kind, m, i, value, rank, state)
+        return True
+
+    def keep(self, s: int, kind: str, m: int, i: int, value: int, rank: int, state: RankState) -> None:
+        """Add weight gradients to their buckets; hand other values to stages on the same rank."""
+        if kind == "W" or (kind == "F" and not self.program.training):
+            for number, bucket in enumerate(self.program.traffic.buckets):
+                if s in bucket.stages:
+                    state.gradients[number] += value
+        for edge in self.program.traffic.edges:
+            made = "F" if edge.direction == "F" else "I"
+            if edge.source == s and made == kind and rank in self.program.layout.stages[edge.target]:
+                wanted = self.samples(edge.target, m, rank)
+                if wanted.start <= i < wanted.stop:
+                    state.inbox[edge.target, edge.direction, m, s, i] = value
+
+    def move(self, sender: int, receiver: int) -> None:
+        sends, receives, moved = self.channels[sender, receiver]
+        while moved[0] < min(len(sends), len(receives)):
+            (message, values), expected = sends[moved[0]], receives[moved[0]]
+            if message != expected:
+                raise Broken("a receive got another message")
+            use = (message.target, message.direction, message.microbatch)
+            self.states[receiver].waiting[use] -= 1
+            for i, value in zip(span(message), values, strict=True):
+                self.states[receiver].inbox[(*use, message.source, i)] = value
+            moved[0] += 1
+
+    def free(self, s: int, m: int, state: RankState) -> None:
+        state.loaded.pop((s, m), None)
+        state.inbox = {key: x for key, x in state.inbox.items() if (key[0], key[2]) != (s, m)}
+        state.made = {key: x for key, x in state.made.items() if (key[0], key[2]) != (s, m)}
+
+    def step(self, state: RankState) -> bool:
+        holders = {
+            b: {r for s in bucket.stages for r in self.program.layout.stages[s]}
+            for b, bucket in enumerate(self.program.traffic.buckets)
+        }
+        if any(b not in self.states[r].posted for b in state.posted for r in holders[b]):
+            return False
+        reduced = {b: sum(self.states[r].posted[b] for r in holders[b]) for b in state.posted}
+        state.stepped = {**state.gradients, **reduced}
+        return True
+
+    def samples(self, s: int, m: int, rank: int) -> Samples:
+        replica = self.program.layout.stages[s].index(rank)
+        return self.program.layout.samples(s, replica, m, self.program.sizes[m])
+
+    @staticmethod
+    def get(values: dict, key: tuple):
+        if key not in values:
+            raise Broken(f"{key} is not there")
+        return values[key]
+
+
+def span(message: Message) -> range:
+    return range(message.samples.start, message.samples.stop)
+
+
+def with_line(program: Program, rank: int, line: list[Instruction]) -> Program:
+    return replace(program, ranks=(*program.ranks[:rank], tuple(line), *program.ranks[rank + 1 :]))
+
+
+def test_every_lowered_program_is_verified(case, build):
+    assert isinstance(verify(build(case)), VerifiedProgram)
+
+
+def test_every_lowered_program_computes_what_one_rank_computes(small_case, build):
+    program = build(small_case)
+    alone = build(replace(small_case, stages=((0,),) * len(small_case.stages), whole=frozenset(), tied=small_case.tied))
+    expected = Interpreter(alone).run()[0]
+    totals = defaultdict(int)
+    for rank, (gradients, stepped) in enumerate(Interpreter(program).run()):
+        for bucket, total in gradients.items():
+            totals[bucket] += total
+        assert stepped is None or {b: expected[1][b] for b in stepped} == stepped, f"rank {rank}"
+    assert dict(totals) == expected[0]
+
+
+def test_any_removed_instruction_is_detected(small_case, build):
+    program = build(small_case)
+    for rank, line in enumerate(program.ranks):
+        for position in range(len(line)):
+            with pytest.raises(ProgramError):
+                verify(with_line(program, rank, [*line[:position], *line[position + 1 :]]))
+
+
+def test_any_repeated_instruction_is_detected(small_case, build):
+    program = build(small_case)
+    for rank, line in enumerate(program.ranks):
+        for position, instruction in enumerate(line):
+            with pytest.raises(ProgramError):
+                verify(with_line(program, rank, [*line[:position], instruction, *line[position:]]))
+
+
+def test_any_instruction_on_another_rank_is_detected(small_case, build):
+    program = build(small_case)
+    for rank, line in enumerate(program.ranks):
+        other = (rank + 1) % len(program.ranks)
+        for position, instruction in enumerate(line):
+            moved = with_line(program, rank, [*line[:position], *line[position + 1 :]])
+            with pytest.raises(ProgramError):
+                verify(with_line(moved, other, [instruction, *moved.ranks[other]]))
+
+
+def test_a_swap_is_either_refused_or_harmless(small_case, build):
+    program = build(small_case)
+    expected = Interpreter(program).run()
+    accepted = refused = 0
+    for rank, line in enumerate(program.ranks):
+        for i, j in pairs(len(line), random.Random(rank)):
+            swapped = list(line)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            candidate = with_line(program, rank, swapped)
+            try:
+                verify(candidate)
+            except ProgramError:
+                refused += 1
+                continue
+            assert Interpreter(candidate).run() == expected, f"rank {rank}: {line[i]} with {line[j]}"
+            accepted += 1
+    assert accepted
+    assert refused
+
+
+def test_verify_refuses_no_more_than_the_interpreter_except_by_convention(small_case, build):
+    """On adjacent swaps both agree; verify alone demands ascending buckets, Free after all else, and Step last."""
+    program = build(small_case)
+    expected = Interpreter(program).run()
+    for rank, line in enumerate(program.ranks):
+        for i in range(len(line) - 1):
+            candidate = with_line(program, rank, [*line[:i], line[i + 1], line[i], *line[i + 2 :]])
+            try:
+                harmless = Interpreter(candidate).run() == expected
+            except Broken:
+                harmless = False
+            convention = any(isinstance(x, (Reduce, Free, Step)) for x in line[i : i + 2])
+            try:
+                verify(candidate)
+                verified = True
+            except ProgramError:
+                verified = False
+            assert verified == harmless or (harmless and convention), f"rank {rank}: {line[i]} with {line[i + 1]}"
+
+
+def pairs(count: int, rng: random.Random) -> list[tuple[int, int]]:
+    adjacent = [(i, i + 1) for i in range(count - 1)]
+    return adjacent + [tuple(sorted(rng.sample(range(count), 2))) for _ in range(3 * count)] if count > 1 else []
+
+
+def test_a_deadlock_names_the_circle_of_ranks():
+    """Warm-up depths that grow along the stages wait for each other."""
+    order = (
+        tuple(Compute(0, kind, m) for kind, m in [("F", 0), ("B", 0), ("F", 1), ("B", 1)]),
+        tuple(Compute(1, kind, m) for kind, m in [("F", 0), ("F", 1), ("B", 0), ("B", 1)]),
+    )
+    layout = Layout(((0,), (1,)))
+    traffic = Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), ())
+    program = lower(order, layout=layout, sizes=(1, 1), traffic=traffic)
+    with pytest.raises(ProgramError, match=r"deadlock.*rank 0, .*0I0 waits for rank 1; rank 1, .*1F1 waits for rank 0"):
+        verify(program)
+
+
+def test_a_channel_out_of_order_names_both_messages():
+    program = build_two_stages()
+    line = list(program.ranks[1])
+    i, j = [k for k, x in enumerate(line) if isinstance(x, Recv)][:2]
+    line[i], line[j] = line[j], line[i]
+    with pytest.raises(ProgramError, match=r'law "channel".*0SEND_F0>1@1\[0:1\] but received by .*1RECV_F1<0@0\[0:1\]'):
+        verify(with_line(program, 1, line))
+
+
+def build_two_stages() -> Program:
+    order = tuple(tuple(Compute(s, kind, m) for kind in "FB" for m in range(2)) for s in range(2))
+    traffic = Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), (Bucket((0,), 1), Bucket((1,), 1)))
+    return lower(order, layout=Layout(((0,), (1,))), sizes=(1, 1), traffic=traffic)
+
+
+def test_an_error_names_rank_position_instruction_and_law():
+    program = build_two_stages()
+    line = list(program.ranks[1])
+    i, j = [k for k, x in enumerate(line) if str(x) in ("1RECV_F0<0@0[0:1]", "1F0")]
+    line[i], line[j] = line[j], line[i]
+    with pytest.raises(ProgramError, match=rf'rank 1, position {i}, 1F0: law "inputs": it waits for 1RECV_F0<0@0'):
+        verify(with_line(program, 1, line))
+
+
+@pytest.mark.parametrize(
+    ("layout", "traffic", "sizes", "message"),
+    [
+        (Layout(((0, 0),)), Traffic((), ()), (1,), "different ranks"),
+        (Layout(((0,), ())), Traffic((), ()), (1,), "one or more"),
+        (Layout(((0,),), frozenset({1})), Traffic((), ()), (1,), "whole"),
+        (Layout(((0,),)), Traffic((), ()), (1, 0), "at least 1"),
+        (Layout(((0,), (1,))), Traffic((Edge("F", 1, 0, 1.0),), ()), (1,), "later stage"),
+        (Layout(((0,), (1,))), Traffic((Edge("F", 0, 2, 1.0),), ()), (1,), "leaves the 2 stages"),
+        (Layout(((0,), (1,))), Traffic((Edge("F", 0, 1, 1.0),) * 2, ()), (1,), "twice"),
+        (Layout(((0,),)), Traffic((), (Bucket((1,), 1),)), (1,), "bucket 0"),
+        (Layout(((0,),)), Traffic((), (), loads=(3,)), (1,), "read the batch"),
+        (Layout(((0,), (2,))), Traffic((), ()), (1,), "layout has 3"),
+    ],
+)
+def test_a_frame_that_makes_no_sense_is_refused(layout, traffic, sizes, message):
+    program = Program(((), ()) if len(layout.stages) == 2 else ((),), sizes, layout, traffic)
+    with pytest.raises(ProgramError, match=message):
+        verify(program)
