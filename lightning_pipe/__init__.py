@@ -1,1 +1,27 @@
-"""Plan and run hybrid data and pipeline parallel training of unmodified LightningModules."""
+"""Plan and run hybrid data and pipeline parallel training of unmodified LightningModules.
+
+Importing this package makes `Trainer(strategy="dapple")` known to Lightning. It imports neither torch nor Lightning:
+the strategy itself is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipe.registration import register_strategy
+
+if TYPE_CHECKING:
+    from lightning_pipe.strategy.strategy import DappleStrategy
+
+__all__ = ["DappleStrategy", "__version__"]
+__version__ = "0.1.0"
+
+register_strategy()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DappleStrategy":
+        from lightning_pipe.strategy.strategy import DappleStrategy
+
+        return DappleStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,35 @@
+# `make demo` and `make test` need a Python of 3.10 or later with venv, and nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+LINTERS := $(VENV)/linters
+
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED) ## Train a small GPT on two ranks, as a pipeline.
+	$(BIN)/python examples/01_gpt_on_real_text.py --strategy dapple --devices 2
+
+test: $(INSTALLED) ## Run every test that needs no accelerator.
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(LINTERS) ## Check format, style and types.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## Remove the virtual environment and caches.
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+$(LINTERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	touch $@

@@ -1,0 +1,188 @@
+"""What can a user set, with which defaults, and what is refused?
+
+`DappleConfig` is schema and defaults of the strategy, of its Hydra presets (`conf/strategy`) and of its keyword
+arguments. Below this file nobody sees a `DictConfig`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, make_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_pipe.core.program import Options
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.schedule.one_f_one_b import WARMUPS
+from lightning_pipe.schedule.options import hint
+from lightning_pipe.schedule.registry import SCHEDULES
+
+
+@dataclass(frozen=True)
+class DappleConfig:
+    """Options of `Trainer(strategy="dapple")`; all have defaults.
+
+    Attributes:
+        plan: file of the plan to use (YAML); None lets the planner make one.
+        planner: who makes the plan.
+        layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1; None: one rank per stage.
+        schedule: order of the computes.
+        warmup: warm-up depth of 1F1B: "pa", "pb", "1f1b*", a depth, or one depth per stage such as "4,3,2,1".
+        microbatches: micro-batches per batch; None lets the planner choose.
+        capture: route by which the step becomes a graph.
+        batch_dim: dimension of the batch's tensors along which samples lie.
+        seed: seed of the random numbers inside the step; None takes torch's own seed.
+        deadline_s: seconds after which a wait for another rank is reported as an error.
+        trace: file to write the recorded timeline to (Perfetto JSON); None records nothing.
+        timeline_steps: optimizer steps that are recorded.
+        start_method: how the processes of one host are started: "popen" runs the script again, the others are those
+            of multiprocessing.
+    """
+
+    plan: str | None = None
+    planner: str = "uniform"
+    layout: str | None = None
+    schedule: str = "1f1b"
+    warmup: str = "pa"
+    microbatches: int | None = None
+    capture: str = "joint"
+    batch_dim: int = 0
+    seed: int | None = None
+    deadline_s: float = 300.0
+    trace: str | None = None
+    timeline_steps: int = 3
+    start_method: str = "popen"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            rule = _RULES[field.name]
+            if not (value is None and field.default is None) and not rule.holds(value):
+                raise ConfigError(
+                    f"found {field.name}={value!r} ({type(value).__name__}); expected {rule.expected(value)}"
+                )
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse options that another option would leave without effect."""
+        defaults = {field.name: field.default for field in fields(self)}
+        planned = [name for name in _DECIDED_BY_PLAN if getattr(self, name) != defaults[name]]
+        if self.plan is not None and planned:
+            raise ConfigError(
+                f"found plan={self.plan!r} and {', '.join(planned)}; expected one or the other, as the plan decides "
+                "these. Remove them, or change them in the plan file."
+            )
+        if self.schedule != "1f1b" and self.warmup != defaults["warmup"]:
+            raise ConfigError(
+                f"found warmup={self.warmup!r} with schedule={self.schedule!r}; only '1f1b' has a warm-up. Remove it."
+            )
+
+    @property
+    def replicas(self) -> tuple[int, ...] | None:
+        """Return the ranks per stage that `layout` asks for, None if it asks for nothing."""
+        return None if self.layout is None else tuple(int(count) for count in self.layout.split("-"))
+
+    @property
+    def schedule_options(self) -> Options:
+        """Return the options of the schedule."""
+        return {"warmup": self.warmup} if self.schedule == "1f1b" else {}
+
+
+_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "warmup", "microbatches")
+
+
+class _Rule(NamedTuple):
+    """What a field may be. `one_of` lists names; otherwise `kind` and the range count."""
+
+    kind: type
+    words: str
+    one_of: tuple[str, ...] = ()
+    least: float | None = None
+    pattern: str = ""
+
+    def holds(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, self.kind):
+            return False
+        if self.one_of and value not in self.one_of:
+            return False
+        if isinstance(value, str):
+            return bool(value) and re.fullmatch(self.pattern or ".*", value) is not None
+        return self.least is None or value >= self.least  # type: ignore[operator]
+
+    def expected(self, value: object) -> str:
+        return self.words + hint(str(value), dict.fromkeys(self.one_of))
+
+
+def _choice(names: tuple[str, ...]) -> _Rule:
+    return _Rule(str, "one of " + ", ".join(repr(name) for name in names), one_of=names)
+
+
+_RULES = {
+    "plan": _Rule(str, "the path of a plan file"),
+    "planner": _choice(("uniform",)),
+    "layout": _Rule(str, "ranks per stage joined by '-', such as '2-1'", pattern=r"[1-9]\d*(-[1-9]\d*)*"),
+    "schedule": _choice(tuple(SCHEDULES)),
+    "warmup": _Rule(
+        str, WARMUPS,
+        pattern=r"pa|pb|1f1b\*|[1-9]\d*(,[1-9]\d*)*",
+    ),
+    "microbatches": _Rule(int, "an integer of at least 1", least=1),
+    "capture": _choice(("joint",)),
+    "batch_dim": _Rule(int, "an integer of at least 0", least=0),
+    "seed": _Rule(int, "an integer of at least 0", least=0),
+    "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
+    "trace": _Rule(str, "the path of a file to write"),
+    "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
+    "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
+}  # fmt: skip
+
+
+def read_config(options: Mapping[str, Any] | DictConfig) -> DappleConfig:
+    """Return the configuration that these options make, with defaults filled in.
+
+    Args:
+        options: fields of `DappleConfig` by name; paths may be `os.PathLike`, numbers of seconds may be integers, and
+            a layout or a warm-up of one number may be an integer.
+
+    Raises:
+        ConfigError: if a name is unknown, or a value has the wrong type or is out of range.
+    """
+    plain: dict[str, Any] = dict(_container(options) if isinstance(options, DictConfig) else options)
+    for name in plain:
+        if name not in _RULES:
+            known = ", ".join(_RULES)
+            raise ConfigError(f"found the unknown option {name!r}; expected one of {known}{hint(name, _RULES)}")
+    return DappleConfig(**{name: _converted(name, value) for name, value in plain.items()})
+
+
+def _container(options: DictConfig) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", OmegaConf.to_container(options, resolve=True))
+
+
+def _converted(name: str, value: Any) -> Any:
+    """Accept what YAML and Python naturally write for a field."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        kind = _RULES[name].kind
+        return float(value) if kind is float else str(value) if name in ("layout", "warmup") else value
+    return value
+
+
+def hydra_schema() -> type:
+    """Return the structured config of the presets: the fields of `DappleConfig` and the class that they make."""
+    hints = get_type_hints(DappleConfig)
+    target = ("_target_", str, "lightning_pipe.DappleStrategy")
+    return make_dataclass(
+        "DappleOptions", [target, *((f.name, hints[f.name], f.default) for f in fields(DappleConfig))]
+    )
+
+
+def conf_dir() -> Path:
+    """Return the directory of the presets: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).parent
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())

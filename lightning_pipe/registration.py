@@ -1,0 +1,80 @@
+"""How does Lightning learn the name "dapple"?
+
+Lightning looks names up in its `StrategyRegistry` while the trainer is built, and knows no entry points for strategies.
+So the name is registered as soon as both this package and `lightning.pytorch.strategies` are imported, whichever comes
+first. Importing Lightning takes seconds, so it is never imported for this: if it is absent, a finder waits for it.
+Hydra imports our plug-in in every application of the environment; nothing here may make such an application fail.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+STRATEGY = "dapple"
+_REGISTRY_MODULE = "lightning.pytorch.strategies"
+
+
+def register_strategy() -> None:
+    """Register the strategy with Lightning, now or as soon as Lightning is imported; a second call does nothing."""
+    module = sys.modules.get(_REGISTRY_MODULE)
+    if hasattr(module, "StrategyRegistry"):
+        _register(module)
+    elif not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegistryFinder())
+
+
+def _register(module: Any) -> None:
+    if STRATEGY not in module.StrategyRegistry:
+        module.StrategyRegistry.register(
+            STRATEGY, make_strategy, description="A planned pipeline of stages (DAPPLE, 2021)"
+        )
+
+
+def make_strategy(**options: Any) -> Any:
+    """Build the strategy; only now are its parts imported.
+
+    Args:
+        options: fields of `lightning_pipe.config.DappleConfig`.
+    """
+    from lightning_pipe.strategy.strategy import DappleStrategy
+
+    return DappleStrategy(**options)
+
+
+class _RegistryFinder(MetaPathFinder):
+    """Find Lightning's module of strategies as others do, and register when it has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _REGISTRY_MODULE:
+            return None
+        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        spec = next((spec for f in others if (spec := f.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            _register_after(spec.loader)
+        return spec
+
+
+def _register_after(loader: Any) -> None:
+    """Let the loader register when it has executed the module (every module has a loader of its own)."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        try:
+            _register(module)
+        except Exception as error:  # an import of Lightning must not fail because of us
+            warnings.warn(
+                f"lightning_pipe could not register strategy {STRATEGY!r} with this Lightning ({error!r}). Pass "
+                "`strategy=lightning_pipe.DappleStrategy()` instead of the name.",
+                stacklevel=2,
+            )
+
+    loader.exec_module = exec_module
