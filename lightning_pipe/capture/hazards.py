@@ -206,45 +206,61 @@ def compare_calls(first: list[tuple[Any, str]], second: list[tuple[Any, str]], r
 
 @contextlib.contextmanager
 def no_random_numbers(find_line: Callable[[], str]) -> Iterator[None]:
-    """Refuse a step that draws Python or NumPy random numbers (restores both generators)."""
+    """Refuse a step that draws Python or NumPy random numbers (both generators are restored)."""
+    with _restored_generators() as drawn:
+        failure: CaptureError | None = None
+        try:
+            yield
+        except CaptureError as error:
+            failure = error
+        if drawn():
+            raise hazard(_RANDOM, find_line()) from failure
+        if failure is not None:
+            raise failure
+
+
+@contextlib.contextmanager
+def _restored_generators() -> Iterator[Callable[[], bool]]:
+    """Give Python's and NumPy's generators their states back; the yielded function says whether they moved."""
     python, numpy = random.getstate(), np.random.get_state()
+
+    def moved() -> bool:
+        same = all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy, strict=True))
+        return random.getstate() != python or not same
+
     try:
-        yield
-    except CaptureError as error:
-        if random.getstate() == python and _same_numpy(np.random.get_state(), numpy):
-            raise
-        raise hazard(_RANDOM, find_line() or str(error)) from error
+        yield moved
     finally:
-        drawn = random.getstate() != python or not _same_numpy(np.random.get_state(), numpy)
         random.setstate(python)
         np.random.set_state(numpy)
-    if drawn:
-        raise hazard(_RANDOM, find_line())
 
 
 _RANDOM = "it draws Python or NumPy random numbers"
 
 
-def _same_numpy(one: Any, two: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 @contextlib.contextmanager
 def random_line(found: list[str]) -> Iterator[None]:
-    """Append to `found` the user's line of the first Python or NumPy random number drawn inside."""
+    """Append to `found` the user's line inside which the first Python or NumPy random number is drawn."""
+    with _restored_generators() as drawn:
+        current = ""
 
-    def watch(frame: Any, event: str, argument: Any) -> None:
-        if event != "c_call" or found:
-            return
-        owner = getattr(argument, "__self__", None)
-        if isinstance(owner, (random.Random, np.random.RandomState)) and owner is not None:
-            found.append(user_line(2))
+        def watch(frame: Any, event: str, _: Any) -> Any:
+            nonlocal current
+            if found or any(part in frame.f_code.co_filename for part in _LIBRARIES):
+                return None
+            if drawn():
+                found.append(current)
+            current = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return watch
 
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
+        before = sys.gettrace()
+        sys.settrace(watch)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            if drawn() and not found:
+                found.append(current)
 
 
 class AttributeGuard:

@@ -192,12 +192,11 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         except (CaptureError, Question):
             raise
         except Exception as error:
+            _compare_runs(step)
             raise _explain(error, step) from error
     step.check_state()
-    if step.runs < 2:
-        raise AssertionError("the tracer ran the step once; its Python values could not be compared")
-    compare_calls(step.observers[-2].calls, step.observers[-1].calls, step.reads)
-    _compare_recordings(step.recordings[-2], step.recordings[-1], step.reads)
+    assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
+    _compare_runs(step)
     return _describe(module, step, request, leaves, mode.shape_env, watched)
 
 
@@ -275,6 +274,13 @@ def _explain(error: Exception, step: StepFunction) -> CaptureError:
 
 def _observers(step: StepFunction) -> list[Any]:
     return [*step.observers, *([step.current] if step.current is not None else [])]
+
+
+def _compare_runs(step: StepFunction) -> None:
+    """Refuse a step whose last two runs, under different counters, were not the same."""
+    if len(step.recordings) > 1:
+        compare_calls(step.observers[-2].calls, step.observers[-1].calls, step.reads)
+        _compare_recordings(step.recordings[-2], step.recordings[-1], step.reads)
 
 
 def _compare_recordings(first: Recording, second: Recording, reads: dict[str, str]) -> None:

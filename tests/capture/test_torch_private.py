@@ -1,0 +1,74 @@
+"""Contracts of the private torch names that capture leans on (see `capture.torch_private`)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture import torch_private as private
+
+
+def _joint(module: nn.Module, *inputs: torch.Tensor) -> torch.fx.GraphModule:
+    with contextlib.ExitStack() as stack:
+        return private.aot_export_joint_with_descriptors(stack, module, inputs).graph_module
+
+
+class _Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+def test_the_joint_graph_describes_its_inputs_and_outputs():
+    graph = _joint(_Loss(), torch.randn(5, 3)).graph
+    inputs = [type(n.meta["desc"]) for n in graph.nodes if n.op == "placeholder"]
+    outputs = [type(d) for d in graph.output_node().meta["desc"] if d is not None]
+    assert inputs.count(private.ParamAOTInput) == 6
+    assert inputs.count(private.BufferAOTInput) == 3
+    assert inputs.count(private.PlainAOTInput) == inputs.count(private.TangentAOTInput) == 1
+    assert outputs.count(private.GradAOTOutput) == 6
+    assert outputs.count(private.InputMutationAOTOutput) == 3
+    assert outputs.count(private.PlainAOTOutput) == 1
+
+
+def test_a_backward_node_has_the_sequence_number_of_its_forward_operation():
+    nodes = [n for n in _joint(_Loss(), torch.randn(5, 3)).graph.nodes if n.op == "call_function"]
+    forward = {n.meta["seq_nr"] for n in nodes if not private.is_backward(n)}
+    products = [n for n in nodes if private.is_backward(n) and n.target is torch.ops.aten.mm.default]
+    assert products and all(n.meta["seq_nr"] in forward for n in products)
+
+
+def test_tags_reach_the_nodes_of_the_graph():
+    class Tagged(_Loss):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            private.tag_nodes("here", "line 1")
+            return super().forward(x)
+
+    with private.fx_traceback.preserve_node_meta():
+        graph = _joint(Tagged(), torch.randn(5, 3)).graph
+    tags = [n.meta.get("custom") for n in graph.nodes if n.op == "call_function" and not private.is_backward(n)]
+    assert all(tag == {"module": "here", "line": "line 1"} for tag in tags)
+
+
+def test_dropout_between_recurrent_layers_survives_tracing():
+    """torch 2.13 drops it in its Python decomposition of LSTM, GRU and RNN."""
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        layer = kind(4, 8, 2, dropout=0.5).train()
+        fake = private.FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, private.fused_recurrent_kernels():
+            graph = _joint(layer, torch.randn(3, 2, 4)).graph
+        random = [n for n in graph.nodes if getattr(n.target, "tags", ()) and torch.Tag.nondeterministic_seeded in n.target.tags]
+        assert len(random) == 1, kind.__name__
+
+
+def test_recurrent_kernels_are_put_back():
+    op = torch.ops.aten.lstm.input
+    before = dict(op.py_kernels)
+    with private.fused_recurrent_kernels():
+        assert not op.py_kernels
+    assert op.py_kernels == before
