@@ -48,7 +48,7 @@ def _check_traffic(traffic: Traffic, *, stages: int) -> None:
             raise ProgramError(f"edge {_name(edge)} is there twice; expected one edge with all its values")
         seen.add(key)
         forward = edge.source < edge.target
-        if not (0 <= min(edge.source, edge.target) and max(edge.source, edge.target) < stages):
+        if not all(0 <= stage < stages for stage in (edge.source, edge.target)):
             raise ProgramError(f"edge {_name(edge)} leaves the {stages} stages of the layout")
         if edge.source == edge.target or forward != (edge.direction == "F"):
             raise ProgramError(f"edge {_name(edge)}: F edges go to a later stage, B edges to an earlier one")

@@ -134,7 +134,7 @@ def _checked_depths(depths: tuple[int, ...], found: int | str, count: int) -> tu
     for s in range(1, count):
         if depths[s] > depths[s - 1]:
             raise ConfigError(
-                f"schedule '1f1b': warmup {found!r} deadlocks: stage {s} wants {depths[s]} forwards first, stage {s - 1} "
-                f"gives {depths[s - 1]}; depths must not grow along the stages"
+                f"schedule '1f1b': warmup {found!r} deadlocks: stage {s} wants {depths[s]} forwards first, "
+                f"stage {s - 1} gives {depths[s - 1]}; depths must not grow along the stages"
             )
     return depths

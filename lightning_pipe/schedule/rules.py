@@ -1,7 +1,7 @@
 """What must be there before a compute runs, and who gets what it makes?
 
-The answer is a pure function of the compute's identity, the rank, and the frame of the program (layout, sizes, traffic);
-it is stated here only. Lowering places instructions by it and `verify` demands them by it.
+The answer is a pure function of the compute's identity, the rank, and the frame of the program (layout, sizes and
+traffic); it is stated here only. Lowering places instructions by it and `verify` demands them by it.
 
     compute | needs on the same rank                    | needs received              | gives
     F(s, m) | Load(s, m) if s reads the batch           | every F edge's values       | its values on every F edge

@@ -19,9 +19,12 @@ What the rank-local laws say of a rank depends on that rank's list only, so they
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NoReturn, assert_never
+from typing import NoReturn
+
+from typing_extensions import assert_never
 
 from lightning_pipe.core.program import (
     Compute,
@@ -221,9 +224,7 @@ class _RankCheck:
         if steps and not (self._line and isinstance(self._line[-1], Step)):
             self._refuse_left("step", [Step()])
 
-    def _refuse_left(
-        self, law: str, missing: list[Compute] | list[Send] | list[Free] | list[Reduce] | list[Step]
-    ) -> None:
+    def _refuse_left(self, law: str, missing: Sequence[Instruction]) -> None:
         if missing:
             names = ", ".join(map(str, missing[:4])) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             raise ProgramError(f'rank {self._rank}, at its end: law "{law}": missing {names}')

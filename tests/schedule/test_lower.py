@@ -46,7 +46,7 @@ def is_gradient(instruction: object) -> bool:
     return isinstance(instruction, Send) and instruction.message.direction == "B"
 
 
-def test_receives_are_posted_at_least_one_compute_ahead(small_case, build):
+def test_receives_are_posted_at_least_three_computes_ahead(small_case, build):
     for line in build(small_case).ranks:
         computes = [i for i, x in enumerate(line) if isinstance(x, Compute)]
         for i, x in enumerate(line):
@@ -55,7 +55,8 @@ def test_receives_are_posted_at_least_one_compute_ahead(small_case, build):
             m = x.message
             kinds = ("F",) if m.direction == "F" else ("I", "B")
             users = [c for c in computes if line[c] in [Compute(m.target, k, m.microbatch) for k in kinds]]
-            assert [c for c in computes if c < users[0]] == [] or i < max(c for c in computes if c < users[0])
+            before = [c for c in computes if c < users[0]]
+            assert sum(c > i for c in before) >= min(3, len(before))
 
 
 def test_order_of_computes_is_kept(small_case, build):

@@ -1,4 +1,4 @@
-"""When are messages posted? Sends right after the compute that makes them, receives one compute ahead of their use.
+"""When are messages posted? Sends right after the compute that makes them, receives one micro-batch ahead of their use.
 
 The messages from one rank to another form a channel that keeps their order: the k-th send meets the k-th receive. The
 computes fix the order of the sends; receives follow it, and are posted earlier where that is needed to do so. Posting
@@ -17,7 +17,9 @@ from lightning_pipe.core.program import Compute, Instruction, Program, Recv, Sen
 from lightning_pipe.schedule.rules import Dataflow
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
-AHEAD = 1  # computes between posting a receive and using it: one compute hides one message
+# Computes between posting a receive and using it: F, I and W of one micro-batch. A message may then take as long as
+# these together; with fewer, a short W in between leaves it too little time.
+AHEAD = 3
 
 
 def add_sends(program: Program, *, early_release: bool = True) -> Program:
@@ -49,7 +51,7 @@ def _with_sends(line: tuple[Instruction, ...], rank: int, flow: Dataflow, early_
 
 
 def add_receives(program: Program) -> Program:
-    """Insert every `Recv` one compute before the compute that needs it, or earlier. Runs when sends are placed."""
+    """Insert every `Recv` `AHEAD` computes before the compute that needs it, or earlier. Runs when sends are placed."""
     flow = Dataflow.of(program)
     sent = _sent(program)
     ranks = tuple(_with_receives(line, rank, flow, sent) for rank, line in enumerate(program.ranks))

@@ -1,0 +1,215 @@
+"""How is a program written down? One line per rank, below lines that say what its instructions refer to.
+
+    sizes 2 2 1
+    layout 0,1 | 2
+    whole
+    edge F 0>1 bytes_per_sample=8.0 fixed_bytes=0
+    bucket 0 bytes=100
+    loads 0
+    training true
+    synchronise true
+    rank 0: 0LOAD0 0F0 0SEND_F0>1@2[0:1] …
+
+`parse` is the inverse of `str(instruction)`, `parse_program` of `format_program`. An indented line continues the line
+above it; `#` starts a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar, cast
+
+from lightning_pipe.core.program import (
+    Bucket,
+    Compute,
+    ComputeKind,
+    Edge,
+    Free,
+    Instruction,
+    Layout,
+    Load,
+    Message,
+    Pass,
+    Program,
+    Recv,
+    Reduce,
+    Samples,
+    Send,
+    Step,
+    Traffic,
+)
+from lightning_pipe.errors import ProgramError
+
+T = TypeVar("T")
+
+_SAMPLES = r"\[(\d+):(\d+)\]"
+_FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
+    (re.compile(r"(\d+)([FBIW])(\d+)"), lambda s, k, m: Compute(int(s), cast(ComputeKind, k), int(m))),
+    (re.compile(r"(\d+)LOAD(\d+)"), lambda s, m: Load(int(s), int(m))),
+    (
+        re.compile(rf"(\d+)SEND_([FB])(\d+)>(\d+)@(\d+){_SAMPLES}"),
+        lambda s, d, m, t, peer, a, b: Send(_message(d, s, t, m, a, b), int(peer)),
+    ),
+    (
+        re.compile(rf"(\d+)RECV_([FB])(\d+)<(\d+)@(\d+){_SAMPLES}"),
+        lambda t, d, m, s, peer, a, b: Recv(_message(d, s, t, m, a, b), int(peer)),
+    ),
+    (re.compile(r"REDUCE(\d+)"), lambda bucket: Reduce(int(bucket))),
+    (re.compile(r"STEP"), lambda: Step()),
+    (re.compile(r"(\d+)FREE(\d+)"), lambda s, m: Free(int(s), int(m))),
+)
+_EXAMPLES = "2F0, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1, STEP, 2FREE0"
+
+
+def parse(text: str) -> Instruction:
+    """Return the instruction whose `str()` is the text.
+
+    Raises:
+        ProgramError: if no instruction is written like this.
+    """
+    for pattern, build in _FORMS:
+        if match := pattern.fullmatch(text):
+            return build(*match.groups())
+    raise ProgramError(f"found instruction {text!r}; instructions are written {_EXAMPLES}")
+
+
+def _message(direction: str, source: str, target: str, microbatch: str, start: str, stop: str) -> Message:
+    samples = Samples(int(start), int(stop))
+    return Message(cast(Pass, direction), int(source), int(target), int(microbatch), samples)
+
+
+def format_program(program: Program) -> str:
+    """Return a program as text."""
+    layout, traffic = program.layout, program.traffic
+    lines = [
+        _line("sizes", map(str, program.sizes)),
+        _line("layout", [" | ".join(",".join(map(str, ranks)) for ranks in layout.stages)]),
+        _line("whole", map(str, sorted(layout.whole))),
+        *map(_format_edge, traffic.edges),
+        *(f"bucket {','.join(map(str, bucket.stages))} bytes={bucket.bytes}" for bucket in traffic.buckets),
+        _line("loads", map(str, traffic.loads)),
+        f"training {str(program.training).lower()}",
+        f"synchronise {str(program.synchronise).lower()}",
+        *(_line(f"rank {rank}:", map(str, line)) for rank, line in enumerate(program.ranks)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _format_edge(edge: Edge) -> str:
+    ends = f"{edge.direction} {edge.source}>{edge.target}"
+    return f"edge {ends} bytes_per_sample={edge.bytes_per_sample!r} fixed_bytes={edge.fixed_bytes}"
+
+
+def _line(head: str, words: Iterable[str]) -> str:
+    return " ".join([head, *words])
+
+
+def parse_program(text: str) -> Program:
+    """Return the program that a text describes. It is not verified.
+
+    Raises:
+        ProgramError: naming the line that cannot be read, or what is missing.
+    """
+    fields: dict[str, list[str]] = defaultdict(list)
+    for number, line in _logical_lines(text):
+        head, _, rest = line.partition(" ")
+        if head not in _HEADS:
+            raise ProgramError(f"line {number}: found {head!r}; lines begin with {', '.join(_HEADS)}")
+        fields[head].append(rest.strip())
+    return Program(
+        ranks=_ranks(fields["rank"]),
+        sizes=_only("sizes", fields, _integers),
+        layout=Layout(_only("layout", fields, _stages), frozenset(_only("whole", fields, _integers))),
+        traffic=Traffic(
+            tuple(_edge(edge) for edge in fields["edge"]),
+            tuple(_bucket(bucket) for bucket in fields["bucket"]),
+            _only("loads", fields, _integers),
+        ),
+        training=_only("training", fields, _flag),
+        synchronise=_only("synchronise", fields, _flag),
+    )
+
+
+_HEADS = ("sizes", "layout", "whole", "edge", "bucket", "loads", "training", "synchronise", "rank")
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line without comments, continued by the indented lines below it."""
+    number, collected = 0, ""
+    for i, raw in enumerate(text.splitlines(), start=1):
+        line = raw.partition("#")[0].rstrip()
+        if not line:
+            continue
+        if line[0].isspace() and collected:
+            collected += " " + line.strip()
+            continue
+        if collected:
+            yield number, collected
+        number, collected = i, line.strip()
+    if collected:
+        yield number, collected
+
+
+def _only(name: str, fields: Mapping[str, list[str]], read: Callable[[str], T]) -> T:
+    found = fields[name]
+    if len(found) != 1:
+        raise ProgramError(f"found {len(found)} lines that begin with {name!r}; expected one")
+    return _read(read, name, found[0])
+
+
+def _read(read: Callable[[str], T], name: str, text: str) -> T:
+    try:
+        return read(text)
+    except ValueError as error:
+        if isinstance(error, ProgramError):
+            raise
+        raise ProgramError(f"cannot read {name} {text!r}: {error}") from None
+
+
+def _ranks(lines: list[str]) -> tuple[tuple[Instruction, ...], ...]:
+    ranks: dict[int, tuple[Instruction, ...]] = {}
+    for line in lines:
+        head, colon, rest = line.partition(":")
+        rank = _read(int, "rank", head)
+        if not colon or rank in ranks:
+            raise ProgramError(f"found rank line {head!r}; expected `rank {len(ranks)}: …`, each rank once")
+        ranks[rank] = tuple(parse(word) for word in rest.split())
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ProgramError(f"found instructions for ranks {sorted(ranks)}; expected every rank from 0")
+    return tuple(ranks[rank] for rank in range(len(ranks)))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split())
+
+
+def _stages(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(rank) for rank in ranks.split(",")) for ranks in text.split("|"))
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("expected true or false")
+    return text == "true"
+
+
+_EDGE = re.compile(r"([FB]) (\d+)>(\d+) bytes_per_sample=(\S+) fixed_bytes=(\d+)")
+_BUCKET = re.compile(r"(\d+(?:,\d+)*) bytes=(\d+)")
+
+
+def _edge(text: str) -> Edge:
+    match = _EDGE.fullmatch(text)
+    if not match:
+        raise ProgramError(f"found edge {text!r}; expected e.g. `edge F 0>1 bytes_per_sample=8.0 fixed_bytes=0`")
+    direction, source, target, per_sample, fixed = match.groups()
+    size = _read(float, "bytes_per_sample", per_sample)
+    return Edge(cast(Pass, direction), int(source), int(target), size, int(fixed))
+
+
+def _bucket(text: str) -> Bucket:
+    match = _BUCKET.fullmatch(text)
+    if not match:
+        raise ProgramError(f"found bucket {text!r}; expected e.g. `bucket 0,2 bytes=100`")
+    return Bucket(tuple(int(stage) for stage in match[1].split(",")), int(match[2]))

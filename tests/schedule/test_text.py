@@ -1,0 +1,125 @@
+"""Laws of the notation: text and program are inverse, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_pipe.core.program import (
+    Bucket,
+    Compute,
+    Edge,
+    Free,
+    Instruction,
+    Layout,
+    Load,
+    Message,
+    Program,
+    Recv,
+    Reduce,
+    Samples,
+    Send,
+    Step,
+    Traffic,
+)
+from lightning_pipe.errors import ProgramError
+from lightning_pipe.schedule.text import format_program, parse, parse_program
+
+
+def random_instruction(rng: random.Random) -> Instruction:
+    s, t, m, r = (rng.randrange(1000) for _ in range(4))
+    message = Message(rng.choice("FB"), s, t, m, Samples(rng.randrange(50), rng.randrange(50, 99)))
+    return rng.choice(
+        [
+            Compute(s, rng.choice("FBIW"), m),
+            Load(s, m),
+            Send(message, r),
+            Recv(message, r),
+            Reduce(s),
+            Step(),
+            Free(s, m),
+        ]
+    )
+
+
+def random_program(rng: random.Random) -> Program:
+    stages = tuple(tuple(rng.sample(range(9), rng.randint(1, 3))) for _ in range(rng.randint(1, 5)))
+    edges = tuple(
+        Edge(rng.choice("FB"), rng.randrange(5), rng.randrange(5), rng.random() * 1e9, rng.randrange(2**40))
+        for _ in range(rng.randrange(4))
+    )
+    return Program(
+        ranks=tuple(tuple(random_instruction(rng) for _ in range(rng.randrange(20))) for _ in range(rng.randint(1, 6))),
+        sizes=tuple(rng.randrange(1, 99) for _ in range(rng.randint(1, 7))),
+        layout=Layout(stages, frozenset(rng.sample(range(len(stages)), rng.randrange(2)))),
+        traffic=Traffic(
+            edges,
+            tuple(Bucket(tuple(rng.sample(range(5), 2)), rng.randrange(2**40)) for _ in range(rng.randrange(3))),
+            tuple(range(rng.randrange(3))),
+        ),
+        training=rng.random() < 0.5,
+        synchronise=rng.random() < 0.5,
+    )
+
+
+def test_parse_is_the_inverse_of_str():
+    rng = random.Random(0)
+    for _ in range(500):
+        instruction = random_instruction(rng)
+        assert parse(str(instruction)) == instruction
+
+
+def test_parse_program_is_the_inverse_of_format_program():
+    rng = random.Random(1)
+    for _ in range(100):
+        program = random_program(rng)
+        assert parse_program(format_program(program)) == program
+
+
+def test_lowered_programs_survive_the_round_trip(small_case, build):
+    program = build(small_case)
+    assert parse_program(format_program(program)) == program
+
+
+TEXT = """\
+sizes 2 1      # three samples
+layout 0 | 1
+whole
+loads 0
+training false
+synchronise true
+edge F 0>1 bytes_per_sample=8.0 fixed_bytes=0
+rank 1: 1RECV_F0<0@0[0:2] 1F0
+    1FREE0     # an indented line goes on
+rank 0: 0F0
+"""
+
+
+def test_ranks_may_be_in_any_order_and_spread_over_lines():
+    program = parse_program(TEXT)
+    assert program.ranks[0] == (Compute(0, "F", 0),)
+    assert program.ranks[1][-1] == Free(1, 0)
+    assert len(program.ranks[1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "message"),
+    [
+        ("1F0", "1G0", "found instruction '1G0'; instructions are written 2F0"),
+        ("1F0", "F0", "found instruction 'F0'"),
+        ("1F0", "1F0x", "found instruction '1F0x'"),
+        ("sizes 2 1", "size 2 1", "line 1: found 'size'; lines begin with sizes"),
+        ("sizes 2 1", "sizes 2 one", "cannot read sizes '2 one'"),
+        ("sizes 2 1      # three samples\n", "", "found 0 lines that begin with 'sizes'"),
+        ("layout 0 | 1", "layout 0 | ", "cannot read layout"),
+        ("training false", "training no", "expected true or false"),
+        ("rank 0:", "rank 2:", r"ranks \[1, 2\]"),
+        ("rank 0:", "rank 1:", "each rank once"),
+        ("fixed_bytes=0", "", "found edge"),
+        ("=8.0", "=many", "cannot read bytes_per_sample 'many'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(found, instead, message):
+    with pytest.raises(ProgramError, match=message):
+        parse_program(TEXT.replace(found, instead, 1))
