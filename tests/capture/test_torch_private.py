@@ -62,7 +62,11 @@ def test_dropout_between_recurrent_layers_survives_tracing():
         fake = private.FakeTensorMode(allow_non_fake_inputs=True)
         with fake, private.fused_recurrent_kernels():
             graph = _joint(layer, torch.randn(3, 2, 4)).graph
-        random = [n for n in graph.nodes if getattr(n.target, "tags", ()) and torch.Tag.nondeterministic_seeded in n.target.tags]
+        random = [
+            n
+            for n in graph.nodes
+            if getattr(n.target, "tags", ()) and torch.Tag.nondeterministic_seeded in n.target.tags
+        ]
         assert len(random) == 1, kind.__name__
 
 
