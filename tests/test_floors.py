@@ -1,0 +1,180 @@
+"""Which package may import which? Imports point down the floors; the pure packages never see torch.
+
+    roof     __init__  registration  cli  __main__
+    floor 5  strategy
+    floor 4  config
+    floor 3  planner  profiler  runtime
+    floor 2  cost  schedule  simulator  report  capture
+    floor 1  core
+    floor 0  errors  units
+
+Neighbours on a floor do not see each other. Imports hidden in functions count.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "lightning_pipe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FLOORS = (
+    {"errors", "units"},
+    {"core"},
+    {"cost", "schedule", "simulator", "report", "capture"},
+    {"planner", "profiler", "runtime"},
+    {"config"},
+    {"strategy"},
+    {"__init__", "__main__", "registration", "cli"},
+)
+FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+ROOF = len(FLOORS) - 1
+PURE = {"errors", "units", "core", "cost", "schedule", "simulator", "planner", "report"}
+LIGHT = {"__init__", "registration", "config"}  # imported by every Hydra application of the environment
+HEAVY = {"torch", "lightning", "torchmetrics"}
+SEES_LIGHTNING = {"capture", "strategy", "cli"}
+PRIVATE_NAMES_IN = {"capture/torch_private.py", "strategy/lightning_private.py"}
+
+
+class Import(NamedTuple):
+    file: Path
+    line: int
+    module: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def part(self) -> str:
+        """Return the part of the package that imports: its directory, or its file below the roof."""
+        return self.file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+    @property
+    def of(self) -> str:
+        """Return the top-level package that is imported."""
+        return self.module.split(".")[0]
+
+    @property
+    def of_part(self) -> str:
+        """Return the part of this package that is imported, `__init__` for the package itself."""
+        return self.module.partition(".")[2].partition(".")[0] or "__init__"
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(PACKAGE.parent)}:{self.line} imports {self.module} {' '.join(self.names)}"
+
+
+def imports_of(source: str, file: Path = PACKAGE / "__init__.py") -> Iterator[Import]:
+    """Yield every import of a file, wherever it stands; `from package import part` counts as one of the part."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(file, node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
+            names = tuple(alias.name for alias in node.names)
+            if node.module == "lightning_pipe":
+                yield from (Import(file, node.lineno, f"lightning_pipe.{name}") for name in names)
+            else:
+                yield Import(file, node.lineno, str(node.module), names)
+
+
+IMPORTS = [found for file in FILES for found in imports_of(file.read_text(encoding="utf-8"), file)]
+OWN = [found for found in IMPORTS if found.of == "lightning_pipe"]
+
+
+def test_every_part_has_a_floor():
+    parts = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in FILES}
+    assert parts <= set(FLOOR_OF), f"give {parts - set(FLOOR_OF)} a floor in DESIGN and here"
+
+
+def test_imports_point_down_the_floors():
+    wrong = [
+        str(found)
+        for found in OWN
+        if found.part != found.of_part
+        and FLOOR_OF[found.part] <= FLOOR_OF[found.of_part]
+        and FLOOR_OF[found.part] != ROOF
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_packages_never_see_torch():
+    wrong = [str(found) for found in IMPORTS if found.part in PURE | LIGHT and found.of in HEAVY]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_packages_see_only_pure_parts():
+    wrong = [str(found) for found in OWN if found.part in PURE and found.of_part not in PURE]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_profiler_and_runtime_do_not_see_lightning():
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.of in {"lightning", "torchmetrics"} and found.part not in SEES_LIGHTNING
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_one_lightning():
+    wrong = [str(found) for found in IMPORTS if found.of in {"pytorch_lightning", "lightning_fabric"}]
+    assert not wrong, "the package `lightning` only:\n" + "\n".join(wrong)
+
+
+def is_private(found: Import) -> bool:
+    """Say whether a name of torch or Lightning is meant to be private: a leading underscore in its path."""
+    path = [*found.module.split("."), *found.names]
+    return found.of in HEAVY and any(name.startswith("_") and not name.startswith("__") for name in path)
+
+
+def test_private_names_are_touched_in_two_listed_files_only():
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if is_private(found) and found.file.relative_to(PACKAGE).as_posix() not in PRIVATE_NAMES_IN
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def private_attributes(source: str) -> Iterator[tuple[int, str]]:
+    """Yield `torch.x._y` and the like: private names that are reached through an attribute."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute):
+            continue
+        dotted = ast.unparse(node)
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        operator = dotted.startswith("torch.ops.")  # an operator is public under whatever name
+        if private and not operator and dotted.split(".")[0] in {"torch", "pl", "lightning", "torchmetrics"}:
+            yield node.lineno, dotted
+
+
+def test_private_names_are_not_reached_through_attributes():
+    wrong = [
+        f"{file.relative_to(PACKAGE.parent)}:{line} uses {dotted}"
+        for file in FILES
+        if file.relative_to(PACKAGE).as_posix() not in PRIVATE_NAMES_IN
+        for line, dotted in private_attributes(file.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("def f():\n    import torch.nn", ["torch.nn"]),
+        ("from lightning_pipe import planner, config", ["lightning_pipe.planner", "lightning_pipe.config"]),
+        ("if x:\n    from torch._C import a", ["torch._C"]),
+    ],
+)
+def test_hidden_imports_are_seen(source: str, modules: list[str]):
+    assert [found.module for found in imports_of(source)] == modules
+
+
+def test_hidden_private_names_are_seen():
+    assert [dotted for _, dotted in private_attributes("x = [torch._C._get_it() for y in z]")] == [
+        "torch._C._get_it",
+        "torch._C",
+    ]
+    assert is_private(Import(PACKAGE, 1, "torch.nn.utils.stateless", ("_reparametrize_module",)))
+    assert not is_private(Import(PACKAGE, 1, "torch.nn", ("Linear",)))
