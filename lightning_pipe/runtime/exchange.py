@@ -67,7 +67,7 @@ class Exchange:
         message = send.message
         contents = self._parts(message).values()
         tensors = [to_tensor(content, device=self._device).contiguous() for content in contents]
-        self._sends = [(earlier, handle) for earlier, handle in self._sends if not handle.landed()]
+        self._sends = [(earlier, under_way) for earlier, under_way in self._sends if not under_way.landed()]
         self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
 
     def receive(self, receive: Recv) -> None:
@@ -77,6 +77,7 @@ class Exchange:
         values = [self._split.values[name] for name in names]
         buffers = tuple(buffer_for(value, len(message.samples), device=self._device) for value in values)
         handle = self._transport.receive(buffers, peer=receive.peer)
+        self._receives = [(earlier, under_way) for earlier, under_way in self._receives if not under_way.landed()]
         self._receives.append((receive, handle))
         self._mailbox.put(Letter(message, receive.peer, buffers, handle))
 

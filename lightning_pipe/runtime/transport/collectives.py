@@ -1,0 +1,137 @@
+"""How do groups of ranks sum and broadcast over torch.distributed?
+
+One process group per set of ranks, created on all ranks in the order of the arguments: every rank takes part in the
+creation of every group, whether it is a member or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.transport.protocol import Group
+from lightning_pipe.runtime.waiting import Handle
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """A collective whose completion the host can wait for (gloo)."""
+
+    work: dist.Work
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most so long for the end of the collective."""
+        try:
+            return bool(self.work.wait(timedelta(seconds=timeout_s)))
+        except RuntimeError:
+            if self.work.is_completed():
+                raise
+            return False  # only this call timed out; the collective goes on
+
+    def landed(self) -> bool:
+        """Return whether the collective has ended."""
+        return bool(self.work.is_completed())
+
+
+@dataclass(frozen=True)
+class StreamWork:
+    """Operations of a device's communicator (NCCL) and the tensors they use, which live as long as this handle."""
+
+    works: tuple[dist.Work, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Make the current stream wait, not the host."""
+        for work in self.works:
+            work.wait()
+        return True
+
+    def landed(self) -> bool:
+        """Return whether the device has finished the operations."""
+        return all(work.is_completed() for work in self.works)
+
+
+class Collectives:
+    """Sums and broadcasts over groups of ranks.
+
+    Args:
+        backend: `gloo` or `nccl`.
+        timeout_s: after which torch gives up an operation by itself.
+    """
+
+    def __init__(self, backend: str, *, timeout_s: float) -> None:
+        self._backend = backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[Group, dist.ProcessGroup | None] = {}  # None: this rank is no member
+
+    def open(self, groups: Sequence[Group]) -> None:
+        """Create the groups that do not exist yet; on every rank with the same arguments."""
+        for group in groups:
+            if group not in self._groups:
+                self._groups[group] = self.new_group(group)
+
+    def new_group(self, group: Group) -> dist.ProcessGroup | None:
+        """Create a process group of these ranks, on every rank; None on a rank that is no member."""
+        created = dist.new_group(list(group), timeout=self._timeout, backend=self._backend)
+        return created if dist.get_rank() in group else None
+
+    def all_reduce(self, tensor: torch.Tensor, *, group: Group) -> Handle:
+        """Post a sum, in place."""
+        work = dist.all_reduce(tensor, group=self._of(group), async_op=True)
+        return self._handle(work, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
+        """Post the copying of the source's tensor into those of the other members; all of them contiguous."""
+        assert tensor.is_contiguous(), "a broadcast into a copy would be lost"
+        content = as_bytes(tensor)
+        work = dist.broadcast(content, src=source, group=self._of(group), async_op=True)
+        return self._handle(work, content)
+
+    def abort(self) -> None:
+        """End what the device still does, so that whoever waits for it goes on."""
+        if self._backend == "nccl":
+            for group in self._mine():
+                group.abort()
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        for group in self._mine():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _mine(self) -> list[dist.ProcessGroup]:
+        return [group for group in self._groups.values() if group is not None]
+
+    def _of(self, group: Group) -> dist.ProcessGroup:
+        found = self._groups.get(group)
+        if found is None:
+            raise PipelineError(f"No group of ranks {list(group)} is open; groups.connect opens those of a program.")
+        return found
+
+    def _handle(self, work: dist.Work | None, tensor: torch.Tensor) -> Handle:
+        assert work is not None, "posted by a member"
+        return StreamWork((work,), (tensor,)) if self._backend == "nccl" else HostWork(work)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as its bytes, so that every element type can travel."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def isend(tensor: torch.Tensor, *, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    """Post the sending of a contiguous tensor to a rank."""
+    work = dist.isend(as_bytes(tensor), dst=peer, group=group)
+    assert work is not None, "posted by a member"
+    return work
+
+
+def irecv(buffer: torch.Tensor, *, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    """Post the receiving of a tensor from a rank into a contiguous buffer."""
+    work = dist.irecv(as_bytes(buffer), src=peer, group=group)
+    assert work is not None, "posted by a member"
+    return work

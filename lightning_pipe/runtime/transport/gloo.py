@@ -1,0 +1,163 @@
+"""How do tensors travel over gloo? For CPU ranks, and for ranks that share a device (which NCCL refuses).
+
+A transfer over gloo is only known to have ended by waiting for it, and a wait that times out breaks the connection. So
+every directed channel has a thread that waits for its transfers, oldest first; the rank's own thread never waits inside
+gloo, can be woken by its watch, and knows when a sent tensor may go. (Measured: the thread adds 0.08 ms per message.)
+
+All channels share one process group: gloo tells messages apart by sender, receiver and tag, and keeps their order.
+Tensors on a device are copied through pinned memory.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.runtime.transport.collectives import Collectives, irecv, isend
+from lightning_pipe.runtime.transport.protocol import Channel, Group
+from lightning_pipe.runtime.waiting import Handle
+
+Post: TypeAlias = Callable[[], Sequence[dist.Work]]
+
+
+class GlooTransport:
+    """Carry tensors over gloo.
+
+    Args:
+        rank: this rank.
+        ranks: number of ranks of the pipeline.
+        timeout_s: after which torch gives up an operation by itself; longer than every deadline of ours.
+    """
+
+    def __init__(self, *, rank: int, ranks: int, timeout_s: float) -> None:
+        self.rank = rank
+        self._collectives = Collectives("gloo", timeout_s=timeout_s)
+        self._everyone = tuple(range(ranks))
+        self._messages: dist.ProcessGroup | None = None
+        self._lines: dict[Channel, _Line] = {}
+
+    def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
+        """Create what is missing; on every rank with the same arguments."""
+        if self._messages is None:
+            self._messages = self._collectives.new_group(self._everyone)
+        for channel in channels:
+            if self.rank in channel and channel not in self._lines:
+                self._lines[channel] = _Line(channel)
+        self._collectives.open(groups)
+
+    def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:
+        """Post the sending of tensors, staged on the host if they are on a device."""
+        full = [tensor for tensor in tensors if tensor.numel()]
+        line = self._lines[self.rank, peer]
+        if not any(tensor.is_cuda for tensor in full):
+            works = self._isend(full, peer)
+            return _Transfer(line.wait_for(lambda: works))
+        staged = [_pinned(tensor).copy_(tensor, non_blocking=True) for tensor in full]
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def post() -> Sequence[dist.Work]:
+            copied.synchronize()
+            return self._isend(staged, peer)
+
+        return _Transfer(line.wait_for(post), keep=tuple(full))
+
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Handle:
+        """Post the receiving of tensors, through the host if the buffers are on a device."""
+        full = [buffer for buffer in buffers if buffer.numel()]
+        on_host = [_pinned(buffer) if buffer.is_cuda else buffer for buffer in full]
+        works = [irecv(buffer, peer=peer, group=self._group()) for buffer in on_host]
+        copies = [(there, here) for there, here in zip(full, on_host, strict=True) if there is not here]
+        return _Transfer(self._lines[peer, self.rank].wait_for(lambda: works), keep=tuple(on_host), copies=copies)
+
+    def all_reduce(self, tensor: torch.Tensor, *, group: Group) -> Handle:
+        """Post a sum, in place."""
+        return self._collectives.all_reduce(tensor, group=group)
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
+        """Post the copying of the source's tensor into those of the other members."""
+        return self._collectives.broadcast(tensor, source=source, group=group)
+
+    def abort(self) -> None:
+        """Do nothing: the rank's own thread never waits inside gloo."""
+
+    def close(self) -> None:
+        """End the threads and destroy the groups."""
+        for line in self._lines.values():
+            line.end()
+        self._lines.clear()
+        self._collectives.close()
+        if self._messages is not None:
+            dist.destroy_process_group(self._messages)
+            self._messages = None
+
+    def _isend(self, tensors: Sequence[torch.Tensor], peer: int) -> list[dist.Work]:
+        return [isend(tensor, peer=peer, group=self._group()) for tensor in tensors]
+
+    def _group(self) -> dist.ProcessGroup:
+        assert self._messages is not None, "a channel was found, so open has made the group"
+        return self._messages
+
+
+class _Line:
+    """The thread of one channel: post and wait for one transfer after another."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Post, concurrent.futures.Future[None]] | None] = queue.SimpleQueue()
+        sender, receiver = channel
+        threading.Thread(target=self._run, name=f"pipe {sender}>{receiver}", daemon=True).start()
+
+    def wait_for(self, post: Post) -> concurrent.futures.Future[None]:
+        """Return a future that is done when all operations that `post` returns are."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._jobs.put((post, future))
+        return future
+
+    def end(self) -> None:
+        """Let the thread end once it has nothing left to wait for."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            post, future = job
+            try:
+                for work in post():
+                    work.wait()  # up to the time-out of the group; our deadlines are shorter
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del job, post, future
+
+
+@dataclass
+class _Transfer:
+    """A message under way; `copies` (device, host) are made when it has arrived."""
+
+    future: concurrent.futures.Future[None]
+    keep: tuple[torch.Tensor, ...] = ()
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            self.future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            return False
+        for there, here in self.copies:
+            there.copy_(here, non_blocking=True)  # queued on the current stream
+        self.copies.clear()
+        return True
+
+    def landed(self) -> bool:
+        return self.future.done()
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,0 +1,97 @@
+"""Programs over gloo: the same gradients as over the local transport, and every kind of tensor."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks.pipelines import (
+    CPU,
+    Case,
+    capture_of,
+    executor_of,
+    job_of,
+    module_of,
+    plain_gradients,
+    program_of,
+    split_of,
+)
+from ranks.world import World
+
+from lightning_pipe.runtime.groups import connect
+from lightning_pipe.runtime.transport.process_group import process_group_transport
+from lightning_pipe.runtime.waiting import Handle
+
+CASES = {
+    "1-1": Case("Chain", ((0,), (1,)), ("second",), sizes=(3, 2)),
+    "two stages on one rank": Case("Skip", ((0,), (1,), (0,))),
+    "1-1-1 skip": Case("Skip", ((0,), (1,), (2,))),
+    "tied": Case("Tied", ((0,), (1,), (2,))),
+    "2-1": Case("Chain", ((0, 1), (2,)), ("second",), sizes=(3, 2)),
+    "1-2": Case("Chain", ((0,), (1, 2)), ("second",)),
+    "2-2": Case("Skip", ((0, 1), (2, 3)), ("second",), sizes=(5, 4)),
+}
+
+
+def gradients_after_a_program(case: Case) -> dict[str, torch.Tensor | None]:
+    module = module_of(case)
+    capture = capture_of(case, module)
+    split = split_of(case, capture)
+    program = program_of(case, split)
+    transport = process_group_transport(CPU, deadline_s=20)
+    connect(transport, [program])
+    executor = executor_of(case, module, capture, split, transport)
+    executor.run(program, job_of(case))
+    transport.close()
+    owned = {name for stage in executor.stages.values() for name in stage.program.gradients.values()}
+    return {name: p.grad for name, p in module.named_parameters() if name in owned}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_over_gloo_equal_the_batch(case: Case) -> None:
+    expected = plain_gradients(case, [(0, sum(case.sizes))])
+    seen = set()
+    for gradients in World(case.layout.ranks).run(gradients_after_a_program, case):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
+            seen.add(name)
+    assert seen == set(expected)
+
+
+KINDS = [
+    torch.arange(3.0),
+    torch.tensor([True, False]),
+    torch.tensor(7),
+    torch.zeros(0, 4),
+    torch.arange(4, dtype=torch.bfloat16).view(2, 2),
+    torch.tensor([1 + 2j, 3j]),
+    torch.ones(300_000),
+]
+
+
+def settle(handle: Handle) -> None:
+    while not handle.wait(1.0):
+        pass
+
+
+def swap_every_kind_of_tensor() -> list[torch.Tensor]:
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    transport = process_group_transport(CPU)
+    transport.open(channels=[(0, 1), (1, 0)], groups=[(0, 1)])
+    sends = [transport.send(KINDS, peer=peer), transport.send([KINDS[0] + rank], peer=peer)]
+    buffers = [torch.zeros_like(tensor) for tensor in KINDS]
+    later = [torch.zeros(3)]
+    receives = [transport.receive(buffers, peer=peer), transport.receive(later, peer=peer)]
+    for handle in (receives[1], receives[0], *sends):  # out of order
+        settle(handle)
+    total, word = torch.tensor([1.0 + rank]), torch.tensor([rank == 0])
+    settle(transport.all_reduce(total, group=(0, 1)))
+    settle(transport.broadcast(word, source=0, group=(0, 1)))
+    assert all(handle.landed() for handle in (*sends, *receives))
+    transport.close()
+    return [*buffers, *later, total, word]
+
+
+def test_every_kind_of_tensor_travels_in_both_directions_at_once() -> None:
+    for rank, received in enumerate(World(2).run(swap_every_kind_of_tensor)):
+        expected = [*KINDS, KINDS[0] + 1 - rank, torch.tensor([3.0]), torch.tensor([True])]
+        for found, tensor in zip(received, expected, strict=True):
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor)
