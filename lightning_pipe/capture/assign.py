@@ -17,9 +17,11 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.joint import JointGraph
-from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.capture.torch_private import OpOverload, is_backward, operator_name
 
-_VIEWS = frozenset("t transpose permute view _unsafe_view reshape expand squeeze unsqueeze select slice _to_copy".split())
+_VIEWS = frozenset(
+    "t transpose permute view _unsafe_view reshape expand squeeze unsqueeze select slice _to_copy".split()
+)
 _HEAVY = frozenset("mm bmm addmm baddbmm matmul convolution embedding einsum linear native_layer_norm svd qr".split())
 
 
@@ -52,13 +54,15 @@ def classify(joint: JointGraph) -> Kinds:
         if node.op != "call_function":
             continue
         inputs = [n.name for n in node.all_input_nodes]
-        if _is_size(node) or (all(n in repeated or n in state for n in inputs) and _is_cheap(node, joint, from_parameters)):
+        if _is_size(node) or (
+            all(n in repeated or n in state for n in inputs) and _is_cheap(node, joint, from_parameters)
+        ):
             repeated.add(node.name)
             if any(n in joint.parameters or n in from_parameters for n in inputs):
                 from_parameters.add(node.name)
         elif is_backward(node):
             continue
-        elif _operator(node) == "getitem":
+        elif operator_name(node) == "getitem":
             parents[node.name] = parents.get(inputs[0], inputs[0])
         else:
             placed.append(node.name)
@@ -67,10 +71,6 @@ def classify(joint: JointGraph) -> Kinds:
 
 def _state_name(placeholder: str, joint: JointGraph) -> str:
     return joint.parameters.get(placeholder) or joint.buffers[placeholder]
-
-
-def _operator(node: fx.Node) -> str:
-    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -83,10 +83,10 @@ def _is_cheap(node: fx.Node, joint: JointGraph, from_parameters: set[str]) -> bo
         return False
     inputs = [n.name for n in node.all_input_nodes]
     if any(n in joint.parameters or n in from_parameters for n in inputs):
-        return _operator(node) in _VIEWS
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return _operator(node) == "getitem"
-    return _operator(node) not in _HEAVY and not (is_backward(node) and not inputs)
+        return operator_name(node) in _VIEWS
+    if not isinstance(node.target, OpOverload):
+        return operator_name(node) == "getitem"
+    return operator_name(node) not in _HEAVY and not (is_backward(node) and not inputs)
 
 
 def uncuttable(joint: JointGraph, kinds: Kinds) -> frozenset[int]:
@@ -105,7 +105,7 @@ def uncuttable(joint: JointGraph, kinds: Kinds) -> frozenset[int]:
 
 def is_random(node: fx.Node) -> bool:
     """Say whether a node draws random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def assign(joint: JointGraph, kinds: Kinds, cuts: tuple[int, ...]) -> dict[str, int]:

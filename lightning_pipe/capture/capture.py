@@ -1,7 +1,7 @@
 """Capture a step: the pure graph for planners, and stage programs for any cut of it.
 
-    capture = capture_step(Request(module, "training_step", structure, samples=4))
-    split = capture.split((17, 40))      # three stages
+capture = capture_step(Request(module, "training_step", structure, samples=4))
+split = capture.split((17, 40))      # three stages
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.assign import Kinds, classify, uncuttable
 from lightning_pipe.capture.flow import Flow, follow
-from lightning_pipe.capture.joint import JointGraph, Request, trace
+from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.capture.trace import Request, trace
 from lightning_pipe.core.graph import Graph, Node
 
 

@@ -135,7 +135,7 @@ def _constant(value: int) -> Callable[[int], int]:
 
 
 def _expression(expression: Any, symbol: Any) -> Callable[[int], int]:
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def size(samples: int) -> int:
         return int(expression.xreplace({symbol: sympy.Integer(samples)}))
 

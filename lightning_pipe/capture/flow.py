@@ -23,7 +23,7 @@ from torch import fx
 
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.stage_program import Value
-from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 
 Role = Literal["same", "cat", "mean", "sum", "max", "min", "mixed"]
 
@@ -150,10 +150,6 @@ def _has_samples(node: fx.Node, joint: JointGraph) -> bool:
     return bool(shape) and shape[0] == joint.samples
 
 
-def _operator(node: fx.Node) -> str:
-    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
-
-
 def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
     meta = node.meta.get("val")
     if isinstance(meta, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
@@ -167,7 +163,7 @@ def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
     if node.op == "placeholder" or node.op == "get_attr":
         return "same"
     inputs = [roles.get(n.name, "same") for n in node.all_input_nodes]
-    if _operator(node) == "getitem":
+    if operator_name(node) == "getitem":
         return _reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]
     if all(role == "same" for role in inputs) and not _sized_inputs(node, joint):
         return "same"
@@ -191,10 +187,10 @@ def _is_size(node: fx.Node, joint: JointGraph) -> bool:
 
 def _reduced(operation: Any, node: fx.Node) -> Role:
     """Return the role of a value without samples that an operation makes of values with samples."""
-    name = _operator(operation)
+    name = operator_name(operation)
     if name.startswith(_CONSTANT_LIKE):
         return "same"
-    schema = _arguments(operation)
+    schema = argument_names(operation)
     if "reduction" in schema:
         if name == "nll_loss_forward" and node.args[1:] == (1,):
             return "sum"  # its second output is the weight of all targets
@@ -204,13 +200,9 @@ def _reduced(operation: Any, node: fx.Node) -> Role:
     return _REDUCTIONS.get(name, "mixed")
 
 
-def _arguments(node: fx.Node) -> list[str]:
-    return [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
-
-
 def _combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
     """Return the role of a value computed from reduced values."""
-    name = _operator(node)
+    name = operator_name(node)
     if name.startswith(_CONSTANT_LIKE):
         return "same"
     varying = {role for role in inputs if role != "same"}
@@ -248,7 +240,7 @@ def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Sa
     if rows == 1:
         return Samples(dims[0], 1)
     sources = [(n, samples[n.name]) for n in node.all_input_nodes if n.name in samples]
-    if _operator(node) in _FLATTENING:
+    if operator_name(node) in _FLATTENING:
         return Samples(dims[0], int(rows)) if sources and _outermost(sources[0], shape, dims[0]) else None
     for source, where in sources:
         if where.rows == rows and _tensor_shape(source)[where.dim].node.expr == shape[dims[0]].node.expr:
@@ -277,7 +269,7 @@ def _outermost(source: tuple[fx.Node, Samples], shape: tuple[Any, ...], dim: int
 
 def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples: dict[str, Samples]) -> str:
     """Return why a node mixes samples, "" if it does not."""
-    name = _operator(node)
+    name = operator_name(node)
     if "batch_norm" in name and "no_training" not in name and "backward" not in name and _trains(node):
         return "batch statistics"
     if node.op != "call_function" or name == "getitem":
@@ -292,12 +284,12 @@ def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples:
         where, dim = samples.get(first.name), node.args[1]
         if where is not None and isinstance(dim, int) and dim % len(_tensor_shape(first)) == where.dim:
             return f"{name} runs along the samples"
-    if name in ("index", "index_select") and any(_operator(n) == "randperm" for n in node.all_input_nodes):
+    if name in ("index", "index_select") and any(operator_name(n) == "randperm" for n in node.all_input_nodes):
         return "samples are shuffled"
     return ""
 
 
 def _trains(node: fx.Node) -> bool:
-    names = _arguments(node)
+    names = argument_names(node)
     flags = [a for a, n in zip(node.args, names, strict=False) if n in ("training", "train")]
     return all(flags) if flags else True

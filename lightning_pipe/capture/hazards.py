@@ -29,7 +29,7 @@ import torch
 import torchmetrics
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.capture.torch_private import FakeTensor, tag_nodes
+from lightning_pipe.capture.torch_private import has_no_data, tag_nodes
 from lightning_pipe.errors import CaptureError
 
 _LIBRARIES = ("/torch/", "/lightning/pytorch/", "/lightning/fabric/", "/lightning_pipe/", "/torchmetrics/")
@@ -130,7 +130,7 @@ class Observer(TorchFunctionMode):
             if args[0].dtype == torch.bool:
                 return self._ask(args[0], line)
             return TracedNumber(args[0], line)
-        if func in _READS and _has_no_data(args[0]):
+        if func in _READS and has_no_data(args[0]):
             raise hazard(f"a tensor's value is read into Python ({_READS[func]})", line, self.module_path())
         name = getattr(func, "__name__", str(func))
         if name != "__get__":
@@ -165,14 +165,10 @@ class Answerer(TorchFunctionMode):
         return result
 
 
-def _has_no_data(tensor: Any) -> bool:
-    return isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor) or type(tensor) is not torch.Tensor
-
-
 def _describe(value: Any) -> Any:
     """Return something comparable that changes when a number, or a constant tensor's content, changes."""
     if isinstance(value, torch.Tensor):
-        if _has_no_data(value) or value.device.type != "cpu" or not value.is_contiguous():
+        if has_no_data(value) or value.device.type != "cpu" or not value.is_contiguous():
             return ("tensor", str(value.dtype), value.ndim)
         data = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
         return ("constant", str(value.dtype), tuple(value.shape), zlib.crc32(data))

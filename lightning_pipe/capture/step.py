@@ -146,7 +146,9 @@ class StepFunction(nn.Module):
                     mock.patch.object(owner, "global_step", noting(f"{prefix}.global_step", step + run * _STEP_SHIFT))
                 )
                 stack.enter_context(
-                    mock.patch.object(owner, "current_epoch", noting(f"{prefix}.current_epoch", epoch + run * _EPOCH_SHIFT))
+                    mock.patch.object(
+                        owner, "current_epoch", noting(f"{prefix}.current_epoch", epoch + run * _EPOCH_SHIFT)
+                    )
                 )
             for group in [g for o in getattr(trainer, "optimizers", []) for g in o.param_groups]:
                 rate = group["lr"]
@@ -162,7 +164,9 @@ class StepFunction(nn.Module):
         """
         if self.changed:
             name = self.changed[0]
-            raise hazard(f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name))
+            raise hazard(
+                f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name)
+            )
 
 
 def _without_tensors(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
@@ -237,7 +241,9 @@ def recording_calls(module: pl.LightningModule, recording: Recording) -> Iterato
 
         return record
 
-    metrics = {n: m for n, m in module.named_modules() if isinstance(m, (torchmetrics.Metric, torchmetrics.MetricCollection))}
+    metrics = {
+        n: m for n, m in module.named_modules() if isinstance(m, (torchmetrics.Metric, torchmetrics.MetricCollection))
+    }
     paths = {id(metric): name for name, metric in metrics.items()}
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in [
@@ -290,7 +296,7 @@ def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
     symbols = list(expression.free_symbols)
 
     def of(samples: int) -> int | float:
-        number = expression.xreplace({symbol: samples for symbol in symbols})
+        number = expression.xreplace(dict.fromkeys(symbols, samples))
         return int(number) if isinstance(value, torch.SymInt) else float(number)
 
     return Sized(of)

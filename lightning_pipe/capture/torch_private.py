@@ -8,6 +8,8 @@
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
 * `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
 * `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
+* `OpOverload` with `_opname` and `_schema`: name and arguments of an operator; `_is_functional_tensor`.
+* `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
@@ -32,6 +34,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
@@ -43,6 +46,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
@@ -50,12 +54,16 @@ __all__ = [
     "StatelessSymbolicContext",
     "TangentAOTInput",
     "aot_export_joint_with_descriptors",
+    "argument_names",
     "compiling_state",
     "fused_recurrent_kernels",
     "fx_traceback",
+    "has_no_data",
     "is_backward",
+    "operator_name",
     "reparametrize",
     "tag_nodes",
+    "unchecked_distributions",
 ]
 
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
@@ -96,3 +104,33 @@ def tag_nodes(module: str, line: str) -> None:
 def is_backward(node: torch.fx.Node) -> bool:
     """Say whether a node of a joint graph belongs to the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def operator_name(node: torch.fx.Node) -> str:
+    """Return the name of a node's operator without namespace and overload, such as `addmm` or `getitem`."""
+    target = node.target
+    return target._opname if isinstance(target, OpOverload) else str(getattr(target, "__name__", ""))
+
+
+def argument_names(node: torch.fx.Node) -> list[str]:
+    """List the names of the arguments of a node's operator; none for a Python function."""
+    return [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
+
+
+def has_no_data(tensor: object) -> bool:
+    """Say whether a tensor stands for one while tracing, so that its values cannot be read."""
+    if isinstance(tensor, FakeTensor) or type(tensor) is not torch.Tensor:
+        return True
+    return torch._is_functional_tensor(tensor)
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Switch the argument checks of torch.distributions off."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)

@@ -56,7 +56,7 @@ def test_tags_reach_the_nodes_of_the_graph():
 
 
 def test_dropout_between_recurrent_layers_survives_tracing():
-    """torch 2.13 drops it in its Python decomposition of LSTM, GRU and RNN."""
+    """Torch 2.13 drops it in its Python decomposition of LSTM, GRU and RNN."""
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
         layer = kind(4, 8, 2, dropout=0.5).train()
         fake = private.FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,272 @@
+"""How is a step traced into one graph of forward and backward?
+
+AOTAutograd's joint graph of `StepFunction` under fake tensors of the target device: nothing is computed, nothing is
+allocated, parameters may live on the meta device. The batch dimension is symbolic where the step allows it. Every truth
+value that the step asks of a tensor is answered by a real run, where one is offered, else by trying (an answer with
+which the step raises or returns no loss is wrong); the answer is a guard of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pipe.capture import torch_private as private
+from lightning_pipe.capture.batch import Structure
+from lightning_pipe.capture.hazards import (
+    Answerer,
+    AttributeGuard,
+    Observer,
+    Question,
+    Watched,
+    compare_calls,
+    hazard,
+    no_random_numbers,
+    random_line,
+)
+from lightning_pipe.capture.joint import JointGraph, describe
+from lightning_pipe.capture.record import LogCall, MetricCall
+from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
+from lightning_pipe.errors import CaptureError
+
+Answers = Callable[[], tuple[bool, ...]]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+_MAX_TRIES = 64
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured.
+
+    Attributes:
+        module: the user's module, in the mode (train or eval) that is wanted.
+        method: name of the step method.
+        structure: the batch without its data, of any number of samples.
+        arguments: positional arguments after the batch.
+        samples: number of samples to trace with; at least 2 for a symbolic trace.
+        batch_dim: dimension of the samples.
+        device: device on which the step will run.
+        context: made anew for every run of the step (autocast of the precision plug-in).
+        answers: runs the step on real tensors and returns its truth values; None where no real run is possible.
+        symbolic: whether the number of samples is a symbol of the graph.
+    """
+
+    module: pl.LightningModule
+    method: str
+    structure: Structure
+    arguments: tuple[int, ...] = (0,)
+    samples: int = 2
+    batch_dim: int = 0
+    device: torch.device = _CPU
+    context: Context = contextlib.nullcontext
+    answers: Answers | None = None
+    symbolic: bool = True
+
+
+def trace(request: Request) -> JointGraph:
+    """Trace a step, symbolically if that works, else for `request.samples` samples.
+
+    Raises:
+        CaptureError: naming the hazard and the user's line.
+    """
+    answers: tuple[bool, ...] = ()
+    first_error: CaptureError | None = None
+    for _ in range(_MAX_TRIES):
+        try:
+            return _trace_with(request, answers)
+        except Question as question:
+            answers = _more_answers(request, answers, question)
+        except CaptureError as error:
+            first_error = first_error or error
+            while answers and answers[-1]:
+                answers = answers[:-1]
+            if not answers or request.answers is not None:
+                raise first_error from None
+            answers = (*answers[:-1], True)
+    raise hazard(f"it asks more than {_MAX_TRIES} truth values of its tensors", "")
+
+
+def _more_answers(request: Request, answers: tuple[bool, ...], question: Question) -> tuple[bool, ...]:
+    if request.answers is None:
+        return (*answers, False)
+    real = request.answers()
+    if len(real) <= len(answers):
+        raise hazard("it asks other questions of its tensors when traced than when run", question.line)
+    return real
+
+
+def _trace_with(request: Request, answers: tuple[bool, ...]) -> JointGraph:
+    """Trace once with these answers; retry with a constant batch size where the symbolic one fails."""
+    try:
+        return _export(request, answers)
+    except CaptureError as symbolic:
+        if not request.symbolic or symbolic.__cause__ is None:
+            raise
+        try:
+            return _export(replace(request, symbolic=False), answers)
+        except CaptureError:
+            raise symbolic from symbolic.__cause__
+
+
+def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
+    step = StepFunction(
+        request.module,
+        method=request.method,
+        structure=request.structure,
+        arguments=request.arguments,
+        answers=answers,
+        context=request.context,
+    )
+    mode = private.FakeTensorMode(shape_env=private.ShapeEnv(), allow_non_fake_inputs=True)
+    state, leaves = _fake_state(step, request, mode), _fake_leaves(request, mode)
+    watched = Watched(request.module)
+
+    def run_again() -> str:
+        found: list[str] = []
+        with contextlib.suppress(Exception), random_line(found), mode, private.reparametrize(step, state):
+            step(*leaves)
+        return found[0] if found else ""
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_random_numbers(run_again))
+        stack.enter_context(watched.reading())
+        stack.enter_context(_tracing(step, state, mode, request.device))
+        try:
+            module = private.aot_export_joint_with_descriptors(stack, step, leaves).graph_module
+        except (CaptureError, Question):
+            raise
+        except Exception as error:
+            _compare_runs(step)
+            raise _explain(error, step) from error
+    step.check_state()
+    assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
+    _compare_runs(step)
+    return describe(module, step, samples=request.samples, leaves=leaves, env=mode.shape_env, watched=watched)
+
+
+@contextlib.contextmanager
+def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch.device) -> Iterator[None]:
+    """Everything that must hold while the tracer runs the step."""
+    own_device = step.model._device
+    with (
+        mode,
+        private.reparametrize(step, state),
+        private.fx_traceback.preserve_node_meta(),
+        private.compiling_state(),
+        private.fused_recurrent_kernels(),
+        private.unchecked_distributions(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        step.model._device = device
+        try:
+            yield
+        finally:
+            step.model._device = own_device
+
+
+def _fake_state(step: StepFunction, request: Request, mode: Any) -> dict[str, Any]:
+    """Return fake parameters and buffers on the target device, one per name (tied ones are separate)."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=request.device)
+
+    with mode:
+        parameters = {
+            name: nn.Parameter(fake(p), requires_grad=p.requires_grad)
+            for name, p in step.named_parameters(remove_duplicate=False)
+        }
+        return {**parameters, **{name: fake(b) for name, b in step.named_buffers(remove_duplicate=False)}}
+
+
+def _fake_leaves(request: Request, mode: Any) -> tuple[torch.Tensor, ...]:
+    """Return the batch's tensors with `request.samples` samples, a symbol where wanted."""
+    leaves = []
+    for leaf in request.structure.leaves:
+        shape = list(leaf.shape)
+        dynamic = [private.DimDynamic.STATIC] * len(shape)
+        if len(shape) > request.batch_dim:
+            shape[request.batch_dim] = request.samples
+            if request.symbolic:
+                dynamic[request.batch_dim] = private.DimDynamic.DUCK
+        tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        context = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
+        fake = mode.from_tensor(tensor, symbolic_context=context)
+        leaves.append(_on(fake, request.device, mode))
+    return tuple(leaves)
+
+
+def _on(fake: torch.Tensor, device: torch.device, mode: Any) -> torch.Tensor:
+    with mode:
+        return torch.empty_like(fake, device=device)
+
+
+def _explain(error: Exception, step: StepFunction) -> CaptureError:
+    """Turn what the tracer raised into a refusal that names the user's line."""
+    line = next((o.calls[-1][1] for o in reversed(_observers(step)) if o.calls), "")
+    kind = type(error).__name__
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    data = ("DataDependent", "DynamicOutputShape", "PendingUnbacked", "UnbackedSymInt")
+    if any(word in kind or word in str(error) for word in data):
+        return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
+    if step.reads and step.runs > 1:
+        reads = ", ".join(f"{name} at {where}" for name, where in step.reads.items())
+        return hazard(f"it raises {kind}: {first} when the counters it reads change ({reads})", line)
+    return hazard(f"it raises {kind}: {first}", line)
+
+
+def _observers(step: StepFunction) -> list[Observer]:
+    return [*step.observers, *([step.current] if step.current is not None else [])]
+
+
+def _compare_runs(step: StepFunction) -> None:
+    """Refuse a step whose last two runs, under different counters, were not the same."""
+    if len(step.recordings) > 1:
+        compare_calls(step.observers[-2].calls, step.observers[-1].calls, step.reads)
+        _compare_recordings(step.recordings[-2], step.recordings[-1], step.reads)
+
+
+def _compare_recordings(first: Recording, second: Recording, reads: dict[str, str]) -> None:
+    """Refuse logged Python numbers that change from call to call."""
+    because = "".join(f"; it reads {name} at {line}" for name, line in reads.items())
+    for one, two in zip(first.calls, second.calls, strict=False):
+        if isinstance(one, LogCall) and isinstance(two, LogCall) and _changes(one.value, two.value):
+            raise hazard(f"it logs a Python number that changes from call to call ({one.name!r}){because}", one.line)
+        if type(one) is not type(two) or _name(one) != _name(two):
+            raise hazard(f"it logs something else from call to call{because}", one.line)
+    if len(first.calls) != len(second.calls):
+        longer = max(first.calls, second.calls, key=len)
+        raise hazard(f"it logs something else from call to call{because}", longer[-1].line)
+
+
+def _changes(one: Any, two: Any) -> bool:
+    numbers = (bool, int, float)
+    return isinstance(one, numbers) and isinstance(two, numbers) and one != two
+
+
+def _name(call: LogCall | MetricCall) -> str:
+    return call.name if isinstance(call, LogCall) else f"{call.path}.{call.method}"
+
+
+def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, ...]:
+    """Run the step on real tensors (no backward) and return the truth values it asked for; leave no trace.
+
+    The module, its buffers and torch's random state are as before afterwards.
+    """
+    module = request.module
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    guard, answerer = AttributeGuard(module), Answerer()
+    devices = [request.device] if request.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), request.context(), recording_calls(module, Recording()), answerer:
+        getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
+    guard.restore()
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+    return tuple(answerer.answers)

@@ -1,0 +1,60 @@
+"""What a pipeline is compared with: autograd of the plain module, micro-batch by micro-batch, with the same dice.
+
+Random operations of the plain module draw from the keys of the captured graph (`capture.randomness`): the k-th random
+operation of a run has the k-th key. Dropout runs as the fused operator that a traced step has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipe.capture.randomness import seed_of, undisturbed
+from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.step import Recording, recording_calls
+
+CPU = torch.device("cpu")
+
+
+class KeyedDice(TorchDispatchMode):
+    """Seed the generator before every random operation as the captured graph does."""
+
+    def __init__(self, key: RandomKey) -> None:
+        super().__init__()
+        self.key, self.drawn = key, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.default_generator.manual_seed(seed_of(self.key, self.drawn))
+            self.drawn += 1
+        return func(*args, **(kwargs or {}))
+
+
+def fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+def accumulate(
+    module: pl.LightningModule, microbatches: Sequence[Any], *, weights: Sequence[float], seed: int
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the losses of the micro-batches and the accumulated gradients of a copy of the module."""
+    module = copy.deepcopy(module)
+    losses = []
+    for m, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
+        with (
+            undisturbed(CPU),
+            mock.patch("torch.nn.functional.dropout", fused_dropout),
+            recording_calls(module, Recording()),
+        ):
+            with KeyedDice(RandomKey(seed, 0, m)):
+                output = module.training_step(microbatch, 0)
+            loss = output["loss"] if isinstance(output, dict) else output
+            loss.backward(torch.tensor(weight, dtype=loss.dtype).reshape(loss.shape))
+        losses.append(loss.detach())
+    return losses, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}

@@ -1,0 +1,128 @@
+"""Every module of the zoo, cut at random positions into one to four stages, has the gradients of the plain module.
+
+Or it is refused with the name of the hazard. Two stages may share a rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+
+import pytest
+import torch
+from zoo import ZOO
+from zoo.reference import accumulate
+
+from lightning_pipe.capture import Request, capture_step, flatten, microbatch_sizes, real_answers
+from lightning_pipe.capture.capture import Capture
+from lightning_pipe.core.program import Layout
+from lightning_pipe.errors import BatchError, CaptureError
+from lightning_pipe.runtime.executor import Executor, run_together
+from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.stage import State
+from lightning_pipe.runtime.transport.local import Hub
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import order_of
+from lightning_pipe.schedule.verify import verify
+
+SAMPLES, MICROBATCHES, SEED = 7, 3, 5
+CPU = torch.device("cpu")
+JOINT = [name for name, entry in ZOO.items() if entry.expected == "joint"]
+REFUSED = [name for name, entry in ZOO.items() if entry.expected not in ("joint", "manual optimization")]
+
+
+def made(name: str):
+    torch.manual_seed(0)
+    module = ZOO[name].make_module().train()
+    return module, ZOO[name].make_batch(SAMPLES)
+
+
+def captured(module, batch, sizes) -> Capture:
+    tensors, structure = flatten(batch)
+    request = Request(module, "training_step", structure, samples=max(2, sizes[0]))
+
+    def answer() -> tuple[bool, ...]:
+        return real_answers(request, [t[: sizes[0]] if t.ndim else t for t in tensors])
+
+    return capture_step(Request(**{**vars(request), "answers": answer}))
+
+
+def sizes_of(batch) -> tuple[int, ...]:
+    """Cut the batch into micro-batches; into one if its tensors do not have one row per sample."""
+    structure = flatten(batch)[1]
+    try:
+        return microbatch_sizes(structure.samples(), MICROBATCHES)
+    except BatchError:
+        return (structure.leaves[0].shape[0],)
+
+
+def run_pipeline(capture: Capture, module, job: Job, *, cuts, layout: Layout, sizes, schedule: str):
+    """Return losses by micro-batch and gradients by parameter name."""
+    split = capture.split(cuts)
+    order = order_of(schedule, layout=layout, microbatches=len(sizes))
+    program = verify(lower(order, layout=layout, sizes=sizes, traffic=split.traffic))
+    hub, replicas = Hub(), [copy.deepcopy(module) for _ in range(layout.ranks)]
+    executors = [
+        Executor(
+            split,
+            layout,
+            state=State(dict(m.named_parameters(remove_duplicate=False)), dict(m.named_buffers()), CPU),
+            transport=hub.endpoint(rank),
+            loss=capture.record.loss,
+        )
+        for rank, m in enumerate(replicas)
+    ]
+    outcomes = run_together(executors, program, [job] * layout.ranks)
+    losses = {p.microbatch: p.content for o in outcomes for p in o.results.get(capture.record.loss, ())}
+    gradients = {
+        name: parameter.grad
+        for executor, m in zip(executors, replicas, strict=True)
+        for name, parameter in m.named_parameters()
+        if name in {n for s in executor.stages.values() for n in s.program.gradients.values()}
+    }
+    return [losses[m] for m in range(len(sizes))], gradients
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_a_module_of_the_zoo_has_its_gradients_when_cut_anywhere(name):
+    module, batch = made(name)
+    sizes = sizes_of(batch)
+    capture = captured(module, batch, sizes)
+    tensors, structure = flatten(batch)
+    whole = len(sizes) == 1
+    cut = tuple(not whole and t.ndim > 0 for t in tensors)
+    offsets = tuple(sum(sizes[:m]) for m in range(len(sizes)))
+    pieces = [
+        structure.fill([t[o : o + n] if c else t for t, c in zip(tensors, cut, strict=True)])
+        for o, n in zip(offsets, sizes, strict=True)
+    ]
+    share = [1.0 if capture.flow.loss == "sum" else n / sum(sizes) for n in sizes]
+    losses, expected = accumulate(module, pieces, weights=share, seed=SEED)
+    dice = random.Random(zlib.crc32(name.encode()))
+    places = [k for k in range(1, len(capture.graph.nodes)) if k not in capture.graph.uncuttable]
+    job = Job(tuple(tensors), cut, offsets, seed=SEED)
+    for stages in (1, 2, 3, 4):
+        if len(places) < stages - 1:
+            continue
+        cuts = tuple(sorted(dice.sample(places, stages - 1)))
+        layout = Layout(tuple((dice.choice(range(stages)),) for _ in range(stages)))
+        layout = Layout(tuple((sorted({r for (r,) in layout.stages}).index(r),) for (r,) in layout.stages))
+        found_losses, found = run_pipeline(
+            capture, module, job, cuts=cuts, layout=layout, sizes=sizes, schedule=dice.choice(["gpipe", "1f1b"])
+        )
+        for m, (one, two) in enumerate(zip(found_losses, losses, strict=True)):
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7, msg=f"loss {m} for cuts {cuts}")
+        assert found.keys() == expected.keys(), cuts
+        for parameter, gradient in expected.items():
+            scale = float(gradient.abs().max())
+            difference = float((found[parameter] - gradient).abs().max())
+            assert difference <= 1e-6 * max(scale, 1.0), f"{parameter} differs by {difference} of {scale}, cuts {cuts}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_module_of_the_zoo_is_refused_with_its_hazard(name):
+    module, batch = made(name)
+    with pytest.raises(CaptureError, match=ZOO[name].expected) as caught:
+        captured(module, batch, sizes_of(batch))
+    assert ".py:" in str(caught.value), "the refusal names no line"
