@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from math import ceil
 from typing import TypeAlias
 
 from lightning_pipe.core.program import Compute, Free, Instruction, Load, Recv, Reduce, Send, Step
@@ -12,6 +13,7 @@ from lightning_pipe.core.timeline import Event, Timeline
 TraceEvent: TypeAlias = dict[str, str | int | float | dict[str, str]]
 
 MICROSECONDS = 1e6  # the trace format counts in microseconds
+MIDDLE = 0.5  # of a column of a drawing
 LANES = ("compute", "send", "receive", "reduce")  # overlapping kinds of one rank lie on lanes of their own
 
 
@@ -68,7 +70,7 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     """Return the computes of a timeline as text: a line per rank, a column per unit of time.
 
     A column shows what its rank computes at the middle of it: `F0` where it begins, `==` where it goes on, a dot where
-    the rank is idle. The stage is named (`2F0`) if some rank computes several.
+    the rank is idle; computes between two middles are not seen. Stages are named (`2F0`) if some rank computes several.
 
     Args:
         timeline: simulated or recorded times.
@@ -80,15 +82,16 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
         return ""
     many = any(len({_compute(event).stage for event in events}) > 1 for events in lines.values())
     cells = {rank: _cells(events, min(starts), unit, many) for rank, events in lines.items()}
-    width = max(len(cell) for line in cells.values() for cell in line)
+    width = max((len(cell) for line in cells.values() for cell in line), default=1)
     return "\n".join(f"{rank} | " + " ".join(f"{cell:>{width}}" for cell in line) for rank, line in cells.items())
 
 
 def _cells(events: tuple[Event, ...], origin: float, unit: float, many: bool) -> list[str]:
     cells: list[str] = []
     for event in events:
-        first = round((event.start - origin) / unit)
-        last = max(first + 1, round((event.end - origin) / unit))
+        first, last = (ceil((time - origin) / unit - MIDDLE) for time in (event.start, event.end))
+        if first == last:
+            continue  # too short to be seen
         name = str(event.instruction) if many else str(event.instruction)[len(str(_compute(event).stage)) :]
         cells.extend("." * (first - len(cells)))
         cells.extend([name, *["=" * len(name)] * (last - first - 1)])

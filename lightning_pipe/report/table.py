@@ -1,0 +1,130 @@
+"""What did the planner decide, and where does the time go? Tables in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from itertools import pairwise
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pipe.core.graph import Graph, Node
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.program import Compute
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.errors import PlanError
+from lightning_pipe.units import format_bytes, format_seconds
+
+WIDTH = 140  # characters; long names are cut to fit
+
+
+def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = None, width: int = WIDTH) -> str:
+    """Return the stages of a plan as a table.
+
+    Args:
+        plan: the plan.
+        graph: the graph that it cuts.
+        seconds: seconds of every node of the graph, forward and backward; without them shares of cost are those of
+            floating point operations, or of bytes touched where none were counted.
+        width: characters per line.
+
+    Raises:
+        PlanError: if a stage begins at a node that the graph does not have, or before the stage in front of it.
+    """
+    cuts = _cuts(plan, graph)
+    costs = _costs(graph) if seconds is None else list(seconds)
+    table = Table(box=box.SIMPLE, title=_headline(plan, graph), title_justify="left")
+    for heading in ("stage", "ranks", "first node", "modules"):
+        table.add_column(heading, overflow="ellipsis", no_wrap=heading != "modules")
+    for heading in ("parameters", "cost", "samples per replica"):
+        table.add_column(heading, justify="right")
+    for stage, (start, stop) in enumerate(pairwise(cuts)):
+        nodes = graph.nodes[start:stop]
+        table.add_row(
+            str(stage),
+            ",".join(map(str, plan.stages[stage].ranks)),
+            nodes[0].name,
+            _modules(nodes),
+            format_bytes(_parameter_bytes(nodes, graph)),
+            f"{sum(costs[start:stop]) / (sum(costs) or 1.0):.1%}",
+            _samples(plan, stage, graph.samples),
+        )
+    return _text(table, width)
+
+
+def _headline(plan: Plan, graph: Graph) -> str:
+    options = "".join(f", {name} {value}" for name, value in plan.options.items())
+    return f"{plan.schedule}{options}: {graph.samples} samples in {plan.microbatches} micro-batches"
+
+
+def _cuts(plan: Plan, graph: Graph) -> list[int]:
+    """Return where the stages begin, and the end of the graph."""
+    cuts: list[int] = []
+    for number, stage in enumerate(plan.stages):
+        position = graph.position(stage.at)
+        if position < 0:
+            raise PlanError(f"stage {number} begins at {stage.at!r}; the graph has no such node or module")
+        if position <= (cuts[-1] if cuts else -1):
+            raise PlanError(
+                f"stage {number} begins at {stage.at!r}, which is not behind the start of stage {number - 1}"
+            )
+        cuts.append(position)
+    return [*cuts, len(graph.nodes)]
+
+
+def _costs(graph: Graph) -> list[float]:
+    operations = [float(node.flops + node.backward_flops) for node in graph.nodes]
+    return operations if any(operations) else [float(node.touched_bytes) for node in graph.nodes]
+
+
+def _modules(nodes: Sequence[Node]) -> str:
+    """Return the first and the last module of a stage."""
+    modules = [node.module for node in nodes if node.module]
+    return " … ".join(dict.fromkeys((modules[0], modules[-1]))) if modules else "-"
+
+
+def _parameter_bytes(nodes: Iterable[Node], graph: Graph) -> int:
+    return sum(graph.parameter_bytes[name] for name in {name for node in nodes for name in node.parameters})
+
+
+def _samples(plan: Plan, stage: int, samples: int) -> str:
+    """Return the samples of each replica in the largest micro-batch."""
+    size = -(-samples // plan.microbatches)
+    if plan.stages[stage].share == "microbatches":
+        return f"{size} in turn"
+    layout, replicas = plan.layout, range(len(plan.stages[stage].ranks))
+    return " + ".join(str(len(layout.samples(stage, replica, 0, size))) for replica in replicas)
+
+
+def timeline_table(timeline: Timeline, *, width: int = WIDTH) -> str:
+    """Return where each rank spends its time as a table.
+
+    `waiting` is the time within a rank's own span in which it computes nothing, `bubble` its share of the span, and
+    `idle with flush` counts from the first start to the last end of all ranks.
+    """
+    kinds = [kind for kind in ("F", "I", "W", "B") if any(_seconds(timeline, rank, kind) for rank in timeline.ranks)]
+    table = Table(box=box.SIMPLE, title=f"makespan {format_seconds(timeline.makespan)}", title_justify="left")
+    for heading in ("rank", *kinds, "waiting", "bubble", "idle with flush"):
+        table.add_column(heading, justify="right")
+    for rank in timeline.ranks:
+        table.add_row(
+            str(rank),
+            *(format_seconds(_seconds(timeline, rank, kind)) for kind in kinds),
+            format_seconds(max(0.0, timeline.span(rank) - timeline.busy(rank))),
+            f"{timeline.bubble(rank):.1%}",
+            format_seconds(timeline.idle_with_flush(rank)),
+        )
+    return _text(table, width)
+
+
+def _seconds(timeline: Timeline, rank: int, kind: str) -> float:
+    computes = ((event, event.instruction) for event in timeline.computes(rank))
+    return sum(e.end - e.start for e, compute in computes if isinstance(compute, Compute) and compute.kind == kind)
+
+
+def _text(table: Table, width: int) -> str:
+    out = StringIO()
+    Console(file=out, width=width, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
