@@ -6,6 +6,7 @@ import torch.distributed as dist
 from ranks.pipelines import (
     CPU,
     Case,
+    batch_of,
     capture_of,
     executor_of,
     job_of,
@@ -17,8 +18,10 @@ from ranks.pipelines import (
 from ranks.world import World
 
 from lightning_pipe.runtime.groups import connect
+from lightning_pipe.runtime.results import Results
 from lightning_pipe.runtime.transport.process_group import process_group_transport
-from lightning_pipe.runtime.waiting import Handle
+from lightning_pipe.runtime.waiting import Handle, drive
+from lightning_pipe.runtime.watch import Unwatched
 
 CASES = {
     "1-1": Case("Chain", ((0,), (1,)), ("second",), sizes=(3, 2)),
@@ -31,7 +34,7 @@ CASES = {
 }
 
 
-def gradients_after_a_program(case: Case) -> dict[str, torch.Tensor | None]:
+def gradients_and_loss_of_a_program(case: Case) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
     module = module_of(case)
     capture = capture_of(case, module)
     split = split_of(case, capture)
@@ -39,17 +42,22 @@ def gradients_after_a_program(case: Case) -> dict[str, torch.Tensor | None]:
     transport = process_group_transport(CPU, deadline_s=20)
     connect(transport, [program])
     executor = executor_of(case, module, capture, split, transport)
-    executor.run(program, job_of(case))
+    outcome = executor.run(program, job_of(case))
+    loss = capture.record.loss
+    results = Results(split, case.layout, transport=transport, device=CPU)
+    collected = drive(results.collect(program, outcome, [loss]), wait=Unwatched().wait)
     transport.close()
     owned = {name for stage in executor.stages.values() for name in stage.program.gradients.values()}
-    return {name: p.grad for name, p in module.named_parameters() if name in owned}
+    return {name: p.grad for name, p in module.named_parameters() if name in owned}, collected.values[loss]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_over_gloo_equal_the_batch(case: Case) -> None:
+def test_gradients_and_loss_over_gloo_equal_those_of_the_batch(case: Case) -> None:
     expected = plain_gradients(case, [(0, sum(case.sizes))])
+    expected_loss = module_of(case).training_step(batch_of(case), 0)
     seen = set()
-    for gradients in World(case.layout.ranks).run(gradients_after_a_program, case):
+    for gradients, loss in World(case.layout.ranks).run(gradients_and_loss_of_a_program, case):
+        torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-12)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
             seen.add(name)

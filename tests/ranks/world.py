@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipe", "lightning_pipe.runtime.executor"]
 DEADLINE_S = 60.0
@@ -95,7 +95,7 @@ class World:
 class _Processes:
     """The processes behind all worlds of one size."""
 
-    _by_size: dict[int, _Processes] = {}
+    _by_size: ClassVar[dict[int, _Processes]] = {}
 
     @classmethod
     def of(cls, size: int) -> _Processes:

@@ -150,5 +150,5 @@ def test_only_verified_programs_are_run() -> None:
     executor = executor_of(case, module_of(case), capture, split, Hub().endpoint(0))
     program = program_of(case, split)
     fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(Program)}
-    with pytest.raises(ProgramError, match="schedule.verify"):
+    with pytest.raises(ProgramError, match=r"schedule\.verify"):
         executor.run(Program(**fields), job_of(case))
