@@ -47,6 +47,17 @@ class Compute:
     kind: ComputeKind
     microbatch: int
 
+    @property
+    def direction(self) -> Pass | None:
+        """Return the direction of the messages that it waits for and makes; W has none."""
+        match self.kind:
+            case "F":
+                return "F"
+            case "I" | "B":
+                return "B"
+            case "W":
+                return None
+
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from lightning_pipe.core.program import Compute, Pass, Program, Recv, Reduce, Send, Step
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.rules import CONSUMED, holders
+from lightning_pipe.schedule.rules import holders
 
 Channel: TypeAlias = tuple[int, int]
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
@@ -85,7 +85,7 @@ class _Run:
                 use = (rank, message.target, message.direction, message.microbatch)
                 self._arrivals[use].append(((peer, rank), self._received[peer, rank]))
                 self._received[peer, rank] += 1
-            case Compute(stage, kind, microbatch) if (direction := CONSUMED[kind]) is not None:
+            case Compute(stage, _, microbatch) if (direction := instruction.direction) is not None:
                 return self._late_sender((rank, stage, direction, microbatch))
             case Reduce(bucket):
                 self._reduced[rank].add(bucket)

@@ -40,8 +40,6 @@ from lightning_pipe.core.program import (
 )
 
 PRODUCER: dict[Pass, ComputeKind] = {"F": "F", "B": "I"}
-CONSUMED: dict[ComputeKind, Pass | None] = {"F": "F", "I": "B", "B": "B", "W": None}
-PRODUCED: dict[ComputeKind, Pass | None] = CONSUMED  # what receives activations makes activations, and so for gradients
 
 Peers: TypeAlias = dict[int, tuple[tuple[int, Samples], ...]]  # by rank: the other rank and the samples that cross
 
@@ -101,7 +99,7 @@ class Dataflow:
                 return Needs((), (Compute(stage, "I", microbatch),), ())
 
     def _with_inputs(self, own: Needs, compute: Compute, rank: int) -> Needs:
-        direction = CONSUMED[compute.kind]
+        direction = compute.direction
         assert direction is not None, "W receives nothing"
         handed, receives = list(own.computes), []
         for source in self._sources.get((direction, compute.stage), ()):
@@ -116,7 +114,7 @@ class Dataflow:
 
     def gives(self, compute: Compute, *, rank: int) -> tuple[Send, ...]:
         """Return the sends that carry what a compute makes to the ranks that need it."""
-        direction = PRODUCED[compute.kind]
+        direction = compute.direction
         if direction is None:
             return ()
         stage, microbatch = compute.stage, compute.microbatch

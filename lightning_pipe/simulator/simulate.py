@@ -24,7 +24,6 @@ from typing import TypeAlias
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
     Compute,
-    ComputeKind,
     Instruction,
     Message,
     Pass,
@@ -38,8 +37,6 @@ from lightning_pipe.core.timeline import Event, Timeline
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
-
-AWAITED: dict[ComputeKind, Pass | None] = {"F": "F", "I": "B", "B": "B", "W": None}
 
 
 def simulate(program: VerifiedProgram, prices: Prices) -> Timeline:
@@ -112,7 +109,7 @@ class _Run:
 
     def _compute(self, compute: Compute, rank: int) -> bool:
         start = self._clock[rank]
-        direction = AWAITED[compute.kind]
+        direction = compute.direction
         if direction is not None:
             for channel, number in self._arrivals.get((rank, compute.stage, direction, compute.microbatch), ()):
                 if len(channel.ends) <= number:

@@ -31,6 +31,8 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import ProgramError
+from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verify import verify
 
@@ -189,6 +191,38 @@ def with_line(program: Program, rank: int, line: list[Instruction]) -> Program:
 
 def test_every_lowered_program_is_verified(case, build):
     assert isinstance(verify(build(case)), VerifiedProgram)
+
+
+def test_random_layouts_traffic_and_sizes_are_lowered_to_verified_programs():
+    rng = random.Random(5)
+    for _ in range(200):
+        assert isinstance(verify(random_program(rng)), VerifiedProgram)
+
+
+def random_program(rng: random.Random) -> Program:
+    count, ranks, sizes = rng.randint(1, 5), rng.randint(1, 5), tuple(rng.choices(range(1, 7), k=rng.randint(1, 6)))
+    layout = Layout(
+        tuple(tuple(rng.sample(range(ranks), rng.randint(1, ranks))) for _ in range(count)),
+        frozenset(s for s in range(count) if rng.random() < 0.3),
+    )
+    skips = [(a, b) for a in range(count) for b in range(a + 1, count) if b == a + 1 or rng.random() < 0.3]
+    edges = [Edge("F", a, b, 1.0) for a, b in skips] + [Edge("B", b, a, 1.0) for a, b in skips if rng.random() < 0.8]
+    buckets = [Bucket(tuple(rng.sample(range(count), rng.randint(1, count))), 1) for _ in range(rng.randint(0, 4))]
+    traffic = Traffic(tuple(edges), tuple(buckets), tuple(rng.sample(range(count), rng.randint(0, count))))
+    name, options = rng.choice([("gpipe", {}), *[("1f1b", {"warmup": w}) for w in ("pa", "pb", "1f1b*", 3)]])
+    training = rng.random() < 0.8
+    return lower(
+        order_of(name, layout=layout, microbatches=len(sizes), options=options)
+        if training
+        else forward_only(layout, len(sizes)),
+        layout=layout,
+        sizes=sizes,
+        traffic=traffic,
+        training=training,
+        synchronise=rng.random() < 0.8,
+        early_release=rng.random() < 0.7,
+        split=rng.random() < 0.8,
+    )
 
 
 def test_every_lowered_program_computes_what_one_rank_computes(small_case, build):
