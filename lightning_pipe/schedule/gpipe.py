@@ -6,11 +6,12 @@ belongs to the plan, not to the order. Backwards run in the order of the forward
 
 from __future__ import annotations
 
-from lightning_pipe.core.program import Compute, Layout, Options, Order
-from lightning_pipe.schedule.merge import stages_by_rank
+from lightning_pipe.core.program import Compute, Layout, Options, Order, Pass
+from lightning_pipe.schedule.merge import merge_stages
 from lightning_pipe.schedule.options import check_microbatches, read_options
 
 NO_OPTIONS: Options = {}
+PASSES: tuple[Pass, ...] = ("F", "B")
 
 
 def gpipe(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> Order:
@@ -23,8 +24,7 @@ def gpipe(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> O
         2 |  .  . F0 F1 F2 F3  .  . I0 W0 I1 W1 I2 W2 I3 W3
         3 |  .  .  . F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3
 
-    A rank that holds several stages runs them one after the other: forwards from the first stage, backwards from the
-    last.
+    A rank that holds several stages runs their orders merged (see `schedule.merge`), still all forwards first.
 
     Args:
         layout: ranks of each stage.
@@ -36,10 +36,5 @@ def gpipe(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> O
     """
     read_options(options, schedule="gpipe", defaults={})
     check_microbatches(microbatches)
-    return tuple(_rank_order(stages, microbatches) for stages in stages_by_rank(layout))
-
-
-def _rank_order(stages: tuple[int, ...], microbatches: int) -> tuple[Compute, ...]:
-    forwards = [Compute(s, "F", m) for s in stages for m in range(microbatches)]
-    backwards = [Compute(s, "B", m) for s in reversed(stages) for m in range(microbatches)]
-    return (*forwards, *backwards)
+    lines = [[Compute(s, kind, m) for kind in PASSES for m in range(microbatches)] for s in range(len(layout.stages))]
+    return merge_stages(lines, layout=layout)

@@ -2,8 +2,8 @@
 
 Schedules say for every stage in which order its computes run. A rank that holds one stage runs just that. Where a rank
 holds several, their lines are merged by list scheduling in unit time: at every moment each free rank starts, among the
-next computes of its stages, one whose inputs exist. Ready computes are taken backward first, then of the earliest
-micro-batch, then of the deepest stage: what frees memory and what others wait for.
+next computes of its stages, one whose inputs exist. Of several, forwards come first, because they give work to later
+ranks and each line bounds its own memory; then the earliest micro-batch; then the deepest stage.
 
 Because every order comes from one execution in time, the orders of all ranks together cannot deadlock. Inputs are taken
 to be those of a chain (F from the stage before, B from the stage after, over all replicas). Edges that skip stages
@@ -81,7 +81,7 @@ class _Execution:
         ready = [compute for compute in self._heads(rank) if self._is_ready(compute)]
         if not ready:
             return None
-        compute = min(ready, key=lambda c: (c.kind == "F", c.microbatch, -c.stage))
+        compute = min(ready, key=lambda c: (c.kind != "F", c.microbatch, -c.stage))
         rank.position[compute.stage] += 1
         rank.started.append(compute)
         rank.busy_until = now + (2 if compute.kind == "B" else 1)

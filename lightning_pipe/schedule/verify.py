@@ -209,16 +209,21 @@ class _RankCheck:
     def _free(self, free: Free) -> None:
         if free not in self._demand.frees:
             self._refuse("free", "it is freed twice, or never held")
-        left = self._demand.open_work[free.stage, free.microbatch]
-        if left:
-            self._refuse("free", f"{left} computes or sends of this micro-batch come after it")
+        if self._demand.open_work[free.stage, free.microbatch]:
+            self._refuse("free", f"not before it: {', '.join(self._open_work(free))}")
         self._demand.frees.remove(free)
+
+    def _open_work(self, free: Free) -> list[str]:
+        """Name the computes and the sends of a stage and micro-batch that are missing so far."""
+        work = (free.stage, free.microbatch)
+        computes = sorted(x for x in self._demand.computes if (x.stage, x.microbatch) == work)
+        sends = sorted(x for x in self._sendable if (x.message.source, x.message.microbatch) == work)
+        return [*map(str, computes), *map(str, sends)]
 
     def _nothing_left(self) -> None:
         demand = self._demand
         self._refuse_left("once", sorted(demand.computes))
-        self._refuse_left("messages", sorted(self._sendable))
-        self._refuse_left("free", sorted(demand.frees))
+        self._refuse_left("free", sorted(demand.frees))  # which covers sends: Free comes after all of them
         self._refuse_left("gradients", [Reduce(bucket) for bucket in sorted(demand.reductions)])
         steps = self._program.training and self._program.synchronise
         if steps and not (self._line and isinstance(self._line[-1], Step)):

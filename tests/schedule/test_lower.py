@@ -101,6 +101,18 @@ def test_a_replica_without_samples_still_reduces():
     assert [x for x in program.ranks[1] if isinstance(x, Reduce)] == [Reduce(0)]
 
 
+def test_a_stage_without_samples_is_reduced_after_the_other_work_of_its_rank():
+    """Rank 0 has no samples in stage 0 but all of stage 1: its empty bucket must not hold a stream from the start."""
+    layout = Layout(((0, 1), (0,)))
+    program = lower(
+        order_of("gpipe", layout=layout, microbatches=1),
+        layout=layout,
+        sizes=(1,),
+        traffic=Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), buckets_of(layout)),
+    )
+    assert [str(x) for x in program.ranks[0][-4:]] == ["1W0", "1FREE0", "REDUCE0", "STEP"]
+
+
 def test_a_bucket_of_one_rank_is_not_reduced():
     """Tied parameters of two stages on the same rank are summed where they are."""
     layout = Layout(((0,), (1,), (0,)))

@@ -104,6 +104,24 @@ def test_no_microbatches_are_refused(schedule):
         schedule(FOUR, 0)
 
 
+@pytest.mark.parametrize("stages", [((0,), (1,), (0,), (1,)), ((0,), (0,), (1,), (1,)), ((0, 1), (0, 2), (1,))])
+def test_gpipe_runs_all_forwards_first_on_ranks_with_several_stages(stages):
+    for line in order_of("gpipe", layout=Layout(stages), microbatches=5):
+        kinds = [compute.kind for compute in line]
+        assert kinds == sorted(kinds, reverse=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_neighbouring_stages_on_a_rank_cost_one_weight_gradient_more_than_one_stage_of_both(schedule):
+    """Four stages on two ranks, two each: W of the later stage delays the input gradient of the earlier one, once."""
+    makespans = []
+    for layout, weight in ((Layout(((0,), (0,), (1,), (1,))), 1.0), (Layout(((0,), (1,))), 2.0)):
+        order = order_of(schedule, layout=layout, microbatches=12)
+        program = lower(order, layout=layout, sizes=(1,) * 12, traffic=chain(len(layout.stages)))
+        makespans.append(simulate(verify(program), UnitPrices(weight, weight, weight)).makespan)
+    assert makespans[0] == makespans[1] + 1.0
+
+
 def test_orders_do_not_depend_on_the_number_of_replicas():
     sliced = replace(FOUR, stages=((0, 4), (1,), (2, 5, 6), (3,)))
     for name in SCHEDULES:

@@ -336,6 +336,25 @@ def build_two_stages() -> Program:
     return lower(order, layout=Layout(((0,), (1,))), sizes=(1, 1), traffic=traffic)
 
 
+def test_buckets_out_of_order_are_refused():
+    """Ranks that post shared buckets in different orders hang on transports that run one after the other."""
+    layout = Layout(((0, 1),))
+    traffic = Traffic((), (Bucket((0,), 1), Bucket((0,), 1)))
+    order = order_of("gpipe", layout=layout, microbatches=1)
+    program = lower(order, layout=layout, sizes=(2,), traffic=traffic)
+    line = list(program.ranks[1])
+    assert line[-3:] == [Reduce(0), Reduce(1), Step()]
+    with pytest.raises(ProgramError, match=r'rank 1, .*REDUCE0: law "gradients": it comes after bucket 1'):
+        verify(with_line(program, 1, [*line[:-3], Reduce(1), Reduce(0), Step()]))
+
+
+def test_a_message_that_is_not_sent_is_named():
+    program = build_two_stages()
+    line = [x for x in program.ranks[0] if str(x) != "0SEND_F1>1@1[0:1]"]
+    with pytest.raises(ProgramError, match=r"0FREE1: law \"free\": not before it: 0SEND_F1>1@1"):
+        verify(with_line(program, 0, line))
+
+
 def test_an_error_names_rank_position_instruction_and_law():
     program = build_two_stages()
     line = list(program.ranks[1])

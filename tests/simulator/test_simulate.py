@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -68,6 +68,43 @@ def test_a_channel_moves_one_message_at_a_time_between_its_compute_and_its_use(s
         assert last_end.get(channel, 0.0) <= event.start
         last_end[channel] = event.end
     assert len(events_of(timeline, Send)) == len(events_of(timeline, Recv))
+
+
+def test_a_message_moves_no_sooner_than_its_receive_is_posted():
+    """Every receive is moved right before its use, behind the compute that it could have overlapped with."""
+    program = program_of(((0,), (1,)), m=3)
+    lines = []
+    for line in program.ranks:
+        receives = [x for x in line if isinstance(x, Recv)]
+        late = []
+        for x in line:
+            if isinstance(x, Compute) and x.kind in ("F", "I"):
+                direction = "F" if x.kind == "F" else "B"
+                late += [
+                    r for r in receives if r.message.direction == direction and r.message.microbatch == x.microbatch
+                ]
+            late += [] if isinstance(x, Recv) else [x]
+        lines.append(tuple(late))
+    late_program = verify(replace(program, ranks=tuple(lines)))
+    timeline = simulate(late_program, UnitPrices(latency=1.0))
+    for rank in (0, 1):
+        computes = timeline.computes(rank)
+        for event in events_of(timeline, Recv):
+            position = late_program.ranks[rank].index(event.instruction) if event.rank == rank else 0
+            before = [x for x in late_program.ranks[rank][:position] if isinstance(x, Compute)]
+            assert not before or computes[len(before) - 1].end <= event.start
+    assert timeline.makespan > simulate(program, UnitPrices(latency=1.0)).makespan
+
+
+def test_reductions_of_a_rank_run_one_after_the_other():
+    layout = Layout(((0, 1),))
+    traffic = Traffic((), (Bucket((0,), 1), Bucket((0,), 1)))
+    program = verify(
+        lower(order_of("gpipe", layout=layout, microbatches=1), layout=layout, sizes=(2,), traffic=traffic)
+    )
+    timeline = simulate(program, UnitPrices(reduction=5.0))
+    times = [(e.start, e.end) for e in events_of(timeline, Reduce) if e.rank == 1]
+    assert times == [(3.0, 8.0), (8.0, 13.0)]
 
 
 def test_reductions_run_beside_computes_and_step_waits_for_them():
