@@ -28,6 +28,7 @@ from typing_extensions import assert_never
 
 from lightning_pipe.core.program import (
     Compute,
+    ComputeKind,
     Free,
     Instruction,
     Load,
@@ -92,13 +93,13 @@ class _RankCheck:
 
     def _demanded(self) -> _Demand:
         program, demand = self._program, _Demand()
-        kinds = ("F", "I", "W") if program.training else ("F",)
+        kinds: tuple[ComputeKind, ...] = ("F", "I", "W") if program.training else ("F",)
         held = [s for s, ranks in enumerate(program.layout.stages) if self._rank in ranks]
         works = [(s, m) for s in held for m in range(len(program.sizes))]
         for s, m in works:
             if not self._flow.samples(s, rank=self._rank, microbatch=m):
                 continue
-            computes = [Compute(s, kind, m) for kind in kinds]  # type: ignore[arg-type]
+            computes = [Compute(s, kind, m) for kind in kinds]
             demand.computes.update(computes)
             demand.frees.add(Free(s, m))
             demand.open_work[s, m] = len(computes)

@@ -122,6 +122,15 @@ def test_neighbouring_stages_on_a_rank_cost_one_weight_gradient_more_than_one_st
     assert makespans[0] == makespans[1] + 1.0
 
 
+@pytest.mark.parametrize("warmup", ["pa", "pb", "1f1b*"])
+def test_looped_stages_on_two_ranks_keep_the_bubble_of_interleaving(warmup):
+    """Idle with flush (p - 1)(tF + tI), with p = 2 ranks of two stages each."""
+    layout = Layout(((0,), (1,), (0,), (1,)))
+    order = order_of("1f1b", layout=layout, microbatches=12, options={"warmup": warmup})
+    timeline = simulate(verify(lower(order, layout=layout, sizes=(1,) * 12, traffic=chain(4))), UnitPrices())
+    assert timeline.idle_with_flush(0) == timeline.idle_with_flush(1) == 2.0
+
+
 def test_orders_do_not_depend_on_the_number_of_replicas():
     sliced = replace(FOUR, stages=((0, 4), (1,), (2, 5, 6), (3,)))
     for name in SCHEDULES:
