@@ -44,6 +44,17 @@ def groups(program: Program) -> tuple[Group, ...]:
     return tuple(sorted(group for group in found if len(group) > 1))
 
 
+def peers(programs: Iterable[Program], rank: int) -> tuple[int, ...]:
+    """List the ranks with which a rank exchanges messages or sums gradients."""
+    programs = tuple(programs)
+    pairs = {pair for program in programs for pair in channels(program)}
+    found = {other for pair in pairs if rank in pair for other in pair}
+    for program in programs:
+        shared = [bucket_group(bucket, program.layout) for bucket in program.traffic.buckets]
+        found.update(other for group in shared if rank in group for other in group)
+    return tuple(sorted(found - {rank}))
+
+
 def connect(transport: Transport, programs: Iterable[Program]) -> None:
     """Open what the programs use. Every rank calls it with the same programs, before the first of them runs."""
     programs = tuple(programs)

@@ -8,12 +8,15 @@ A walk is a generator that yields `Wait`s and returns its result.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from lightning_pipe.core.program import Instruction
 from lightning_pipe.errors import PipelineError
+
+_LOOK_S = 0.0005  # between two looks at a device
 
 
 class Handle(Protocol):
@@ -51,8 +54,13 @@ class Landing:
     handle: Handle
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the other handle has landed; does not wait itself."""
-        return self.handle.landed()
+        """Look at most so long whether the other handle has landed."""
+        end = time.monotonic() + timeout_s
+        while not self.handle.landed():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def landed(self) -> bool:
         """Return whether the other handle has landed."""

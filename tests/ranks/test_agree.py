@@ -2,10 +2,10 @@
 
 import pytest
 import torch.distributed as dist
-from ranks.world import World
 
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.agree import agree
+from ranks.world import World
 
 
 def say(odd_rank: int) -> str:

@@ -3,6 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+
+from lightning_pipe.runtime.groups import connect
+from lightning_pipe.runtime.results import Results
+from lightning_pipe.runtime.transport.process_group import process_group_transport
+from lightning_pipe.runtime.waiting import Handle, drive
+from lightning_pipe.runtime.watch import Unwatched
 from ranks.pipelines import (
     CPU,
     Case,
@@ -16,12 +22,6 @@ from ranks.pipelines import (
     split_of,
 )
 from ranks.world import World
-
-from lightning_pipe.runtime.groups import connect
-from lightning_pipe.runtime.results import Results
-from lightning_pipe.runtime.transport.process_group import process_group_transport
-from lightning_pipe.runtime.waiting import Handle, drive
-from lightning_pipe.runtime.watch import Unwatched
 
 CASES = {
     "1-1": Case("Chain", ((0,), (1,)), ("second",), sizes=(3, 2)),

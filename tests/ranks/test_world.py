@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+
 from ranks.world import Died, Raised, Returned, TimedOut, World
 
 

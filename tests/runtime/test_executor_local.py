@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from ranks.pipelines import Case, capture_of, executor_of, job_of, module_of, plain_gradients, program_of, split_of
 
 from lightning_pipe.core.program import Program
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.runtime.executor import run_together
 from lightning_pipe.runtime.transport.local import Hub
+from ranks.pipelines import Case, capture_of, executor_of, job_of, module_of, plain_gradients, program_of, split_of
 
 UNREPLICATED = {
     "1": Case("Chain", ((0,),), ()),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ranks.pipelines import CPU
 
 from lightning_pipe.capture.stage_program import Split, Value
 from lightning_pipe.core.program import Layout, Program, Traffic
@@ -12,6 +11,7 @@ from lightning_pipe.runtime.job import Outcome, Piece
 from lightning_pipe.runtime.results import Collected, Results
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import drive_together
+from ranks.pipelines import CPU
 
 SIZES = (3, 2)
 BATCH = torch.tensor([1.0, 2.0, 6.0, -3.0, 5.0], dtype=torch.float64)

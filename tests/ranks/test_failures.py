@@ -1,0 +1,147 @@
+"""One rank fails: every rank ends within seconds and says which one, where and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.groups import connect, peers
+from lightning_pipe.runtime.stage import Slice
+from lightning_pipe.runtime.store_watch import StoreWatch
+from lightning_pipe.runtime.transport.process_group import process_group_transport
+from lightning_pipe.runtime.transport.protocol import Transport
+from lightning_pipe.runtime.waiting import Done, Handle
+from lightning_pipe.runtime.watch import PATIENCE, Patience
+from ranks.pipelines import CPU, Case, capture_of, executor_of, job_of, module_of, program_of, split_of
+from ranks.world import Died, Returned, World
+
+CASE = Case("Chain", ((0,), (1,), (2,)))
+LIMIT_S = 20.0
+STEP = 2  # in which faults happen
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one rank does wrong at the forward of a micro-batch: it raises, dies, hangs, or withholds its messages."""
+
+    rank: int
+    what: str
+    microbatch: int = 1
+
+
+class Rank:
+    """One rank with its faults, in the place of its stage's `compute` and of its transport."""
+
+    def __init__(self, faults: Sequence[Fault], path: str, patience: Patience) -> None:
+        self.number, self.step = dist.get_rank(), 0
+        self.faults = {(f.what, f.microbatch) for f in faults if f.rank == self.number}
+        module = module_of(CASE)
+        capture = capture_of(CASE, module)
+        split = split_of(CASE, capture)
+        self.program = program_of(CASE, split)
+        self.transport: Transport = process_group_transport(CPU)
+        connect(self.transport, [self.program])
+        self.executor = executor_of(CASE, module, capture, split, Withholding(self))
+        stage = self.executor.stages[self.number]
+        self._compute, stage.compute = stage.compute, self.compute  # type: ignore[method-assign]
+        self.store = dist.PrefixStore("pipe", dist.FileStore(path, -1))
+        if self.number != 1:  # one rank is in a hurry, so that it is known who speaks
+            patience = replace(patience, deadline_s=PATIENCE.deadline_s)
+        watched = peers([self.program], self.number)
+        self.watch = StoreWatch(self.store, rank=self.number, ranks=3, peers=watched, patience=patience)
+
+    def compute(self, kind: str, microbatch: int, slice_: Slice) -> None:
+        if self.step == STEP and kind == "F":
+            if ("raises", microbatch) in self.faults:
+                raise ValueError("the user's mistake")
+            if ("dies", microbatch) in self.faults:
+                while f'"at": "{self.number}F{microbatch}"'.encode() not in self.store.get(f"beat/{self.number}"):
+                    pass  # until the others can know
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ("hangs", microbatch) in self.faults:
+                dist.recv(torch.zeros(1), src=2)
+        self._compute(kind, microbatch, slice_)  # type: ignore[arg-type]
+
+
+class Withholding:
+    """The transport of a rank, which sends nothing any more if that is its fault."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._own, self.rank = rank, rank.number
+
+    def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:
+        if self._own.step == STEP and ("withholds", 1) in self._own.faults:
+            return Done()
+        return self._own.transport.send(tensors, peer=peer)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._own.transport, name)
+
+
+def train(faults: Sequence[Fault], path: str, patience: Patience) -> tuple[str, float]:
+    """Return what this rank says, and the seconds from the fault until it does."""
+    rank = Rank(faults, path, patience)
+    begin = time.monotonic()
+    try:
+        for rank.step in range(STEP + 2):
+            begin = time.monotonic()
+            rank.executor.run(rank.program, job_of(CASE, step=rank.step), watch=rank.watch)
+    except PipelineError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        rank.watch.close()
+    return "all went well", time.monotonic() - begin
+
+
+def results(faults: Sequence[Fault], path: Path, patience: Patience = PATIENCE) -> list[object]:
+    return World(3).results(train, faults, str(path / "store"), patience)
+
+
+def test_without_faults_all_goes_well(tmp_path: Path) -> None:
+    assert [r.value[0] for r in results([], tmp_path) if isinstance(r, Returned)] == ["all went well"] * 3
+
+
+def test_every_rank_names_the_rank_that_raised_its_instruction_and_the_cause(tmp_path: Path) -> None:
+    for rank, result in enumerate(results([Fault(1, "raises")], tmp_path)):
+        assert isinstance(result, Returned)
+        text, seconds = result.value
+        assert "Rank 1 failed at 1F1" in text and "ValueError: the user's mistake" in text
+        assert rank == 1 or ("of step 2" in text and "test_failures.py" in text), "others see the user's line"
+        assert seconds < LIMIT_S
+
+
+def test_every_rank_names_the_rank_that_was_killed_and_its_last_instruction(tmp_path: Path) -> None:
+    first, killed, last = results([Fault(1, "dies")], tmp_path)
+    assert isinstance(killed, Died) and killed.exitcode == -signal.SIGKILL
+    for result in (first, last):
+        assert isinstance(result, Returned)
+        text, seconds = result.value
+        assert "Rank 1 failed at 1F1 of step 2: its process has probably died" in text
+        assert seconds < LIMIT_S
+
+
+def test_a_message_that_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
+    expected = (
+        "Rank 1 waits for stage 0, micro-batch 0, direction F from rank 0 for more than 2 s; "
+        "rank 0 is at 0I0, waiting for 0RECV_B0<1@1[0:2] of step 2"
+    )
+    for result in results([Fault(0, "withholds")], tmp_path, Patience(deadline_s=2.0)):
+        assert isinstance(result, Returned)
+        assert expected in result.value[0]
+
+
+def test_a_rank_that_cannot_look_up_prints_the_failure_and_ends(tmp_path: Path) -> None:
+    faults = [Fault(1, "hangs", 0), Fault(0, "raises")]
+    first, hanging, last = results(faults, tmp_path, Patience(grace_s=0.5))
+    assert isinstance(hanging, Died) and hanging.exitcode == 1
+    assert "Rank 1 ends at 1F0. Rank 0 failed at 0F1 of step 2: ValueError: the user's mistake" in hanging.stderr
+    for result in (first, last):
+        assert isinstance(result, Returned) and "Rank 0 failed at 0F1" in result.value[0]
