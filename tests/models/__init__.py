@@ -1,0 +1,1 @@
+"""Modules with data, for tests that compare a pipeline with one device."""
