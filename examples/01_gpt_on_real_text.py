@@ -1,0 +1,146 @@
+"""Train a byte-level GPT on the source of Python's standard library, on one device or as a pipeline.
+
+    python examples/01_gpt_on_real_text.py                                          # one device
+    python examples/01_gpt_on_real_text.py --strategy dapple --devices 2            # the same training, two stages
+    python examples/01_gpt_on_real_text.py --strategy dapple --devices 2 --timeline timeline.json
+
+Module, data and trainer know nothing of pipelines.
+"""
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_pipe
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+        x = x + self.dropout(self.out(attended))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(pl.LightningModule):
+    """A GPT over bytes; input embedding and output layer share their weight."""
+
+    def __init__(self, context: int = 64, width: int = 96, depth: int = 4, lr: float = 3e-3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads=4, dropout=0.05) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for embedding in (self.bytes, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.head.weight = self.bytes.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        text = batch[0].long()
+        return F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, betas=(0.9, 0.95))
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+
+    @torch.no_grad()
+    def generate(self, prompt: str, length: int) -> str:
+        text = torch.tensor([list(prompt.encode())], device=self.device)
+        for _ in range(length):
+            logits = self(text[:, -self.hparams.context :])[:, -1] / 0.7
+            text = torch.cat([text, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+        return bytes(text[0].tolist()).decode(errors="replace")
+
+
+class PythonSource(pl.LightningDataModule):
+    """The standard library's own files as windows of `context + 1` bytes; every tenth window is for validation."""
+
+    def __init__(self, context: int = 64, batch_size: int = 32, most_bytes: int = 4_000_000):
+        super().__init__()
+        self.context, self.batch_size, self.most_bytes = context, batch_size, most_bytes
+
+    def setup(self, stage: str) -> None:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        source = b"\n".join(file.read_bytes() for file in files)[: self.most_bytes]
+        size = self.context + 1
+        windows = torch.frombuffer(bytearray(source), dtype=torch.uint8)[: len(source) // size * size].view(-1, size)
+        held_out = torch.arange(len(windows)) % 10 == 0
+        self.train, self.val = TensorDataset(windows[~held_out]), TensorDataset(windows[held_out])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, self.batch_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT on the source of the standard library.")
+    parser.add_argument("--strategy", default="auto", help="auto, dapple, or any other of Lightning's")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--timeline", help="with dapple: file for the recorded timeline (Perfetto JSON)")
+    args = parser.parse_args()
+
+    pl.seed_everything(0)
+    strategy = lightning_pipe.DappleStrategy(trace=args.timeline) if args.timeline else args.strategy
+    trainer = pl.Trainer(
+        strategy=strategy,
+        devices=args.devices,
+        accelerator=args.accelerator,
+        max_steps=args.steps,
+        val_check_interval=args.steps,
+        check_val_every_n_epoch=None,
+        limit_val_batches=20,
+        gradient_clip_val=1.0,
+        log_every_n_steps=10,
+        default_root_dir="runs/gpt_on_real_text",
+        callbacks=[ModelCheckpoint(monitor="val_loss")],
+    )
+    trainer.fit(GPT(), PythonSource())
+
+    if trainer.is_global_zero:
+        losses = {name: f"{trainer.callback_metrics[name]:.3f}" for name in ("train_loss", "val_loss")}
+        print(f"\nafter {trainer.global_step} steps, nats per byte: {losses}")
+        checkpoint = trainer.checkpoint_callback.best_model_path
+        print(f"a sample from {checkpoint}:\n")
+        print(GPT.load_from_checkpoint(checkpoint, map_location="cpu").eval().generate("def read(self, ", 200))
+        if args.timeline:
+            print(f"\ntimeline: {args.timeline} (open it at https://ui.perfetto.dev)")
+
+
+if __name__ == "__main__":
+    main()
