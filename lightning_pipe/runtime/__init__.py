@@ -1,1 +1,15 @@
-"""Run a verified program on real ranks."""
+"""Run a verified program on real ranks.
+
+    transport = process_group_transport(device, deadline_s=300)            transport/process_group.py
+    agree({"plan": ..., "graph": ..., "program": ...})                     agree.py
+    connect(transport, [program, ...])                                     groups.py
+    watch = watch_default_group("fit0", peers=peers([program], rank), abort=transport.abort)       store_watch.py
+    executor = Executor(split, layout, state=State(parameters, buffers, device), transport=transport, loss=..., step=...)
+    outcome = executor.run(program, Job(leaves, cut, offsets, weight, seed, step), watch=watch)    executor.py, job.py
+    results = Results(split, layout, transport=transport, device=device)                           results.py
+    with watch.program(step):
+        collected = drive(results.collect(program, outcome, names, votes={}), wait=watch.wait)     waiting.py
+
+In one process and thread: `Hub().endpoint(rank)` is the transport of a rank, `run_together(executors, program, jobs)`
+runs a program, `drive_together([results.collect(...), ...])` gives the outputs to all ranks.
+"""

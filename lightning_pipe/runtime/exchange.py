@@ -16,6 +16,7 @@ from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, S
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.mailbox import Letter, Mailbox
 from lightning_pipe.runtime.parts import Content, buffer_for, cut, from_tensor, join, to_tensor
+from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle, Landing, Wait, Walk
@@ -42,8 +43,10 @@ class Exchange:
         self._sends: list[tuple[Send, Handle]] = []
         self._receives: list[tuple[Recv, Handle]] = []
 
-    def begin(self, program: Program) -> None:
+    def begin(self, program: Program, recorder: Recorder) -> None:
         """Forget everything under way, and tell the stages what will be fetched from them."""
+        self._recorder = recorder
+        self._posted: dict[Recv, Mark] = {}
         self._mailbox.clear()
         self._sends.clear()
         self._receives.clear()
@@ -77,6 +80,7 @@ class Exchange:
         values = [self._split.values[name] for name in names]
         buffers = tuple(buffer_for(value, len(message.samples), device=self._device) for value in values)
         handle = self._transport.receive(buffers, peer=receive.peer)
+        self._posted[receive] = self._recorder.mark()
         self._receives = [(earlier, under_way) for earlier, under_way in self._receives if not under_way.landed()]
         self._receives.append((receive, handle))
         self._mailbox.put(Letter(message, receive.peer, buffers, handle))
@@ -92,9 +96,15 @@ class Exchange:
             names = stage.program.receives[direction, source]
             letters = self._mailbox.take((direction, source, compute.stage, compute.microbatch))
             for letter in letters:
-                yield Wait(letter.handle, Recv(letter.message, letter.sender))
+                yield from self._arrive(letter)
             if letters:
                 stage.receive(compute.microbatch, self._joined(names, letters, compute))
+
+    def _arrive(self, letter: Letter) -> Walk[None]:
+        receive = Recv(letter.message, letter.sender)
+        yield Wait(letter.handle, receive)
+        if receive in self._posted:  # not what a stage of this rank has handed over
+            self._recorder.add(receive, self._posted.pop(receive))
 
     def hand_over(self, compute: Compute) -> None:
         """Put what a compute produced for stages on this rank into the mailbox."""

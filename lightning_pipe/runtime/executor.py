@@ -104,9 +104,9 @@ class Executor:
     ) -> Walk[Outcome]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         self._check(program)
-        self._exchange.begin(program)
-        self._gradients.clear()
         recorder = Recorder(self.rank, clock_of(self._state.device) if record else None)
+        self._exchange.begin(program, recorder)
+        self._gradients.begin(recorder)
         results: dict[str, list[Piece]] = defaultdict(list)
         for instruction in program.ranks[self.rank]:
             at(instruction)
@@ -114,24 +114,27 @@ class Executor:
             match instruction:
                 case Load():
                     self._load(instruction, job)
+                    recorder.add(instruction, started)
                 case Recv():
                     self._exchange.receive(instruction)
                 case Compute():
                     yield from self._exchange.collect(instruction)
                     started = recorder.mark()
                     self._compute(instruction, job, results)
+                    recorder.add(instruction, started)
                     self._exchange.hand_over(instruction)
                 case Send():
                     self._exchange.send(instruction)
+                    recorder.add(instruction, started)
                 case Reduce():
                     self._gradients.start(instruction)
                 case Step():
-                    yield from self._finish_batch()
+                    yield from self._finish_batch(recorder)
                 case Free():
                     self.stages[instruction.stage].free(instruction.microbatch)
+                    recorder.add(instruction, started)
                 case _:
                     assert_never(instruction)
-            recorder.add(instruction, started)
         yield from self._exchange.finish()
         return Outcome({name: tuple(pieces) for name, pieces in results.items()}, recorder.timeline())
 
@@ -161,12 +164,14 @@ class Executor:
         for name, content in stage.results(compute.microbatch).items():
             results[name].append(Piece(compute.microbatch, samples, content))
 
-    def _finish_batch(self) -> Walk[None]:
+    def _finish_batch(self, recorder: Recorder) -> Walk[None]:
         yield from self._exchange.finish_sends()
         yield from self._gradients.finish()
         yield from self._gradients.synchronise_buffers()
+        started = recorder.mark()
         with _named(f"Rank {self.rank} failed at {Step()}"):
             self._step()
+        recorder.add(Step(), started)
 
 
 def run_together(

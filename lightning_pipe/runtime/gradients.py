@@ -18,6 +18,7 @@ import torch
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.program import Layout, Reduce
 from lightning_pipe.runtime.groups import bucket_group, stage_group
+from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.protocol import Group, Transport
 from lightning_pipe.runtime.waiting import Handle, Wait, Walk
@@ -27,12 +28,13 @@ PIECE_BYTES = 25 * 2**20  # as DistributedDataParallel's default bucket
 
 @dataclass(frozen=True)
 class _Piece:
-    """Gradients on their way: `flat` holds those of `parameters` one after another."""
+    """Gradients on their way since `posted`: `flat` holds those of `parameters` one after another."""
 
     parameters: tuple[torch.Tensor, ...]
     flat: torch.Tensor
     handle: Handle
     reduce: Reduce
+    posted: Mark
 
 
 class Gradients:
@@ -63,6 +65,11 @@ class Gradients:
         self._differentiated = {name for stage in split.stages for name in stage.gradients.values()}
         self._under_way: list[_Piece] = []
 
+    def begin(self, recorder: Recorder) -> None:
+        """Forget sums under way."""
+        self._recorder = recorder
+        self._under_way.clear()
+
     def start(self, reduce: Reduce) -> None:
         """Begin to sum a bucket. The local gradients of its parameters must be complete."""
         group = bucket_group(self._split.traffic.buckets[reduce.bucket], self._layout)
@@ -72,12 +79,13 @@ class Gradients:
         for parameters in self._pieces(self._state.parameters[name] for name in names):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
             handle = self._transport.all_reduce(flat, group=group)
-            self._under_way.append(_Piece(parameters, flat, handle, reduce))
+            self._under_way.append(_Piece(parameters, flat, handle, reduce, self._recorder.mark()))
 
     def finish(self) -> Walk[None]:
         """Wait for all sums begun and put them into `grad`."""
         for piece in self._under_way:
             yield Wait(piece.handle, piece.reduce)
+            self._recorder.add(piece.reduce, piece.posted)
             sizes = [parameter.numel() for parameter in piece.parameters]
             for parameter, summed in zip(piece.parameters, torch.split(piece.flat, sizes), strict=True):
                 parameter.grad = summed.view_as(parameter)
@@ -91,10 +99,6 @@ class Gradients:
                 continue
             for name in sorted(program.mutations):
                 yield from self._synchronise(name, replicas, stage_group(program.stage, self._layout))
-
-    def clear(self) -> None:
-        """Forget sums under way."""
-        self._under_way.clear()
 
     def _synchronise(self, name: str, replicas: tuple[int, ...], group: Group) -> Walk[None]:
         buffer = self._state.tensor(name)

@@ -1,5 +1,9 @@
 """When did each instruction of this rank run? A recorder that costs two clock reads per instruction.
 
+A receive lasts from its posting until the compute that needs it has seen it arrive, a reduction from its posting until
+`Step` has seen it end; computes, loads and the step itself last as long as they run, waiting excluded. A send is only
+marked where it was posted: the receiver's event is that of the message.
+
 Times are seconds since the Unix epoch, so that the timelines of ranks on hosts with synchronised clocks can simply be
 put together. On an accelerator the clock is that of the device's events, tied to the epoch once per program.
 """

@@ -270,6 +270,25 @@ class StoreWatch:
             os._exit(1)
 
 
+def watch_default_group(
+    name: str, *, peers: Sequence[int], patience: Patience = PATIENCE, abort: Callable[[], None] = lambda: None
+) -> StoreWatch:
+    """Return a watch that speaks through the store of the default process group, over a connection of its own.
+
+    Args:
+        name: the same on all ranks, and new for every pipeline of this process group.
+        peers: ranks whose signs of life are read (`groups.peers`).
+        patience: deadlines.
+        abort: ends waits inside the device (`transport.abort`).
+    """
+    assert dist.group.WORLD is not None, "torch.distributed is initialised"
+    own: dist.Store = dist.group.WORLD.get_group_store().clone()  # type: ignore[attr-defined,name-defined]
+    store = dist.PrefixStore(f"pipe/{name}", own)  # type: ignore[attr-defined]
+    return StoreWatch(
+        store, rank=dist.get_rank(), ranks=dist.get_world_size(), peers=peers, patience=patience, abort=abort
+    )
+
+
 def _described(wait: Wait) -> str:
     """Name what is waited for: `stage 2, micro-batch 0, direction F from rank 1`."""
     match wait.what:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.groups import connect, peers
 from lightning_pipe.runtime.stage import Slice
-from lightning_pipe.runtime.store_watch import StoreWatch
+from lightning_pipe.runtime.store_watch import watch_default_group
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle
@@ -40,7 +40,7 @@ class Fault:
 class Rank:
     """One rank with its faults, in the place of its stage's `compute` and of its transport."""
 
-    def __init__(self, faults: Sequence[Fault], path: str, patience: Patience) -> None:
+    def __init__(self, faults: Sequence[Fault], name: str, patience: Patience) -> None:
         self.number, self.step = dist.get_rank(), 0
         self.faults = {(f.what, f.microbatch) for f in faults if f.rank == self.number}
         module = module_of(CASE)
@@ -52,18 +52,19 @@ class Rank:
         self.executor = executor_of(CASE, module, capture, split, Withholding(self))
         stage = self.executor.stages[self.number]
         self._compute, stage.compute = stage.compute, self.compute  # type: ignore[method-assign]
-        self.store = dist.PrefixStore("pipe", dist.FileStore(path, -1))
         if self.number != 1:  # one rank is in a hurry, so that it is known who speaks
             patience = replace(patience, deadline_s=PATIENCE.deadline_s)
+        self.name, self.store = name, dist.group.WORLD.get_group_store().clone()
         watched = peers([self.program], self.number)
-        self.watch = StoreWatch(self.store, rank=self.number, ranks=3, peers=watched, patience=patience)
+        self.watch = watch_default_group(name, peers=watched, patience=patience)
 
     def compute(self, kind: str, microbatch: int, slice_: Slice) -> None:
         if self.step == STEP and kind == "F":
             if ("raises", microbatch) in self.faults:
                 raise ValueError("the user's mistake")
             if ("dies", microbatch) in self.faults:
-                while f'"at": "{self.number}F{microbatch}"'.encode() not in self.store.get(f"beat/{self.number}"):
+                beat = f"pipe/{self.name}/beat/{self.number}"
+                while f'"at": "{self.number}F{microbatch}"'.encode() not in self.store.get(beat):
                     pass  # until the others can know
                 os.kill(os.getpid(), signal.SIGKILL)
             if ("hangs", microbatch) in self.faults:
@@ -86,9 +87,9 @@ class Withholding:
         return getattr(self._own.transport, name)
 
 
-def train(faults: Sequence[Fault], path: str, patience: Patience) -> tuple[str, float]:
+def train(faults: Sequence[Fault], name: str, patience: Patience) -> tuple[str, float]:
     """Return what this rank says, and the seconds from the fault until it does."""
-    rank = Rank(faults, path, patience)
+    rank = Rank(faults, name, patience)
     begin = time.monotonic()
     try:
         for rank.step in range(STEP + 2):
@@ -102,7 +103,7 @@ def train(faults: Sequence[Fault], path: str, patience: Patience) -> tuple[str, 
 
 
 def results(faults: Sequence[Fault], path: Path, patience: Patience = PATIENCE) -> list[object]:
-    return World(3).results(train, faults, str(path / "store"), patience)
+    return World(3).results(train, faults, path.name, patience)
 
 
 def test_without_faults_all_goes_well(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from lightning_pipe.core.program import Program
-from lightning_pipe.errors import ProgramError
+from lightning_pipe.core.program import Compute, Free, Program
+from lightning_pipe.errors import BatchError, PipelineError, ProgramError
 from lightning_pipe.runtime.executor import run_together
 from lightning_pipe.runtime.transport.local import Hub
 from ranks.pipelines import Case, capture_of, executor_of, job_of, module_of, plain_gradients, program_of, split_of
@@ -152,3 +152,38 @@ def test_only_verified_programs_are_run() -> None:
     fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(Program)}
     with pytest.raises(ProgramError, match=r"schedule\.verify"):
         executor.run(Program(**fields), job_of(case))
+
+
+def test_a_message_that_no_compute_takes_is_an_error() -> None:
+    case = UNREPLICATED["1-1"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    program = program_of(case, split, training=False)
+    without_forward = tuple(i for i in program.ranks[1] if not isinstance(i, (Compute, Free)))
+    broken = dataclasses.replace(program, ranks=(program.ranks[0], without_forward))
+    hub = Hub()
+    executors = [executor_of(case, module_of(case), capture, split, hub.endpoint(rank)) for rank in range(2)]
+    with pytest.raises(PipelineError, match=r"Rank 1 ended its program with letters .*1RECV_F0<0@0\[0:2\]"):
+        run_together(executors, broken, [job_of(case)] * 2)
+
+
+def test_an_error_in_a_compute_names_rank_and_instruction() -> None:
+    case = UNREPLICATED["1-1"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    executors = [executor_of(case, module_of(case), capture, split, hub.endpoint(rank)) for rank in range(2)]
+    x, y = job_of(case).leaves
+    job = dataclasses.replace(job_of(case), leaves=(x[:, :3], y))
+    with pytest.raises(PipelineError, match="Rank 0 failed at 0F0: RuntimeError"):
+        run_together(executors, program_of(case, split), [job] * 2)
+
+
+def test_a_batch_with_too_few_samples_is_refused() -> None:
+    case = UNREPLICATED["1"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    executor = executor_of(case, module_of(case), capture, split, Hub().endpoint(0))
+    x, y = job_of(case).leaves
+    with pytest.raises(BatchError, match=r"Leaf 0 of the batch is \[5, 4\]; samples 4 to 6"):
+        executor.run(program_of(case, split), dataclasses.replace(job_of(case), leaves=(x[:5], y)))

@@ -95,8 +95,8 @@ def test_the_failure_of_another_rank_is_raised_instead_of_its_consequence(
 
 
 def test_the_first_failure_wins(store: dist.HashStore, watch: StoreWatch) -> None:
+    watch.at(Compute(0, "F", 1))
     with pytest.raises(KeyError), watch.program(3):
-        watch.at(Compute(0, "F", 1))
         raise KeyError("mine")
     first = json.loads(store.get("failure"))
     assert (first["rank"], first["step"], first["at"], first["cause"]) == (0, 3, "0F1", "KeyError: 'mine'")
