@@ -1,0 +1,95 @@
+"""What a user may set: unknown names, wrong types and values out of range are errors that say what to do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_pipe.config import DappleConfig, hydra_schema, read_config
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.schedule.registry import SCHEDULES
+
+OPTIONS = (
+    "plan planner layout schedule warmup microbatches capture batch_dim seed deadline_s trace timeline_steps "
+    "start_method"
+).split()
+
+
+def test_the_options_are_these():
+    assert [field.name for field in fields(DappleConfig)] == OPTIONS
+
+
+def test_nothing_set_gives_the_defaults():
+    assert read_config({}) == DappleConfig()
+
+
+def test_every_schedule_can_be_chosen():
+    assert [read_config({"schedule": name}).schedule for name in SCHEDULES] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("plan", Path("plan.yaml"), "plan.yaml"),
+        ("trace", Path("runs/timeline.json"), "runs/timeline.json"),
+        ("deadline_s", 60, 60.0),
+        ("layout", 2, "2"),
+        ("layout", "2-1-1", "2-1-1"),
+        ("warmup", 3, "3"),
+        ("warmup", "4,3,2,1", "4,3,2,1"),
+        ("seed", None, None),
+        ("microbatches", 8, 8),
+    ],
+)
+def test_natural_spellings_are_read(name, value, read):
+    assert getattr(read_config({name: value}), name) == read
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"microbatchs": 4}, "unknown option 'microbatchs'; expected one of plan.*did you mean 'microbatches'"),
+        ({"microbatches": 0}, r"found microbatches=0 \(int\); expected an integer of at least 1"),
+        ({"microbatches": True}, r"found microbatches=True \(bool\); expected an integer"),
+        ({"microbatches": "8"}, r"found microbatches='8' \(str\); expected an integer"),
+        ({"schedule": "1f1"}, "found schedule='1f1'.*did you mean '1f1b'"),
+        ({"schedule": None}, "found schedule=None.*expected one of"),
+        ({"planner": "uniforms"}, "did you mean 'uniform'"),
+        ({"layout": "2,1"}, "expected ranks per stage joined by '-'"),
+        ({"layout": "2-0"}, "expected ranks per stage joined by '-'"),
+        ({"warmup": "pc"}, "expected \"pa\", \"pb\""),
+        ({"deadline_s": 0}, r"found deadline_s=0.0 \(float\); expected a number of seconds"),
+        ({"deadline_s": float("nan")}, "expected a number of seconds"),
+        ({"plan": ""}, "expected the path of a plan file"),
+        ({"seed": -1}, "expected an integer of at least 0"),
+        ({"batch_dim": 1.0}, r"found batch_dim=1.0 \(float\)"),
+        ({"start_method": "ssh"}, "expected one of 'popen'"),
+        ({"plan": "plan.yaml", "layout": "2-1"}, "found plan='plan.yaml' and layout.*Remove"),
+        ({"plan": "plan.yaml", "microbatches": 4, "schedule": "gpipe"}, "schedule, microbatches"),
+        ({"schedule": "gpipe", "warmup": "pb"}, "found warmup='pb' with schedule='gpipe'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told(options, text):
+    with pytest.raises(ConfigError, match=text):
+        read_config(options)
+
+
+def test_a_hydra_node_is_read_like_keywords():
+    node = OmegaConf.create({"n": 4, "strategy": {"microbatches": "${n}", "layout": "2-1"}})
+    assert read_config(node.strategy) == DappleConfig(microbatches=4, layout="2-1")
+
+
+def test_the_schema_of_the_presets_has_the_same_defaults():
+    schema = dict(OmegaConf.structured(hydra_schema()))
+    assert schema.pop("_target_") == "lightning_pipe.DappleStrategy"
+    assert read_config(schema) == DappleConfig()
+
+
+def test_layout_and_warmup_are_given_to_planner_and_schedule():
+    assert DappleConfig(layout="2-1").replicas == (2, 1)
+    assert DappleConfig().replicas is None
+    assert DappleConfig(warmup="pb").schedule_options == {"warmup": "pb"}
+    assert DappleConfig(schedule="gpipe").schedule_options == {}
