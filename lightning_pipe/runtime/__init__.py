@@ -4,7 +4,8 @@
     agree({"plan": ..., "graph": ..., "program": ...})                     agree.py
     connect(transport, [program, ...])                                     groups.py
     watch = watch_default_group("fit0", peers=peers([program], rank), abort=transport.abort)       store_watch.py
-    executor = Executor(split, layout, state=State(parameters, buffers, device), transport=transport, loss=..., step=...)
+    state = State(parameters, buffers, device)                             stage.py
+    executor = Executor(split, layout, state=state, transport=transport, loss=..., step=...)
     outcome = executor.run(program, Job(leaves, cut, offsets, weight, seed, step), watch=watch)    executor.py, job.py
     results = Results(split, layout, transport=transport, device=device)                           results.py
     with watch.program(step):

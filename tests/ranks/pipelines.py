@@ -123,10 +123,10 @@ def split_of(case: Case, capture: Capture) -> Split:
     return capture.split(tuple(capture.graph.position(at) for at in case.cuts))
 
 
-def program_of(case: Case, split: Split, *, training: bool = True) -> VerifiedProgram:
+def program_of(case: Case, split: Split) -> VerifiedProgram:
     """Return the verified program of the case's schedule."""
     order = order_of(case.schedule, layout=case.layout, microbatches=len(case.sizes))
-    return verify(lower(order, layout=case.layout, sizes=case.sizes, traffic=split.traffic, training=training))
+    return verify(lower(order, layout=case.layout, sizes=case.sizes, traffic=split.traffic))
 
 
 def job_of(case: Case, **changes: float) -> Job:

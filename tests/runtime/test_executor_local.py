@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from lightning_pipe.core.program import Compute, Free, Program
+from lightning_pipe.core.program import Compute, Free, Load, Message, Program, Recv, Samples, Send, VerifiedProgram
 from lightning_pipe.errors import BatchError, PipelineError, ProgramError
 from lightning_pipe.runtime.executor import run_together
 from lightning_pipe.runtime.transport.local import Hub
@@ -158,9 +158,9 @@ def test_a_message_that_no_compute_takes_is_an_error() -> None:
     case = UNREPLICATED["1-1"]
     capture = capture_of(case, module_of(case))
     split = split_of(case, capture)
-    program = program_of(case, split, training=False)
-    without_forward = tuple(i for i in program.ranks[1] if not isinstance(i, (Compute, Free)))
-    broken = dataclasses.replace(program, ranks=(program.ranks[0], without_forward))
+    message = Message("F", 0, 1, 0, Samples(0, 2))
+    sender = (Load(0, 0), Compute(0, "F", 0), Send(message, 1), Free(0, 0))
+    broken = VerifiedProgram((sender, (Recv(message, 0),)), case.sizes, case.layout, split.traffic, training=False)
     hub = Hub()
     executors = [executor_of(case, module_of(case), capture, split, hub.endpoint(rank)) for rank in range(2)]
     with pytest.raises(PipelineError, match=r"Rank 1 ended its program with letters .*1RECV_F0<0@0\[0:2\]"):
