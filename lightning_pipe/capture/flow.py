@@ -114,7 +114,21 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         batch_dim=found.dim if found else None,
         rows=found.rows if found else 1,
         combine="mean" if role == "mixed" else role,
+        order=_memory_order(meta, joint),
     )
+
+
+def _memory_order(meta: Any, joint: JointGraph) -> tuple[int, ...]:
+    """Return the dimensions of a value from the slowest to the fastest, () if that is their own order."""
+    if not isinstance(meta, torch.Tensor):
+        return ()
+    strides = [s if isinstance(s, int) else int(_at_capture(s, joint)) for s in meta.stride()]
+    order = tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
+    return () if order == tuple(range(len(strides))) else order
+
+
+def _at_capture(size: torch.SymInt, joint: JointGraph) -> Any:
+    return size.node.expr.xreplace({joint.symbol: sympy.Integer(joint.samples)})
 
 
 def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ...]]:

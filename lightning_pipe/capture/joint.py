@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture import torch_private as private
-from lightning_pipe.capture.hazards import Watched
+from lightning_pipe.capture.hazards import Watched, hazard
 from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Ref, StepRecord
 from lightning_pipe.capture.step import StepFunction
 from lightning_pipe.errors import CaptureError
@@ -92,6 +92,7 @@ def describe(
     """
     graph = module.graph
     _drop_detaches(graph)
+    _refuse_shapes_of_values(graph, {s for leaf in leaves for s in _symbols(leaf)})
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
     output = graph.output_node()
     described = list(zip(output.args[0], output.meta["desc"], strict=True))
@@ -139,6 +140,17 @@ def _own(name: str) -> str:
 
 def _symbols(leaf: torch.Tensor) -> set[Any]:
     return {s for size in leaf.shape if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+
+
+def _refuse_shapes_of_values(graph: fx.Graph, known: set[Any]) -> None:
+    """Refuse a graph in which a shape depends on the values of tensors."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(tensor, torch.Tensor) and _symbols(tensor) - known:
+                custom = node.meta.get("custom") or {}
+                what = f"the shape of {private.operator_name(node)}() depends on the values of tensors (data-dependent)"
+                raise hazard(what, custom.get("line", ""), custom.get("module", ""))
 
 
 def _drop_detaches(graph: fx.Graph) -> None:

@@ -21,7 +21,10 @@ class Ref:
 
 @dataclass(frozen=True)
 class Sized:
-    """Stand for a Python number that depends on the number of samples, such as `x.size(0)`: `of(samples)`."""
+    """Stand for a Python number that depends on the number of samples: `of(samples)`.
+
+    `x.size(0)` and `float(x.numel())` are such numbers.
+    """
 
     of: Callable[[int], int | float]
 

@@ -46,6 +46,8 @@ class Value:
         size: shape as a function of the number of samples.
         batch_dim: dimension along which samples lie, outermost within it; None if the value has no samples.
         rows: rows of `batch_dim` that belong to one sample (a flattened `[batch * time]` dimension has `time`).
+        order: dimensions from the slowest to the fastest in memory, as the step leaves them; () is row-major.
+            Kept on the way to another rank, because kernels round differently for other strides.
         combine: how the values of slices make the value of the batch: `cat` along `batch_dim`; `mean` weighted by
             samples; `sum`, `max`, `min`; `same` where it does not depend on the samples.
     """
@@ -56,6 +58,7 @@ class Value:
     batch_dim: int | None
     rows: int = 1
     combine: Combine = "same"
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ class StepFunction(nn.Module):
         self.answers = answers
         self.context = context
         self.runs = 0
+        self.pretended: int | None = None
+        self.sizes_read: list[str] = []
         self.current: Observer | None = None
         self.reads: dict[str, str] = {}
         self.observers: list[Observer] = []
@@ -90,16 +92,23 @@ class StepFunction(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the step; return the loss (if it has one) and the recorded tensors."""
-        module, run = self.model, self.runs
+        module, shift = self.model, min(self.runs, 1)
         self.runs += 1
         path = _ModulePath(module)
         observer, recording = Observer(self.answers, path.current), Recording()
         guard = AttributeGuard(module)
         self.current = observer
         batch = self.structure.fill(leaves)
-        arguments = tuple(a + run * _INDEX_SHIFT if i == 0 else a for i, a in enumerate(self.arguments))
+        arguments = tuple(a + shift * _INDEX_SHIFT if i == 0 else a for i, a in enumerate(self.arguments))
         try:
-            with self._counters(run), recording_calls(module, recording), path.following(), self.context(), observer:
+            with (
+                self._counters(shift),
+                self._float_sizes(),
+                recording_calls(module, recording),
+                path.following(),
+                self.context(),
+                observer,
+            ):
                 output = getattr(module, self.method)(batch, *arguments)
         finally:
             self.changed = guard.restore()
@@ -125,8 +134,22 @@ class StepFunction(nn.Module):
         return loss
 
     @contextlib.contextmanager
+    def _float_sizes(self) -> Iterator[None]:
+        """Answer `float(x.numel())` for as many samples as the tracer pretends, without fixing their number."""
+
+        def read(size: torch.SymInt) -> float:
+            self.sizes_read.append(user_line(2))
+            expression = size.node.expr
+            if self.pretended is None:
+                return float(size.node.hint)
+            return float(expression.xreplace(dict.fromkeys(expression.free_symbols, self.pretended)))
+
+        with mock.patch.object(torch.SymInt, "__float__", read, create=True):
+            yield
+
+    @contextlib.contextmanager
     def _counters(self, run: int) -> Iterator[None]:
-        """Show the step other counters and learning rates in every run, and note which ones it reads."""
+        """Show the step the true counters and learning rates (run 0) or others (run 1), and note what it reads."""
         trainer = self.model._trainer
         step = trainer.global_step if trainer is not None else 0
         epoch = trainer.current_epoch if trainer is not None else 0

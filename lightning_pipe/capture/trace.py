@@ -9,6 +9,7 @@ which the step raises or returns no loss is wrong); the answer is a guard of the
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ from lightning_pipe.capture.hazards import (
     random_line,
 )
 from lightning_pipe.capture.joint import JointGraph, describe
-from lightning_pipe.capture.record import LogCall, MetricCall
+from lightning_pipe.capture.record import LogCall, MetricCall, Sized
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.errors import CaptureError
 
@@ -50,7 +51,8 @@ class Request:
         method: name of the step method.
         structure: the batch without its data, of any number of samples.
         arguments: positional arguments after the batch.
-        samples: number of samples to trace with; at least 2 for a symbolic trace.
+        samples: number of samples to trace with, at least 2 for a symbolic trace; None for a batch that cannot be cut
+            into samples: it is traced as it is, and the graph holds for its shapes only.
         batch_dim: dimension of the samples.
         device: device on which the step will run.
         context: made anew for every run of the step (autocast of the precision plug-in).
@@ -62,12 +64,17 @@ class Request:
     method: str
     structure: Structure
     arguments: tuple[int, ...] = (0,)
-    samples: int = 2
+    samples: int | None = 2
     batch_dim: int = 0
     device: torch.device = _CPU
     context: Context = contextlib.nullcontext
     answers: Answers | None = None
     symbolic: bool = True
+
+    @property
+    def count(self) -> int:
+        """Return the number of samples of the traced batch; that of its first tensor if it cannot be cut."""
+        return self.samples if self.samples is not None else self.structure.leaves[0].shape[self.batch_dim]
 
 
 def trace(request: Request) -> JointGraph:
@@ -76,6 +83,8 @@ def trace(request: Request) -> JointGraph:
     Raises:
         CaptureError: naming the hazard and the user's line.
     """
+    if request.samples is None:
+        request = replace(request, symbolic=False)
     answers: tuple[bool, ...] = ()
     first_error: CaptureError | None = None
     for _ in range(_MAX_TRIES):
@@ -107,8 +116,9 @@ def _trace_with(request: Request, answers: tuple[bool, ...]) -> JointGraph:
     try:
         return _export(request, answers)
     except CaptureError as symbolic:
-        if not request.symbolic or symbolic.__cause__ is None:
-            raise
+        hazardous = symbolic.__cause__ is None and not isinstance(symbolic, _SizeDependent)
+        if not request.symbolic or hazardous:
+            raise  # a hazard: it would be one with a constant batch size too
         try:
             return _export(replace(request, symbolic=False), answers)
         except CaptureError:
@@ -140,6 +150,7 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         stack.enter_context(_tracing(step, state, mode, request.device))
         try:
             module = private.aot_export_joint_with_descriptors(stack, step, leaves).graph_module
+            _follow_sizes(step, leaves, request.count)
         except (CaptureError, Question):
             raise
         except Exception as error:
@@ -148,7 +159,7 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
     step.check_state()
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
     _compare_runs(step)
-    return describe(module, step, samples=request.samples, leaves=leaves, env=mode.shape_env, watched=watched)
+    return describe(module, step, samples=request.count, leaves=leaves, env=mode.shape_env, watched=watched)
 
 
 @contextlib.contextmanager
@@ -192,8 +203,8 @@ def _fake_leaves(request: Request, mode: Any) -> tuple[torch.Tensor, ...]:
         shape = list(leaf.shape)
         dynamic = [private.DimDynamic.STATIC] * len(shape)
         if len(shape) > request.batch_dim:
-            shape[request.batch_dim] = request.samples
-            if request.symbolic:
+            shape[request.batch_dim] = request.samples or shape[request.batch_dim]
+            if request.symbolic and request.samples is not None:
                 dynamic[request.batch_dim] = private.DimDynamic.DUCK
         tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
         context = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
@@ -212,7 +223,7 @@ def _explain(error: Exception, step: StepFunction) -> CaptureError:
     line = next((o.calls[-1][1] for o in reversed(_observers(step)) if o.calls), "")
     kind = type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0][:300]
-    data = ("DataDependent", "DynamicOutputShape", "PendingUnbacked", "UnbackedSymInt")
+    data = ("DataDependent", "DynamicOutputShape", "PendingUnbacked", "UnbackedSymInt", "FunctionalTensor", "FakeTensor")
     if any(word in kind or word in str(error) for word in data):
         return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
     if step.reads and step.runs > 1:
@@ -223,6 +234,48 @@ def _explain(error: Exception, step: StepFunction) -> CaptureError:
 
 def _observers(step: StepFunction) -> list[Observer]:
     return [*step.observers, *([step.current] if step.current is not None else [])]
+
+
+def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples: int) -> None:
+    """Find out what becomes of sizes that the step reads as floats: logged ones become functions of the samples.
+
+    The step is run again on the fake tensors while the tracer pretends one and two samples more.
+
+    Raises:
+        CaptureError: if such a number enters a torch call, or is logged and not linear in the samples.
+    """
+    if not step.sizes_read:
+        return
+    traced = len(step.recordings)
+    for more in (1, 2):
+        step.pretended = samples + more
+        step(*leaves)
+    runs = step.recordings[traced - 1 :]
+    calls = step.observers[traced - 1 :]
+    del step.recordings[traced:], step.observers[traced:]
+    try:
+        compare_calls(calls[0].calls, calls[1].calls, {})
+    except CaptureError as error:
+        raise _SizeDependent(str(error)) from error
+    for index, (call, one, two) in enumerate(zip(*(run.calls for run in runs), strict=True)):
+        if isinstance(call, LogCall) and isinstance(one, LogCall) and isinstance(two, LogCall):
+            value = _linear(call, one.value, two.value, samples)
+            runs[0].calls[index] = replace(call, value=value)
+
+
+class _SizeDependent(CaptureError):
+    """Say that a graph holds for one number of samples only."""
+
+
+def _linear(call: LogCall, one: Any, two: Any, samples: int) -> Any:
+    """Return the logged value, as a function of the samples if it depends on them."""
+    value = call.value
+    if not isinstance(value, float) or value == one == two:
+        return value
+    slope = one - value
+    if not math.isclose(two - one, slope, rel_tol=1e-9, abs_tol=1e-12):
+        raise _SizeDependent(f"{call.name!r}, logged at {call.line}, is no linear function of the number of samples.")
+    return Sized(lambda n: value + slope * (n - samples))
 
 
 def _compare_runs(step: StepFunction) -> None:

@@ -15,7 +15,7 @@ from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.mailbox import Letter, Mailbox
-from lightning_pipe.runtime.parts import Content, buffer_for, cut, from_tensor, join, to_tensor
+from lightning_pipe.runtime.parts import Content, buffer_for, cut, from_tensor, join, packed, to_tensor
 from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
@@ -68,8 +68,10 @@ class Exchange:
     def send(self, send: Send) -> None:
         """Post a message from a stage of this rank."""
         message = send.message
-        contents = self._parts(message).values()
-        tensors = [to_tensor(content, device=self._device).contiguous() for content in contents]
+        tensors = [
+            packed(to_tensor(content, device=self._device), self._split.values[name])
+            for name, content in self._parts(message).items()
+        ]
         self._sends = [(earlier, under_way) for earlier, under_way in self._sends if not under_way.landed()]
         self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
 
@@ -79,7 +81,8 @@ class Exchange:
         names = self._stages[message.target].program.receives[message.direction, message.source]
         values = [self._split.values[name] for name in names]
         buffers = tuple(buffer_for(value, len(message.samples), device=self._device) for value in values)
-        handle = self._transport.receive(buffers, peer=receive.peer)
+        views = [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
+        handle = self._transport.receive(views, peer=receive.peer)
         self._posted[receive] = self._recorder.mark()
         self._receives = [(earlier, under_way) for earlier, under_way in self._receives if not under_way.landed()]
         self._receives.append((receive, handle))

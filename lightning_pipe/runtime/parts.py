@@ -94,10 +94,18 @@ def from_tensor(tensor: torch.Tensor, value: Value) -> Content:
 
 
 def buffer_for(value: Value, samples: int, *, device: torch.device) -> torch.Tensor:
-    """Allocate the tensor that receives a value for `samples` samples."""
+    """Allocate the tensor that receives a value for `samples` samples, in the value's memory order."""
     if value.dtype is None:
         return torch.empty((), dtype=torch.int64, device=device)
-    return torch.empty(value.size(samples), dtype=value.dtype, device=device)
+    size = value.size(samples)
+    order = value.order or tuple(range(len(size)))
+    packed = torch.empty([size[dim] for dim in order], dtype=value.dtype, device=device)
+    return packed.permute([order.index(dim) for dim in range(len(order))])
+
+
+def packed(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+    """Return a contiguous tensor with the content of a value; of a buffer from `buffer_for` it is a view."""
+    return (tensor.permute(value.order) if value.order else tensor).contiguous()
 
 
 def _combine(value: Value, direction: Pass) -> Combine:

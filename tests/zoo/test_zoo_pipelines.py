@@ -40,7 +40,7 @@ def made(name: str):
 
 def captured(module, batch, sizes) -> Capture:
     tensors, structure = flatten(batch)
-    request = Request(module, "training_step", structure, samples=max(2, sizes[0]))
+    request = Request(module, "training_step", structure, samples=max(2, sizes[0]) if len(sizes) > 1 else None)
 
     def answer() -> tuple[bool, ...]:
         return real_answers(request, [t[: sizes[0]] if t.ndim else t for t in tensors])
@@ -89,6 +89,9 @@ def test_a_module_of_the_zoo_has_its_gradients_when_cut_anywhere(name):
     module, batch = made(name)
     sizes = sizes_of(batch)
     capture = captured(module, batch, sizes)
+    if any(capture.misfit(size) for size in sizes):  # the step fixes the number of samples
+        sizes = (SAMPLES,)
+        capture = captured(module, batch, sizes)
     tensors, structure = flatten(batch)
     whole = len(sizes) == 1
     cut = tuple(not whole and t.ndim > 0 for t in tensors)
