@@ -81,19 +81,20 @@ def test_the_weight_of_the_job_scales_gradients() -> None:
         assert all(torch.equal(half[name], whole[name] / 2) for name in whole)
 
 
-def test_gradients_accumulate_over_programs() -> None:
-    case = UNREPLICATED["1-1-1"]
+def test_gradients_accumulate_over_programs_until_one_synchronises() -> None:
+    case = REPLICATED["2-1"]
     capture = capture_of(case, module_of(case))
     split = split_of(case, capture)
-    program = program_of(case, split)
     hub = Hub()
     modules = [module_of(case) for _ in range(3)]
     executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
-    jobs = [job_of(case)] * 3
-    run_together(executors, program, jobs)
-    once = modules[0].first.weight.grad.clone()
-    run_together(executors, program, jobs)
-    torch.testing.assert_close(modules[0].first.weight.grad, 2 * once, rtol=0, atol=1e-15)
+    for synchronise in (False, True):
+        run_together(executors, program_of(case, split, synchronise=synchronise), [job_of(case, weight=0.5)] * 3)
+    expected = plain_gradients(case, [(0, sum(case.sizes))])
+    for rank, module in enumerate(modules):
+        layer = "third" if rank == 2 else "first"
+        gradient = module.get_submodule(layer).weight.grad
+        torch.testing.assert_close(gradient, expected[f"{layer}.weight"], rtol=0, atol=1e-12)
 
 
 def test_running_averages_advance_as_in_the_plain_module() -> None:
