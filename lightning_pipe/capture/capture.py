@@ -95,7 +95,7 @@ def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str])
         entry[2] += _touched(nodes[name], joint)
     parameter_bytes = {aliases[f]: _bytes(nodes[n], joint) for n, f in joint.parameters.items()}
     return Graph(
-        nodes=tuple(_node(nodes[name], joint, kinds, costs[name]) for name in kinds.placed),
+        nodes=tuple(_node(nodes[name], joint, kinds, costs[name], aliases) for name in kinds.placed),
         samples=joint.samples,
         parameter_bytes=parameter_bytes,
         fingerprint=fingerprint(joint),
@@ -133,7 +133,7 @@ def _owners(joint: JointGraph, kinds: Kinds) -> dict[str, str]:
     return owner
 
 
-def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, costs: list[int]) -> Node:
+def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, costs: list[int], aliases: dict[str, str]) -> Node:
     custom: dict[str, str] = node.meta.get("custom") or {}
     inputs = [kinds.parents.get(n.name, n.name) for n in node.all_input_nodes]
     return Node(
@@ -142,7 +142,7 @@ def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, costs: list[int]) -> N
         module=custom.get("module", ""),
         line=custom.get("line", ""),
         inputs=tuple(dict.fromkeys(n for n in inputs if n in kinds.placed or n in joint.leaves)),
-        parameters=tuple(sorted(_parameters(node, joint, kinds))),
+        parameters=tuple(sorted({aliases[name] for name in _parameters(node, joint, kinds)})),
         output_bytes=_bytes(node, joint),
         flops=costs[0],
         backward_flops=costs[1],
