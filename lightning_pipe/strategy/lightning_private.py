@@ -1,0 +1,98 @@
+"""Which names of Lightning that are not public do we touch, and why? All of them are here; a contract test reads this.
+
+    _AutomaticOptimization, Closure     the loop of one batch: ours zeroes gradients before the program runs, because
+                                        the program is forward and backward in one
+    fit_loop.epoch_loop.automatic_optimization    where that loop hangs
+    fit_loop.setup_data                 asks the user's loaders for data, as `Trainer.estimated_stepping_batches` does
+    fit_loop._combined_loader           the loaders it has asked for
+    fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
+                                        `setup_data`, which we call earlier
+    LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
+    LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
+    _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
+    _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
+    _optimizers_to_device, _optimizer_to_device   move optimizer state
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend,
+)
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+__all__ = [
+    "AutomaticOptimization",
+    "Closure",
+    "ForkLauncher",
+    "ScriptLauncher",
+    "default_backend",
+    "init_dist_connection",
+    "optimizer_to_device",
+    "optimizers_to_device",
+]
+
+
+def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
+    """Let the fit loop ask for its data now, and return its loaders; None if there is nothing to train on."""
+    trainer.fit_loop.setup_data()
+    return trainer.fit_loop._combined_loader
+
+
+def restore_loader_states(trainer: pl.Trainer) -> None:
+    """Give the loaders the state that a checkpoint holds for them."""
+    trainer.fit_loop._load_combined_loader_states()
+
+
+def swap_optimization(trainer: pl.Trainer, loop: AutomaticOptimization) -> AutomaticOptimization:
+    """Let the training loop use another loop for a batch, and return the one before."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    before = epoch_loop.automatic_optimization
+    epoch_loop.automatic_optimization = loop
+    return before
+
+
+def transfer(module: pl.LightningModule, batch: Any, device: Any) -> Any:
+    """Move a training batch to a device as the training loop does, through the user's hooks."""
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+
+
+def skip_hook_before_transfer(module: pl.LightningModule, skip: type) -> None:
+    """Do not call `on_before_batch_transfer` for batches of type `skip`, until `call_hook_before_transfer`."""
+    vars(module)["_on_before_batch_transfer"] = _Skipping(module, skip)
+
+
+def call_hook_before_transfer(module: pl.LightningModule) -> None:
+    """Call `on_before_batch_transfer` for every batch again."""
+    vars(module).pop("_on_before_batch_transfer", None)
+
+
+class _Skipping:
+    """The module's method, except for batches of one type (also inside lists and dicts of loaders)."""
+
+    def __init__(self, module: pl.LightningModule, skip: type) -> None:
+        self.module, self.skip = module, skip
+
+    def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        return batch if _holds(batch, self.skip) else type(self.module)._on_before_batch_transfer(
+            self.module, batch, dataloader_idx
+        )
+
+
+def _holds(batch: Any, kind: type) -> bool:
+    if isinstance(batch, dict):
+        return any(_holds(item, kind) for item in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return any(_holds(item, kind) for item in batch)
+    return isinstance(batch, kind)

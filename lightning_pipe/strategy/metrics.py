@@ -1,0 +1,112 @@
+"""What did the step say to loggers and metrics? Say it again on every rank, with the values of the whole batch.
+
+The calls that were recorded when the step was captured are made in their order, with the arguments combined over
+micro-batches and replicas. Every rank makes the same calls with the same values, so every callback sees the same
+numbers, and a torchmetrics object has on every rank the state that it would have on one device. Therefore nothing may
+be summed over ranks again: `sync_dist` is harmless because the strategy's `reduce` is the identity, and metrics are
+told that there is nobody to synchronise with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torchmetrics
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+
+from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized, StepRecord
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.parts import Content
+
+
+_SAID = (Ref, Sized, MetricRef, MetricValue)
+
+
+def outputs(record: StepRecord) -> tuple[str, ...]:
+    """Return the names of all values that are needed after the step, each once."""
+    found: dict[str, None] = {} if record.loss is None else {record.loss: None}
+    said = [
+        record.returned,
+        [guard.ref for guard in record.guards],
+        [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
+    ]
+    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, Ref) else None)
+    return tuple(found)
+
+
+def replay(record: StepRecord, values: Mapping[str, Content], *, samples: int, module: pl.LightningModule) -> Any:
+    """Make the recorded calls, and return what the step returned.
+
+    Args:
+        record: what the step said.
+        values: its outputs for the whole batch.
+        samples: samples of the batch.
+        module: the module that logs.
+
+    Raises:
+        PipelineError: if an answer that the step was captured with was another one for this batch.
+    """
+    _check_guards(record, values)
+    results: list[Any] = []
+
+    def real(said: Any) -> Any:
+        return apply_to_collection(said, _SAID, one)
+
+    def one(said: Any) -> Any:
+        match said:
+            case Ref(name):
+                return values[name]
+            case Sized(of):
+                return of(samples)
+            case MetricRef(path):
+                return module.get_submodule(path)
+            case MetricValue(call):
+                return results[call]
+
+    for call in record.calls:
+        results.append(_make(call, real, module))
+    return real(record.returned)
+
+
+def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> Any:
+    match call:
+        case LogCall(name, value, kwargs):
+            log = module.log_dict if name == "" else lambda *a, **k: module.log(name, *a, **k)
+            log(real(value), **real(kwargs))
+            return None
+        case MetricCall(path, method, args, kwargs):
+            return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
+
+
+def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
+    for guard in record.guards:
+        if float(values[guard.ref.name]) > 0:
+            raise PipelineError(
+                f"The step was captured with the answer {guard.expected} to the question at {guard.line}; for this "
+                "batch the answer is another one, so the captured graph does not hold. Compute both branches with "
+                "torch.where, or raise in the branch that is an error."
+            )
+
+
+class MetricsAlone:
+    """Tell the torchmetrics objects of a module that there are no other ranks, and undo it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [(m, m.distributed_available_fn) for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+
+    def begin(self) -> None:
+        """Switch synchronisation over ranks off."""
+        for metric, _ in self._before:
+            metric.distributed_available_fn = _nobody
+
+    def end(self) -> None:
+        """Give every metric what it had before."""
+        for metric, before in self._before:
+            metric.distributed_available_fn = before
+
+
+def _nobody() -> bool:
+    return False

@@ -1,0 +1,334 @@
+"""How does one rank run the steps of a module? Captured once per kind of batch, cut by one plan, run as programs.
+
+    pipeline.plan_for(call)            capture on all ranks, plan on rank 0, place parameters, agree
+    pipeline.run(call, turn) -> Ran    a verified program for this batch, and its outputs on every rank
+
+A step is captured again when a batch has another structure, or when what the graph depends on has changed: modes,
+frozen parameters, attributes that the step reads. All captured steps share the plan. Everything here is called on all
+ranks together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_pipe.capture import Capture, Request, Structure, capture_step
+from lightning_pipe.capture.record import StepRecord
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.serial import to_yaml
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.planner.problem import resolve
+from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.parts import Content
+from lightning_pipe.runtime.waiting import drive
+from lightning_pipe.strategy.links import Links
+from lightning_pipe.strategy.planning import check_samples, cut_other, given_plan, make_plan
+from lightning_pipe.strategy.step import Step, agree, slices
+from lightning_pipe.strategy.weights import Weights
+
+log = logging.getLogger(__name__)
+
+TRAINING = "training_step"
+_NO_DIM = 1 << 16  # no tensor has this dimension: the batch is one indivisible sample
+_MOST_CAPTURES = 64
+Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step.
+
+    Attributes:
+        method: name of the step.
+        structure: the batch without its tensors, the same on all ranks.
+        arguments: positional arguments after the batch.
+        answers: returns, on rank 0, the truth values that the step asks for on real tensors; None where no real run is
+            possible.
+    """
+
+    method: str
+    structure: Structure
+    arguments: tuple[int, ...]
+    answers: Callable[[Request], tuple[bool, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is special about one run.
+
+    Attributes:
+        tensors: leaves of the batch; None in their place on ranks that do not load.
+        number: number of the batch, part of the key of random numbers.
+        weight: share of the batch in the step's loss.
+        synchronise: whether gradients are summed over ranks.
+        record: whether a timeline is wanted.
+    """
+
+    tensors: tuple[Content | None, ...]
+    number: int
+    weight: float = 1.0
+    synchronise: bool = True
+    record: bool = False
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What every rank knows after a run; the timeline is this rank's."""
+
+    record: StepRecord
+    values: Mapping[str, Content]
+    samples: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The plan, and the graph that it was made for with its cuts."""
+
+    plan: Plan
+    graph: Graph
+    cuts: tuple[int, ...]
+
+
+class Pipeline:
+    """The steps of one module on one rank.
+
+    Args:
+        module: the user's module.
+        config: options.
+        links: to the other ranks.
+        weights: where parameters live.
+        contexts: step method -> context that the step runs in (autocast, no_grad).
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        config: DappleConfig,
+        links: Links,
+        weights: Weights,
+        contexts: Contexts,
+        device: torch.device,
+    ) -> None:
+        self._module, self._config, self._links, self._weights = module, config, links, weights
+        self._contexts, self._device = contexts, device
+        self._steps: dict[tuple[Any, ...], list[Step]] = {}
+        self._planned: _Planned | None = None
+        self._given: Plan | None = None
+        self._seed = 0
+        self._trained = 0
+        self._reduced = False
+
+    @property
+    def planned(self) -> tuple[Plan, Graph] | None:
+        """Return the plan and its graph, once there are any."""
+        return None if self._planned is None else (self._planned.plan, self._planned.graph)
+
+    def plan_for(self, call: Call) -> None:
+        """Make the plan for this call's step, and place parameters by it.
+
+        Raises:
+            CaptureError: if the step cannot be captured.
+            PlanError: if a given plan does not fit, or no plan can be made.
+            BatchError: if the batch cannot be cut as the plan demands.
+        """
+        control, config = self._links.control, self._config
+        self._given = control.agreed(lambda: given_plan(config), source=0, what="the plan file")
+        mine = torch.initial_seed() if config.seed is None else config.seed
+        self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
+        samples = self._samples(call.structure)
+        capture = self._capture(call, self._first_slice(samples))
+        plan = control.agreed(lambda: self._plan(capture.graph, samples), source=0, what="the plan")
+        check_samples(plan, samples)
+        cuts = resolve(plan, capture.graph, ranks=control.ranks)
+        self._planned = _Planned(plan, capture.graph, cuts)
+        agree(self._links, {"plan": to_yaml(plan)})
+        if not self._sizes(capture, samples):
+            capture = self._capture_for(call, samples)
+            cuts = self._cuts(capture.graph)
+        step = self._build(capture, cuts)
+        self._weights.place(step.split, plan.layout)
+        self._steps[self._key(call)] = [step]
+
+    def run(self, call: Call, turn: Turn) -> Ran:
+        """Run a step on a batch.
+
+        Raises:
+            CaptureError: if the step has changed and cannot be captured.
+            BatchError: if the batch cannot be cut.
+            PipelineError: if the program fails on any rank.
+        """
+        samples = self._samples(call.structure)
+        step, sizes = self._step(call, samples)
+        training = call.method == TRAINING
+        program = step.program(sizes, synchronise=turn.synchronise, training=training)
+        step.refresh(self._trained)
+        if training:
+            self._before_training(step)
+        divisible = self._divisible(call.structure)
+        job = Job(
+            leaves=turn.tensors,
+            cut=call.structure.cut(self._config.batch_dim) if divisible else (False,) * len(turn.tensors),
+            offsets=tuple(sum(sizes[:m]) for m in range(len(sizes))),
+            weight=turn.weight,
+            seed=self._seed,
+            step=turn.number,
+        )
+        outcome = step.executor.run(program, job, record=turn.record, watch=self._links.watch)
+        collected = drive(step.results.collect(program, outcome, step.names), wait=self._links.watch.wait)
+        if training:
+            self._trained += 1
+            self._reduced = turn.synchronise
+        return Ran(step.capture.record, collected.values, samples, outcome.timeline)
+
+    def _before_training(self, step: Step) -> None:
+        """Keep gradients that are summed already on one of their holders, so that they are not summed twice."""
+        if self._reduced:
+            step.keep_sums_once()
+
+    def _step(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
+        """Return the captured step for a call, and the micro-batches of its batch."""
+        key = self._key(call)
+        steps = self._steps.pop(key, [])
+        self._steps[key] = steps  # now the youngest
+        for step in steps:
+            sizes = self._sizes(step.capture, samples)
+            if sizes and not step.capture.changed():
+                return step, sizes
+        if steps and (change := steps[-1].capture.changed()):
+            log.info("%s is captured again: %s", call.method, change)
+        capture = self._capture_for(call, samples)
+        step = self._build(capture, self._cuts(capture.graph))
+        if call.method == TRAINING:
+            step.refuse_borrowed()
+        steps[:] = [s for s in steps if not s.capture.changed()] + [step]
+        if len(self._steps) > _MOST_CAPTURES:
+            del self._steps[next(iter(self._steps))]
+        return step, self._sizes(capture, samples)
+
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        """Return what a captured step is kept under: everything that its graph depends on from the start."""
+        dim = self._config.batch_dim
+        leaves = tuple((*leaf.shape[:dim], *leaf.shape[dim + 1 :], leaf.dtype) for leaf in call.structure.leaves)
+        divisible = self._divisible(call.structure)
+        shapes = leaves if divisible else call.structure.leaves
+        modes = tuple(module.training for module in self._module.modules())
+        frozen = tuple(parameter.requires_grad for parameter in self._module.parameters())
+        return (call.method, repr(call.structure.template), shapes, call.arguments[1:], modes, frozen)
+
+    def _capture_for(self, call: Call, samples: int) -> Capture:
+        """Capture a step so that a batch of this size can be cut; for one size only if it must be.
+
+        Raises:
+            BatchError: if there is no way to cut the batch.
+        """
+        layout, misfit = self._plan_now.layout, ""
+        wanted = _even(samples, self._plan_now.microbatches)
+        capture = self._capture(call, max(slices(layout, wanted)))
+        if self._sizes(capture, samples):
+            return capture
+        for count in range(len(wanted), 0, -1):
+            sizes = slices(layout, _even(samples, count))
+            if len(sizes) == 1:
+                capture = self._capture(call, sizes.pop(), symbolic=False)
+                if self._sizes(capture, samples):
+                    return capture
+            misfit = misfit or capture.misfit(max(slices(layout, _even(samples, count))))
+        raise BatchError(
+            f"A batch of {samples} samples cannot be cut for this step and layout {layout.stages}: {misfit}. Use a "
+            "batch size that every replica can share equally, or one rank per stage."
+        )
+
+    def _capture(self, call: Call, samples: int, *, symbolic: bool = True) -> Capture:
+        divisible = self._divisible(call.structure)
+        answers = call.answers
+        request = Request(
+            module=self._module,
+            method=call.method,
+            structure=call.structure,
+            arguments=call.arguments,
+            samples=samples if not symbolic or not divisible else max(2, samples),
+            batch_dim=self._config.batch_dim if divisible else _NO_DIM,
+            device=self._device,
+            context=self._contexts[call.method],
+            answers=None
+            if answers is None
+            else lambda: self._links.control.agreed(
+                lambda: answers(request), source=0, what="the answers that the step asks of its tensors"
+            ),
+            symbolic=symbolic and divisible,
+        )
+        with torch.inference_mode(False):
+            return capture_step(request)
+
+    def _build(self, capture: Capture, cuts: tuple[int, ...]) -> Step:
+        agree(self._links, {"captured graph": capture.graph.fingerprint})
+        return Step(
+            capture, capture.split(cuts), plan=self._plan_now, links=self._links, weights=self._weights, device=self._device
+        )
+
+    def _cuts(self, graph: Graph) -> tuple[int, ...]:
+        assert self._planned is not None, "planned before anything is run"
+        return cut_other(graph, planned=self._planned.graph, cuts=self._planned.cuts)
+
+    @property
+    def _plan_now(self) -> Plan:
+        assert self._planned is not None, "planned before anything is run"
+        return self._planned.plan
+
+    def _plan(self, graph: Graph, samples: int) -> Plan:
+        if self._given is not None:
+            return self._given
+        return make_plan(graph, self._config, samples=samples, ranks=self._links.control.ranks)
+
+    def _sizes(self, capture: Capture, samples: int) -> tuple[int, ...]:
+        """Return the micro-batches of a batch: as many as planned, fewer where the graph needs it; () if none fit."""
+        layout = self._plan_now.layout
+        for count in range(min(samples, self._plan_now.microbatches), 0, -1):
+            sizes = _even(samples, count)
+            if not any(capture.misfit(size) for size in slices(layout, sizes)):
+                return sizes
+        return ()
+
+    def _samples(self, structure: Structure) -> int:
+        return structure.samples(self._config.batch_dim) if self._divisible(structure) else 1
+
+    def _first_slice(self, samples: int) -> int:
+        """Guess the size of a micro-batch before there is a plan."""
+        wanted = self._given.microbatches if self._given is not None else self._config.microbatches
+        return max(_even(samples, wanted or 1))
+
+    def _divisible(self, structure: Structure) -> bool:
+        """Say whether batches like this can be cut; those that cannot are whole where nobody wants to cut them."""
+        if self._planned is not None:
+            plan: Plan | None = self._planned.plan
+        else:
+            plan = self._given
+        if plan is not None:
+            whole = plan.microbatches == 1 and all(len(stage.ranks) == 1 for stage in plan.stages)
+        else:
+            whole = self._config.microbatches == 1 and set(self._config.replicas or (1,)) == {1}
+        if not whole:
+            return True
+        try:
+            structure.samples(self._config.batch_dim)
+        except BatchError:
+            return False
+        return True
+
+
+def _even(samples: int, microbatches: int) -> tuple[int, ...]:
+    count = min(samples, microbatches)
+    return tuple(samples // count + (m < samples % count) for m in range(count))

@@ -1,0 +1,73 @@
+"""Who makes the plan? A file of the user's, or the planner; rank 0 alone, and tells it to all.
+
+Also here: how a plan meets graphs other than the one that it was made for (validation, other shapes).
+"""
+
+from __future__ import annotations
+
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.serial import load_yaml
+from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.planner.problem import transfer_cuts
+from lightning_pipe.planner.uniform import uniform
+
+
+def given_plan(config: DappleConfig) -> Plan | None:
+    """Read the user's plan, if there is one.
+
+    Raises:
+        PlanError: if the file cannot be read.
+    """
+    return None if config.plan is None else load_yaml(Plan, config.plan)
+
+
+def make_plan(graph: Graph, config: DappleConfig, *, samples: int, ranks: int) -> Plan:
+    """Plan for this graph as the configuration says.
+
+    Raises:
+        PlanError: if the layout does not fit the ranks, or the graph is too small.
+    """
+    replicas = config.replicas or (1,) * ranks
+    if sum(replicas) != ranks:
+        raise PlanError(
+            f"layout={config.layout!r} asks for {sum(replicas)} ranks, the trainer has {ranks}. Change `layout` or "
+            "`devices` (times `num_nodes`)."
+        )
+    return uniform(
+        graph,
+        replicas=replicas,
+        samples=samples,
+        microbatches=config.microbatches,
+        schedule=config.schedule,
+        options=dict(config.schedule_options),
+    )
+
+
+def check_samples(plan: Plan, samples: int) -> None:
+    """Check that the first batch can be cut into the plan's micro-batches.
+
+    Raises:
+        BatchError: if it has fewer samples.
+    """
+    if samples < plan.microbatches:
+        raise BatchError(
+            f"The first batch has {samples} samples, but {plan.microbatches} micro-batches are wanted. Set "
+            f"microbatches to at most {samples}, or increase the batch size."
+        )
+
+
+def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Cut another graph of the module so that, where possible, every stage finds the parameters that it holds.
+
+    Args:
+        graph: the graph to be cut; some stages may have no work in it.
+        planned: the graph that was cut by the plan.
+        cuts: its cuts.
+    """
+    starts = [0, *transfer_cuts(planned, cuts, graph).cuts]
+    ends = [*starts[1:], len(graph.nodes)]
+    working = next(s for s, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end)
+    starts[1 : working + 1] = [ends[working]] * working  # batches are loaded by stage 0, so it always has work
+    return tuple(starts[1:])

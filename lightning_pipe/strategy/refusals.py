@@ -1,0 +1,114 @@
+"""What cannot work in a pipeline? Refuse it before anything starts, with the reason and the way out."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parameter import UninitializedTensorMixin
+
+from lightning_pipe.errors import UnsupportedError
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+# callback (some are newer than the oldest Lightning that we support) -> what it needs that no rank has; the way out
+_CALLBACKS = {
+    "WeightAveraging": ("averages the weights of the whole module", "Average the checkpoints after training."),
+    "StochasticWeightAveraging": ("averages the weights of the whole module", "Average the checkpoints instead."),
+    "BatchSizeFinder": ("runs the whole module on one device", "Set batch_size, or find it with devices=1."),
+    "LearningRateFinder": ("restarts training from a copy of the module", "Find the rate with devices=1."),
+    "ModelPruning": ("prunes the weights of the whole module", "Prune the module after training."),
+}
+
+
+def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Check trainer and module before anything is built.
+
+    Raises:
+        UnsupportedError: naming what cannot work, why, and the way out.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            f"{name} uses manual optimization (automatic_optimization = False). A pipeline runs forward and backward "
+            "of many micro-batches in one program, which manual_backward cannot be part of. Use automatic "
+            "optimization, or another strategy."
+        )
+    _refuse_precision(trainer)
+    _refuse_compiled(module)
+    _refuse_hooks(module)
+    for callback in trainer.callbacks:
+        _refuse_callback(callback)
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.is_meta or isinstance(parameter, UninitializedTensorMixin):
+            raise UnsupportedError(
+                f"The parameter {parameter_name} of {name} has no values (it is on the meta device, or lazy). "
+                "Initialize it in __init__ or configure_model."
+            )
+
+
+def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.LightningModule) -> None:
+    """Check what `configure_optimizers` returned.
+
+    Raises:
+        UnsupportedError: naming what cannot work, why, and the way out.
+    """
+    if len(optimizers) > 1:
+        raise UnsupportedError(
+            f"{type(module).__name__}.configure_optimizers returned {len(optimizers)} optimizers; expected one. Put "
+            "their parameters into groups of one optimizer."
+        )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise UnsupportedError(
+            "LBFGS evaluates the step several times and multiplies gradients of all parameters, which are on several "
+            "ranks. Use an optimizer that treats every parameter by itself, such as SGD or AdamW."
+        )
+
+
+def _refuse_callback(callback: pl.Callback) -> None:
+    for kind in type(callback).__mro__:
+        if kind.__name__ in _CALLBACKS and kind.__module__.startswith("lightning.pytorch.callbacks"):
+            why, way_out = _CALLBACKS[kind.__name__]
+            raise UnsupportedError(
+                f"The callback {type(callback).__name__} {why}; in a pipeline no rank has all of it. {way_out}"
+            )
+
+
+def _refuse_precision(trainer: pl.Trainer) -> None:
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise UnsupportedError(
+            f"precision={plugin.precision!r} scales the loss by a GradScaler, which is not supported. Use "
+            "precision='bf16-mixed', 'bf16-true' or '32-true'."
+        )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise UnsupportedError(
+            "sync_batchnorm=True replaces BatchNorm by a layer that talks to all ranks. Remove it; replicas that see "
+            "batch statistics take whole micro-batches instead (share: microbatches)."
+        )
+
+
+def _refuse_compiled(module: pl.LightningModule) -> None:
+    for path, child in module.named_modules():
+        if isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"{path or type(module).__name__} is compiled with torch.compile, but the step is captured from the "
+                "plain module. Remove the call of torch.compile."
+            )
+
+
+def _refuse_hooks(module: pl.LightningModule) -> None:
+    name = type(module).__name__
+    if is_overridden("backward", module, pl.LightningModule):
+        raise UnsupportedError(
+            f"{name} overrides backward, which is never called: the backward of the pipeline is part of its program. "
+            "Remove it; gradients can be changed in on_after_backward."
+        )
+    for step in _STEPS:
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise UnsupportedError(
+                f"{name}.{step} takes `dataloader_iter`; a batch has to be known before it can be cut into "
+                f"micro-batches. Write {step}(self, batch, batch_idx)."
+            )

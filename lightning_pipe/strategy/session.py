@@ -1,0 +1,229 @@
+"""What lives from setup to teardown of one fit (or validate, test, predict)?
+
+Weights, data, the pipeline and the optimizer's groups of one rank. In a fit the plan is made in setup, from a look at
+the first batch; elsewhere by the first batch itself, which every rank loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from lightning_pipe.capture import Request, Structure, flatten, real_answers
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.timeline import Event, Timeline
+from lightning_pipe.errors import BatchError
+from lightning_pipe.report import chrome_trace, plan_table
+from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.data import Awaited, Feed
+from lightning_pipe.strategy.links import Links
+from lightning_pipe.strategy.metrics import MetricsAlone, replay
+from lightning_pipe.strategy.optimizer import Groups
+from lightning_pipe.strategy.peek import look_where_iterated, peek
+from lightning_pipe.strategy.pipeline import TRAINING, Call, Pipeline, Turn
+from lightning_pipe.strategy.precision import Clipper
+from lightning_pipe.strategy.weights import Weights
+
+
+class Session:
+    """One rank's part of one run of the trainer.
+
+    Args:
+        module: the user's module, whole and on the host.
+        config: options.
+        links: to the other ranks.
+        feed: who loads.
+        plugin: precision of the trainer.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        config: DappleConfig,
+        links: Links,
+        feed: Feed,
+        plugin: Precision,
+        device: torch.device,
+    ) -> None:
+        self._module, self._config, self._links, self._feed = module, config, links, feed
+        self._plugin, self._device = plugin, device
+        self.weights = Weights(module, links.control)
+        self.groups: list[Groups] = []
+        self._optimizers: list[Optimizer] = []
+        self._pipeline = Pipeline(
+            module, config=config, links=links, weights=self.weights, contexts=_contexts(plugin), device=device
+        )
+        self._metrics = MetricsAlone(module)
+        self._shared: tuple[Any, Structure] | None = None
+        self._evaluated = 0
+        self._recorded: list[Timeline] = []
+        self._metrics.begin()
+
+    def use_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Train with these optimizers, over parameters of the whole module."""
+        self._optimizers = optimizers
+        self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
+        for groups in self.groups:
+            clipper = Clipper(groups, weights=self.weights, control=self._links.control, device=self._device)
+            clipper.install(self._plugin)
+
+    def look_ahead(self, trainer: pl.Trainer) -> None:
+        """Plan for the first training batch, if there is one.
+
+        Raises:
+            CaptureError, PlanError, BatchError: on every rank, if there can be no pipeline.
+        """
+        loaders = private.train_loaders(trainer)
+        if loaders is None or trainer.fit_loop.max_batches == 0:
+            return
+        control = self._links.control
+        tensors: list[torch.Tensor] = []
+
+        def look() -> Structure | None:
+            nonlocal tensors
+            with isolate_rng(), contextlib.suppress(StopIteration):
+                batch = self._plugin.convert_input(peek(loaders))
+                tensors, structure = flatten(private.transfer(self._module, batch, self._device))
+                return structure
+            return None
+
+        with contextlib.suppress(StopIteration):
+            look_where_iterated(loaders)
+        structure = control.agreed(look, source=0, what="the structure of the first batch")
+        if structure is not None and structure.leaves:
+            takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+            self._plan(Call(TRAINING, structure, (0,) if takes_index else (), _answers(tensors)))
+
+    def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
+        """Return the batch on the device; on ranks that do not load one of meta tensors with the same structure."""
+        if self._feed.loads:
+            batch = transfer(batch)
+        batch, structure = self._feed.share(batch)
+        self._shared = (batch, structure)
+        return batch
+
+    def step(
+        self, method: str, batch: Any, arguments: tuple[int, ...], *, number: int, weight: float, synchronise: bool
+    ) -> Any:
+        """Run a step of the module on a batch, and return what it returned, the same on all ranks."""
+        structure, tensors = self._of(batch)
+        call = Call(method, structure, arguments)
+        if self._pipeline.planned is None:
+            self._plan(Call(method, structure, arguments, _answers(tensors)))
+        leaves = tuple(tensors) if self._feed.loads else (None,) * len(structure.leaves)
+        record = method == TRAINING and self._config.trace is not None and len(self._recorded) < self._config.timeline_steps
+        ran = self._pipeline.run(
+            call, Turn(leaves, number=number, weight=weight, synchronise=synchronise, record=record)
+        )
+        if record:
+            self._recorded.append(ran.timeline)
+            if len(self._recorded) == self._config.timeline_steps:
+                self._write_trace()
+        return replay(ran.record, ran.values, samples=ran.samples, module=self._module)
+
+    def end(self, *, healthy: bool) -> None:
+        """Give the trainer and the module back what they had.
+
+        Args:
+            healthy: whether all ranks come here; only then the whole trained module can be put together.
+        """
+        if healthy and 0 < len(self._recorded) < self._config.timeline_steps:
+            self._write_trace()
+        if healthy:
+            self.weights.restore()
+            for groups in self.groups:
+                groups.widen()
+        else:
+            self.weights.forget()
+        self._metrics.end()
+        Clipper.remove(self._plugin)
+        private.call_hook_before_transfer(self._module)
+
+    def _of(self, batch: Any) -> tuple[Structure, list[torch.Tensor]]:
+        """Return the structure of a batch as all ranks know it, and its tensors."""
+        if self._shared is None or self._shared[0] is not batch:
+            self._shared = self._feed.share(batch)
+        structure = self._shared[1]
+        tensors, now = flatten(batch)
+        if self._feed.loads and now.leaves != structure.leaves:
+            raise BatchError(
+                "The tensors of the batch have other shapes or types in the step than after the transfer to the "
+                "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
+            )
+        return structure, tensors
+
+    def _plan(self, call: Call) -> None:
+        self._pipeline.plan_for(call)
+        assert self._pipeline.planned is not None, "planned just now"
+        plan, graph = self._pipeline.planned
+        self.weights.move(self._device)
+        for groups in self.groups:
+            groups.narrow()
+        private.optimizers_to_device(self._optimizers, self._device)
+        self._feed.assign(plan.layout.stages[0])
+        if not self._feed.loads:
+            private.skip_hook_before_transfer(self._module, Awaited)
+        _report(plan, graph)
+
+    def _write_trace(self) -> None:
+        """Collect the timelines of all ranks and write them to one file."""
+        mine = [event for timeline in self._recorded for event in timeline.events]
+        control = self._links.control
+        events: list[Event] = []
+        for rank in range(control.ranks):
+            events += control.to_first(mine, source=rank, what="the timelines") or []
+        if control.rank == 0 and self._config.trace is not None:
+            path = Path(self._config.trace)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(chrome_trace(Timeline(tuple(events))), encoding="utf-8")
+            rank_zero_info(f"Wrote the timeline of {len(self._recorded)} steps to {path}; open it in ui.perfetto.dev.")
+
+
+def _contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
+    """Return the context of each step: the precision plug-in's, and no gradients in evaluation."""
+
+    def without_gradients(own: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+        @contextlib.contextmanager
+        def context() -> Any:
+            with torch.no_grad(), own():
+                yield
+
+        return context
+
+    return {
+        TRAINING: plugin.train_step_context,
+        "validation_step": without_gradients(plugin.val_step_context),
+        "test_step": without_gradients(plugin.test_step_context),
+        "predict_step": without_gradients(plugin.predict_step_context),
+    }
+
+
+def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...]]:
+    """Answer the questions of a step by running it on this batch, on the host where the whole module still is."""
+    return lambda request: real_answers(request, [tensor.cpu() for tensor in tensors])
+
+
+def _report(plan: Plan, graph: Graph) -> None:
+    """Show the plan once, and warn of what micro-batches change."""
+    rank_zero_info(plan_table(plan, graph))
+    mixed = dict.fromkeys(node.module or node.op for node in graph.nodes if node.name in graph.coupled)
+    if mixed and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
+        rank_zero_warn(
+            f"Samples are mixed in {', '.join(mixed)}: it sees micro-batches (or slices) instead of whole batches, as "
+            "with gradient accumulation, so results differ a little from those of one device without accumulation."
+        )

@@ -1,0 +1,162 @@
+"""What does a rank need to run one captured step? Its stages, an executor, a program per way to cut a batch.
+
+A forward-only step may read parameters in a stage that does not hold them (validation may use a module at another
+place than training does). Those are borrowed: copied from a rank that has them, again after every training step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture import Capture
+from lightning_pipe.capture.split import check_slices
+from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.program import Layout, VerifiedProgram
+from lightning_pipe.errors import PipelineError, PlanError
+from lightning_pipe.runtime.agree import disagreements
+from lightning_pipe.runtime.executor import Executor
+from lightning_pipe.runtime.groups import bucket_group, connect
+from lightning_pipe.runtime.results import Results
+from lightning_pipe.runtime.stage import State
+from lightning_pipe.schedule.forward_only import forward_only
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import order_of
+from lightning_pipe.schedule.text import format_program
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.strategy.links import Links
+from lightning_pipe.strategy.metrics import outputs
+from lightning_pipe.strategy.weights import Weights
+
+
+class Step:
+    """A captured step on this rank.
+
+    Args:
+        capture: the captured step.
+        split: its stages.
+        plan: ranks of the stages, and schedule.
+        links: to the other ranks.
+        weights: where parameters live.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, capture: Capture, split: Split, *, plan: Plan, links: Links, weights: Weights, device: torch.device
+    ) -> None:
+        check_slices(split, plan.layout)
+        self.capture, self.split = capture, split
+        self.names = outputs(capture.record)
+        self._plan, self._links, self._weights, self._device = plan, links, weights, device
+        self._lent: dict[str, torch.Tensor] = {}
+        self._lent_at = -1
+        state = State(
+            parameters=ChainMap(self._lent, weights.parameters),
+            buffers=ChainMap(self._lent, weights.buffers),
+            device=device,
+        )
+        transport = links.transport
+        self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=capture.record.loss)
+        self.results = Results(split, plan.layout, transport=transport, device=device)
+        self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
+
+    def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:
+        """Return the proved program for micro-batches of these sizes, agreed on and connected."""
+        key = (sizes, synchronise and training)
+        if key not in self._programs:
+            layout, plan = self._plan.layout, self._plan
+            order = (
+                order_of(plan.schedule, layout=layout, microbatches=len(sizes), options=plan.options)
+                if training
+                else forward_only(layout, len(sizes))
+            )
+            program = verify(
+                lower(
+                    order,
+                    layout=layout,
+                    sizes=sizes,
+                    traffic=self.split.traffic,
+                    training=training,
+                    synchronise=synchronise and training,
+                )
+            )
+            agree(self._links, {"program": format_program(program)})
+            connect(self._links.transport, [program])
+            self._programs[key] = program
+        return self._programs[key]
+
+    def keep_sums_once(self) -> None:
+        """Forget gradients that are sums over ranks already, except on the first rank of each sum."""
+        for bucket, names in zip(self.split.traffic.buckets, self.split.bucket_parameters, strict=True):
+            first, *others = bucket_group(bucket, self._plan.layout)
+            if self._links.control.rank in others:
+                for name in names:
+                    self._weights.parameters[name].grad = None
+
+    def refuse_borrowed(self) -> None:
+        """Check that every stage holds what it trains.
+
+        Raises:
+            PlanError: naming a parameter and the stage that reads it elsewhere.
+        """
+        for name, stage in self._elsewhere():
+            raise PlanError(
+                f"The step was captured again, and now stage {stage} reads {name}, which it does not hold. Parameters "
+                "must stay in the stages that the plan gave them; use devices=1, or let the step use its modules in "
+                "the same order for all batches."
+            )
+
+    def refresh(self, version: int) -> None:
+        """Copy what this step borrows, if weights have changed since."""
+        names = sorted({name for name, _ in self._elsewhere()})
+        if self._lent_at == version or not names:
+            return
+        for name in names:
+            value = self._weights.copied(name)
+            if not self._weights.has(name):
+                self._lent[name] = value.to(self._device)
+        self._lent_at = version
+
+    def _elsewhere(self) -> Iterator[tuple[str, int]]:
+        """List what a stage reads without all of its ranks holding it."""
+        for program in self.split.stages:
+            ranks = self._plan.layout.stages[program.stage]
+            for name in [*program.parameters.values(), *program.buffers.values()]:
+                if not self._weights.held_by(name, ranks):
+                    yield name, program.stage
+
+
+def slices(layout: Layout, sizes: tuple[int, ...]) -> set[int]:
+    """Return the numbers of samples that computes will have."""
+    lengths = {
+        len(layout.samples(stage, replica, microbatch, size))
+        for microbatch, size in enumerate(sizes)
+        for stage, ranks in enumerate(layout.stages)
+        for replica in range(len(ranks))
+    }
+    return lengths - {0}
+
+
+def agree(links: Links, what: Mapping[str, str]) -> None:
+    """Compare texts over all ranks.
+
+    Raises:
+        PipelineError: on every rank, if they differ.
+    """
+    control = links.control
+    if control.ranks == 1:
+        return
+    mine = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in what.items()}
+    label = "agreement about the " + " and ".join(what)
+    said = [control.to_first(mine, source=rank, what=label) for rank in range(control.ranks)]
+    complaints = disagreements([texts for texts in said if texts is not None])
+    if complaints := control.broadcast(complaints, source=0, what=label):
+        raise PipelineError(
+            "The ranks do not agree: " + "; ".join(complaints) + ". All ranks must run the same code with the same "
+            "configuration and data; what is random or read from the host must not decide about them."
+        )

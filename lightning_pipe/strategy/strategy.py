@@ -1,0 +1,305 @@
+"""What does Lightning see of a pipeline? A strategy: `Trainer(strategy="dapple", devices=n)`.
+
+    setup_environment    processes find each other; everything that connects them is opened
+    setup                refuse what cannot work, create optimizers, look at the first batch, capture, plan, place
+    training_step        run the program of the batch: loss and gradients
+    validation_step, ... run a forward-only program
+    teardown             every rank gets the whole trained module back
+
+`optimizer.step`, hooks, callbacks, loggers and loops are Lightning's; see `loop` for the one that is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.optim import Optimizer
+
+from lightning_pipe.config import DappleConfig, read_config
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.data import Feed
+from lightning_pipe.strategy.links import Links, connect_ranks
+from lightning_pipe.strategy.loop import PipelineOptimization
+from lightning_pipe.strategy.refusals import refuse, refuse_optimizers
+from lightning_pipe.strategy.session import Session
+
+T = TypeVar("T")
+
+
+class DappleStrategy(ParallelStrategy):
+    """Train as a pipeline of stages.
+
+    Args:
+        config: options; or give its fields as keyword arguments.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for every strategy of
+            Lightning; the trainer sets them.
+        process_group_backend: backend of the default process group; by default the device's.
+        options: fields of `DappleConfig`.
+
+    Example:
+        >>> strategy = DappleStrategy(layout="2-1", microbatches=8)
+    """
+
+    strategy_name = "dapple"
+
+    def __init__(
+        self,
+        config: DappleConfig | None = None,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if config is not None and options:
+            raise ConfigError(f"found config= and {', '.join(options)}; expected either a config or its fields.")
+        self.config = config if config is not None else read_config(options)
+        self._backend = process_group_backend
+        self._num_nodes = 1
+        self._links: Links | None = None  # open from setup to the next setup, for checkpoints after a fit
+        self._feed: Feed | None = None
+        self._session: Session | None = None
+        self._synchronise = True
+        self._failed = False
+        self._undo_loop: Callable[[], Any] = lambda: None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return False: Lightning asks in order to shard samplers and to reduce logged values; both are done here."""
+        return False
+
+    @property
+    def root_device(self) -> torch.device:
+        """Return this rank's device."""
+        assert self.parallel_devices is not None, "set by the trainer"
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of hosts."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of ranks of one host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Return that there is one replica: every batch is that of a single device."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None, "set by the trainer"
+        if self.num_nodes * self.num_processes == 1:
+            return
+        if self.config.start_method == "popen":
+            self._launcher = private.ScriptLauncher(environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = private.ForkLauncher(self, start_method=self.config.start_method)
+
+    def setup_environment(self) -> None:
+        """Join the process group, and connect with the other ranks."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if self.world_size > 1:
+            assert self.cluster_environment is not None, "set by the trainer"
+            backend = self._backend or private.default_backend(self.root_device)
+            private.init_dist_connection(self.cluster_environment, backend)
+        if self._links is not None:
+            self._links.control.close()
+        self._links = connect_ranks(
+            self.global_rank, self.world_size, device=self.root_device, deadline_s=self.config.deadline_s
+        )
+        self._feed = Feed(self._links.control)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Refuse, create optimizers, plan for the first batch, and place everything."""
+        assert self.accelerator is not None and self._links is not None and self._feed is not None
+        module = self.lightning_module
+        assert module is not None, "connected by the trainer"
+        self.accelerator.setup(trainer)
+        refuse(trainer, module)
+        self.model = self.precision_plugin.convert_module(module)
+        self._session = Session(
+            module,
+            config=self.config,
+            links=self._links,
+            feed=self._feed,
+            plugin=self.precision_plugin,
+            device=self.root_device,
+        )
+        self._session.weights.share()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._install_loop(trainer)
+            self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers, module)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._session.use_optimizers(self.optimizers)
+            self._session.look_ahead(trainer)
+
+    def _install_loop(self, trainer: pl.Trainer) -> None:
+        loop = PipelineOptimization(trainer)
+        before = private.swap_optimization(trainer, loop)
+        loop.optim_progress = before.optim_progress
+        self._undo_loop = lambda: private.swap_optimization(trainer, before)
+
+    def on_train_start(self) -> None:
+        """Give loaders the state that a checkpoint has for them; Lightning has loaded it since we asked for data."""
+        assert self.lightning_module is not None
+        private.restore_loader_states(self.lightning_module.trainer)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let all ranks iterate the loader together; only the first stage loads."""
+        assert self._feed is not None, "the environment is set up before data is asked for"
+        return self._feed.wrap(dataloader)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move the batch where it was loaded; elsewhere return a stand-in of meta tensors."""
+        move = super().batch_to_device
+        if self._session is None:
+            return move(batch, device, dataloader_idx)
+        return self._session.receive(batch, lambda loaded: move(loaded, device, dataloader_idx))
+
+    def training_step(self, batch: Any, *arguments: int) -> Any:
+        """Run forward and backward of a batch; gradients are summed unless they are accumulated further."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return self._step(
+            "training_step",
+            batch,
+            arguments,
+            number=trainer.fit_loop.total_batch_idx,
+            weight=1.0 / trainer.accumulate_grad_batches,
+            synchronise=self._synchronise,
+        )
+
+    def validation_step(self, batch: Any, *arguments: int) -> Any:
+        """Run the module's validation step."""
+        return self._step("validation_step", batch, arguments)
+
+    def test_step(self, batch: Any, *arguments: int) -> Any:
+        """Run the module's test step."""
+        return self._step("test_step", batch, arguments)
+
+    def predict_step(self, batch: Any, *arguments: int) -> Any:
+        """Run the module's predict step; every rank gets the predictions."""
+        return self._step("predict_step", batch, arguments)
+
+    def _step(self, method: str, batch: Any, arguments: tuple[int, ...], **turn: Any) -> Any:
+        assert self._session is not None, "set up by the trainer"
+        turn = turn or {"number": arguments[0] if arguments else 0, "weight": 1.0, "synchronise": False}
+        return self._session.step(method, batch, arguments, **turn)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Do not sum gradients over ranks inside: they are accumulated further."""
+        self._synchronise = False
+        try:
+            yield
+        finally:
+            self._synchronise = True
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Call the hooks around the backward, which the program has done."""
+        assert self.lightning_module is not None
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole module on rank 0; the same names elsewhere."""
+        assert self.lightning_module is not None
+        if self._session is None:
+            return self.lightning_module.state_dict()
+        with self._session.weights.whole():
+            return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizer on rank 0, as on a single device."""
+        if self._session is None or self._links is None or optimizer not in self.optimizers:
+            return super().optimizer_state(optimizer)
+        groups = self._session.groups[self.optimizers.index(optimizer)]
+        return groups.gather(self._links.control)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the parameters that are here from those of all."""
+        assert self._session is not None, "set up by the trainer"
+        for groups, optimizer, state in zip(
+            self._session.groups, self.optimizers, checkpoint["optimizer_states"], strict=True
+        ):
+            groups.load(state)
+            private.optimizer_to_device(optimizer, self.root_device)
+
+    def model_to_device(self) -> None:
+        """Do nothing: the module is moved when it is known which parts of it stay."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks have come here."""
+        if self._links is not None:
+            self._links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of rank `src` on all ranks."""
+        return obj if self._links is None else self._links.control.broadcast(obj, source=src, what="a broadcast")
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the value: logged values are those of the whole batch on every rank already."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any of them, say yes."""
+        if self._links is None:
+            return decision
+        said = self._links.control.sum(torch.tensor(float(decision)), what="a decision of all ranks")
+        return bool(said == self.world_size) if all else bool(said > 0)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, so that they do not wait for this one."""
+        self._failed = True
+        if self._links is not None:
+            with contextlib.suppress(BaseException), self._links.watch.program(0):
+                raise exception
+
+    def teardown(self) -> None:
+        """Give every rank the whole trained module, and let go of the others."""
+        if self._session is not None:
+            self._session.end(healthy=not self._failed)
+        if self._links is not None:
+            self._links.end_programs()
+        self._undo_loop()
+        super().teardown()

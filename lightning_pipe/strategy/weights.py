@@ -1,0 +1,230 @@
+"""Where does each parameter live? On the ranks whose stages use it; elsewhere a stand-in without memory has its place.
+
+    share()      every rank gets the values of rank 0, so that no seed is needed
+    place()      parameters that this rank does not need lose their memory; the module holds meta parameters instead
+    whole()      on rank 0, for the time of a checkpoint, all current values are in the module
+    restore()    every rank gets its own parameters back, with their current values
+
+A parameter has one canonical name, the first of its names. The parameter objects of the user are the same after
+`restore` as before `place`, so whoever holds them sees the trained values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_pipe.capture import canonical_names
+from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.core.program import Layout
+from lightning_pipe.strategy.control import Control
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the module where a parameter hangs."""
+
+    owner: nn.Module
+    attribute: str
+
+
+class Weights:
+    """Parameters and buffers of one rank.
+
+    Args:
+        module: the user's module, whole.
+        control: to the other ranks.
+    """
+
+    def __init__(self, module: nn.Module, control: Control) -> None:
+        self._module = module
+        self._control = control
+        self.canonical = canonical_names(module)
+        self._slots: dict[str, list[Slot]] = {}
+        for name, canonical in self.canonical.items():
+            self._slots.setdefault(canonical, []).append(_slot(module, name))
+        self._real = {name: slots[0].owner._parameters[slots[0].attribute] for name, slots in self._slots.items()}
+        self._names = {id(parameter): name for name, parameter in self._real.items()}
+        self._stand_ins: dict[str, nn.Parameter] = {}
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
+        self._is_whole = True
+
+    def share(self) -> None:
+        """Copy parameters and buffers of rank 0 to every rank."""
+        if self._control.ranks == 1:
+            return
+        tensors = {**self._real, **dict(self._module.named_buffers())}
+        for name, tensor in tensors.items():
+            _assign(tensor, self._control.copy(_on_host(tensor), source=0, what=f"the initial value of {name}"))
+
+    def place(self, split: Split, layout: Layout) -> None:
+        """Keep what the stages of this rank need, and give up the memory of parameters that other ranks hold.
+
+        Parameters that no stage uses stay everywhere.
+        """
+        holders: dict[str, set[int]] = {}
+        for program in split.stages:
+            for name in {*program.parameters.values(), *program.gradients.values()}:
+                holders.setdefault(name, set()).update(layout.stages[program.stage])
+            for name in program.mutations:
+                self._moving[name] = tuple(sorted(layout.stages[program.stage]))
+        self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+        self._is_whole = False
+        for name, parameter in self._real.items():
+            if not self.holds(name):
+                stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                self._stand_ins[name] = stand_in
+                self._names[id(stand_in)] = name
+                self._hang(name, stand_in)
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+                parameter.grad = None
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters by canonical name; those of other ranks have no memory."""
+        return self._real
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return a view of the module's present buffers by name."""
+        return _Buffers(self._module)
+
+    def held_by(self, name: str, ranks: tuple[int, ...]) -> bool:
+        """Return whether all these ranks have the current value of a parameter or buffer."""
+        known = self._holders.get(name) or self._moving.get(name)
+        return known is None or set(ranks) <= set(known)
+
+    def has(self, name: str) -> bool:
+        """Return whether this rank has the current value of a parameter or buffer."""
+        return self.held_by(name, (self._control.rank,))
+
+    def copied(self, name: str) -> torch.Tensor:
+        """Return the current value of a parameter or buffer on the host of every rank."""
+        known = self._holders.get(name) or self._moving[name]
+        current = self._current(name) if name in self._real else self.buffers[name]
+        value = _on_host(current) if self.has(name) else torch.empty(current.shape, dtype=current.dtype)
+        return self._control.copy(value, source=known[0], what=f"the value of {name}")
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank holds a parameter, by its canonical name."""
+        return self._is_whole or name not in self._holders or self._control.rank in self._holders[name]
+
+    def speaker(self, name: str) -> int:
+        """Return the rank whose value of a parameter counts."""
+        return self._holders[name][0] if name in self._holders else 0
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Return the canonical name of a parameter or of its stand-in; None if the module does not have it."""
+        return self._names.get(id(parameter))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have every current value in the module of rank 0 inside; called on all ranks."""
+        if self._is_whole:
+            yield
+            return
+        found: dict[str, torch.Tensor] = {}
+        for name in self._real:
+            if self.speaker(name) != 0:
+                found[name] = self._brought(name, self._current(name), self.speaker(name))
+        buffers = dict(self._module.named_buffers())
+        moved = {name: self._brought(name, buffers[name], ranks[0]) for name, ranks in self._moving.items()}
+        if self._control.rank != 0:
+            yield
+            return
+        before = {name: buffers[name].detach().clone() for name in moved}
+        for name, value in found.items():
+            self._hang(name, nn.Parameter(value, self._current(name).requires_grad))
+        for name, value in moved.items():
+            _assign(buffers[name], value)
+        try:
+            yield
+        finally:
+            for name in found:
+                self._hang(name, self._stand_ins.get(name, self._real[name]))
+            for name, value in before.items():
+                _assign(buffers[name], value)
+
+    def restore(self) -> None:
+        """Give every rank all parameters and buffers with their current values; on all ranks together."""
+        if self._is_whole:
+            return
+        for name, ranks in self._holders.items():
+            if len(ranks) < self._control.ranks:
+                value = self.copied(name)
+                if not self.holds(name):
+                    self._real[name].data = value
+        if self._control.ranks > 1:
+            for name in self._moving:
+                _assign(self.buffers[name], self.copied(name))
+        self.forget()
+
+    def forget(self) -> None:
+        """Hang the user's own parameters into the module again, whatever they hold."""
+        for name, stand_in in self._stand_ins.items():
+            self._real[name].requires_grad_(stand_in.requires_grad)
+            self._hang(name, self._real[name])
+        self._stand_ins.clear()
+        self._is_whole = True
+
+    def move(self, device: torch.device) -> None:
+        """Move what is here to a device."""
+        for name, parameter in self._real.items():
+            if self.holds(name):
+                parameter.data = parameter.data.to(device)
+        for module in self._module.modules():
+            if isinstance(module, torchmetrics.Metric):
+                module.to(device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def _current(self, name: str) -> torch.Tensor:
+        return self._stand_ins.get(name, self._real[name])
+
+    def _brought(self, name: str, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Bring a value to rank 0; elsewhere return what is there."""
+        value = self._control.to_first(_on_host(tensor), source=source, what=f"the value of {name}")
+        return tensor if value is None else value
+
+    def _hang(self, name: str, parameter: nn.Parameter) -> None:
+        for slot in self._slots[name]:
+            slot.owner._parameters[slot.attribute] = parameter
+
+
+class _Buffers(Mapping[str, torch.Tensor]):
+    """The buffers of a module as they are when they are asked for; moving a module replaces them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._module.get_buffer(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._module.named_buffers())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _slot(module: nn.Module, name: str) -> Slot:
+    path, _, attribute = name.rpartition(".")
+    return Slot(module.get_submodule(path), attribute)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the host (of a stand-in: its meta tensor, which is never sent)."""
+    detached = tensor.detach()
+    return detached if detached.is_meta else detached.to("cpu", copy=True).contiguous()
+
+
+def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(value)
