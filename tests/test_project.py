@@ -1,0 +1,183 @@
+"""What a newcomer reads and types is true: every block of the documents runs or is checked, every preset composes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+import lightning_pipe
+from lightning_pipe.config import DappleConfig, conf_dir, read_config
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.program import Bucket, Edge, Layout, Traffic
+from lightning_pipe.core.serial import from_yaml
+from lightning_pipe.report import draw
+from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.simulator import UnitPrices, simulate
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PRESETS = sorted(path.stem for path in (conf_dir() / "strategy").glob("*.yaml"))
+TRAINER = "{_target_: lightning.pytorch.Trainer, strategy: auto, accelerator: cpu, devices: 1, logger: false}"
+APPLICATION = """
+import hydra
+
+
+@hydra.main(version_base=None, config_path="conf", config_name="train")
+def main(config):
+    trainer = hydra.utils.instantiate(config.trainer)
+    print(type(trainer.strategy).__name__, trainer.world_size)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def blocks(language: str) -> list:
+    """List the code blocks of all documents in a language, as parameters of a test."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [
+        pytest.param(found.group(1), id=f"{document.name}-{number}")
+        for document in DOCUMENTS
+        for number, found in enumerate(pattern.finditer(document.read_text(encoding="utf-8")))
+    ]
+
+
+@pytest.fixture
+def application(tmp_path):
+    """Write a Hydra application that knows nothing of this package; return the directory of its configuration."""
+    (tmp_path / "train.py").write_text(APPLICATION)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "train.yaml").write_text(f"trainer: {TRAINER}\n")
+    return tmp_path / "conf"
+
+
+def composed(conf: Path, overrides: list[str]):
+    with hydra.initialize_config_dir(str(conf), version_base=None):
+        return hydra.compose("train", overrides=overrides)
+
+
+def first_command(path: Path) -> list[str]:
+    """Return the overrides of the command that a preset opens with."""
+    line = path.read_text(encoding="utf-8").splitlines()[0]
+    assert line.startswith("# python train.py "), f"{path} does not open with the command that uses it"
+    return shlex.split(line)[3:]
+
+
+def test_the_public_names_are_these():
+    assert lightning_pipe.__all__ == ["DappleStrategy", "__version__"]
+    assert all(hasattr(lightning_pipe, name) for name in lightning_pipe.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'DaplStrategy'"):
+        _ = lightning_pipe.DaplStrategy
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_blocks_run(code, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names = {"pl": importlib.import_module("lightning.pytorch")}
+    exec(compile(code, "document", "exec"), names)
+
+
+@pytest.mark.parametrize("code", blocks("yaml"))
+def test_yaml_blocks_are_plans(code):
+    plan = from_yaml(Plan, code)
+    layout = plan.layout
+    verify_order = order_of(plan.schedule, layout=layout, microbatches=plan.microbatches, options=plan.options)
+    assert len(verify_order) == layout.ranks
+
+
+@pytest.mark.parametrize("code", blocks("bash"))
+def test_commands_exist(code, application):
+    for line in filter(None, (line.split("#")[0].strip() for line in code.splitlines())):
+        program, *words = shlex.split(line)
+        if program == "make":
+            assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+        elif words[0] == "train.py":
+            composed(application, words[1:])
+        else:
+            assert (ROOT / words[0]).is_file(), line
+
+
+def test_the_picture_is_what_the_simulator_draws():
+    edges = [e for s in range(3) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
+    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 1) for s in range(4)))
+    layout = Layout(((0,), (1,), (2,), (3,)))
+    order = order_of("1f1b", layout=layout, microbatches=6)
+    program = verify(lower(order, layout=layout, sizes=(4,) * 6, traffic=traffic))
+    drawn = draw(simulate(program, UnitPrices()))
+    assert re.sub(r"^", "stage ", drawn, flags=re.MULTILINE) in DOCUMENTS[0].read_text(encoding="utf-8")
+
+
+def test_the_table_of_options_is_complete():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", DOCUMENTS[0].read_text(encoding="utf-8"), re.MULTILINE)
+    told = {name: default.strip("`") for name, default in rows}
+    assert list(told) == list(DappleConfig.__dataclass_fields__)
+    for name, default in told.items():
+        value = getattr(DappleConfig(), name)
+        assert value is None or yaml.safe_load(default) == value, name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_compose_by_their_own_command_and_can_be_built(preset, application):
+    overrides = first_command(conf_dir() / "strategy" / f"{preset}.yaml")
+    strategy = composed(application, overrides).trainer.strategy
+    assert strategy._target_ == "lightning_pipe.DappleStrategy"
+    given = {name: value for name, value in OmegaConf.to_container(strategy).items() if name != "_target_"}
+    assert hydra.utils.instantiate(strategy).config == read_config(given)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_compose_as_a_group_of_their_own(preset, application):
+    config = composed(application, [f"+strategy={preset}", "strategy.microbatches=6"])
+    assert config.strategy.microbatches == 6
+
+
+@pytest.mark.parametrize("override", ["strategy.microbatchs=4", "strategy.microbatches=four", "strategy.seed=[1]"])
+def test_hydra_refuses_what_is_no_option(override, application):
+    with pytest.raises(Exception, match="strategy"):
+        composed(application, ["+strategy=dapple", override])
+
+
+@pytest.mark.parametrize("override", ["trainer.strategy=dapple", "+strategy@trainer.strategy=dapple"])
+def test_an_unmodified_hydra_application_gets_the_strategy(override, application):
+    command = [sys.executable, "train.py", override, "trainer.devices=2"]
+    found = subprocess.run(command, cwd=application.parent, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "DappleStrategy 2" in found.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_say_how_they_are_run(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert f"python examples/{path.name}" in docstring
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_gpt_example_trains_on_one_device(monkeypatch, tmp_path, capsys):
+    script = ROOT / "examples" / "01_gpt_on_real_text.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), "--steps", "3"])
+    runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "after 3 steps, nats per byte" in said
+    assert "def read(self, " in said
