@@ -7,7 +7,7 @@ split = capture.split((17, 40))      # three stages
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +24,9 @@ from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradie
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.capture.trace import Request, trace
+from lightning_pipe.capture.variants import Variants, is_fixed
 from lightning_pipe.core.graph import Graph, Node
+from lightning_pipe.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Capture:
         joint, kinds, flow: the traced graph and what is known of it.
         aliases: parameter name -> canonical name.
         device: where it will run.
+        variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
+            others too, or if the batch cannot be cut.
     """
 
     graph: Graph
@@ -46,6 +50,7 @@ class Capture:
     flow: Flow
     aliases: dict[str, str]
     device: torch.device
+    variants: Variants | None = None
 
     def split(self, cuts: tuple[int, ...]) -> Split:
         """Cut the graph before the nodes at these positions; `()` is one stage.
@@ -53,12 +58,22 @@ class Capture:
         Raises:
             PlanError: if the cuts make no stages.
         """
-        splitter = Splitter(self.joint, kinds=self.kinds, flow=self.flow, aliases=self.aliases, device=self.device)
-        return splitter.split(cuts)
+
+        def split_of(joint: JointGraph) -> Split:
+            splitter = Splitter(joint, kinds=self.kinds, flow=self.flow, aliases=self.aliases, device=self.device)
+            return splitter.split(cuts)
+
+        return split_of(self.joint) if self.variants is None else self.variants.dispatch(split_of)
 
     def misfit(self, samples: int) -> str:
-        """Return "" if the graph holds for slices of this many samples, else the condition that fails."""
-        return self.joint.fits(samples)
+        """Return "" if slices of this many samples can be run, else why not."""
+        if self.variants is None:
+            return self.joint.fits(samples)
+        try:
+            self.variants.graph(samples)
+        except CaptureError as error:
+            return str(error)
+        return ""
 
     def changed(self) -> str:
         """Return "" if what the step read from the module is as it was, else what changed."""
@@ -72,11 +87,26 @@ def capture_step(request: Request) -> Capture:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
     joint = trace(request)
+    variants = None
+    if request.samples is not None and is_fixed(joint):
+        joint = trace(replace(request, symbolic=False))
+        variants = _variants(request, joint)
     split_input_and_weight_gradients(joint)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
     graph = _graph(joint, kinds, flow, aliases)
-    return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device)
+    return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, variants)
+
+
+def _variants(request: Request, joint: JointGraph) -> Variants:
+    answers = tuple(bool(guard.expected) for guard in joint.record.guards)
+
+    def retrace(samples: int) -> JointGraph:
+        traced = trace(replace(request, samples=samples, symbolic=False, answers=lambda: answers))
+        split_input_and_weight_gradients(traced)
+        return traced
+
+    return Variants(joint, retrace)
 
 
 def canonical_names(module: pl.LightningModule) -> dict[str, str]:

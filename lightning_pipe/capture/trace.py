@@ -223,7 +223,14 @@ def _explain(error: Exception, step: StepFunction) -> CaptureError:
     line = next((o.calls[-1][1] for o in reversed(_observers(step)) if o.calls), "")
     kind = type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0][:300]
-    data = ("DataDependent", "DynamicOutputShape", "PendingUnbacked", "UnbackedSymInt", "FunctionalTensor", "FakeTensor")
+    data = (
+        "DataDependent",
+        "DynamicOutputShape",
+        "PendingUnbacked",
+        "UnbackedSymInt",
+        "FunctionalTensor",
+        "FakeTensor",
+    )
     if any(word in kind or word in str(error) for word in data):
         return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
     if step.reads and step.runs > 1:

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from capture.sequential import run_stages
 from torch import nn
 
+from capture.sequential import run_stages
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.errors import PlanError
@@ -265,3 +265,33 @@ def test_a_model_on_the_meta_device_is_captured_without_memory():
     assert sum(b.bytes for b in split.traffic.buckets) > 6.4e9
     assert grown_kib < 1_000_000
     assert all(p.is_meta for p in module.parameters())
+
+
+class PerSample(Net):
+    """Python counts the samples."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        weights = torch.ones(len(range(x.shape[0])))
+        return (self.conv(x).flatten(1).mean(1) * weights).mean()
+
+
+def test_a_step_that_fixes_the_number_of_samples_is_traced_once_per_number():
+    module = PerSample().train()
+    capture = captured(module)
+    split = capture.split((2,))
+    for samples in (4, 3, 2):
+        assert capture.misfit(samples) == ""
+        loss, gradients, _ = autograd(module, samples)
+        results, found = run_stages(split, copy.deepcopy(module), batch(samples), key=KEY, weight=1.0)
+        assert torch.equal(results[capture.record.loss], loss)
+        assert all(torch.equal(found[name], gradients[name]) for name in found)
+
+
+def test_a_step_that_does_something_else_for_another_number_is_refused():
+    class Branching(PerSample):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * 2 if int(batch[0].shape[0]) > 3 else loss
+
+    assert "something else for 2 samples" in captured(Branching().train()).misfit(2)
