@@ -196,7 +196,7 @@ class Stage:
             return {}
         assert self._loss is not None, f"stage {self.program.stage} reads a tangent, but no loss was named"
         weight = slice_.sum_weight if self._loss.combine == "sum" else slice_.mean_weight
-        tangent = torch.tensor(weight, dtype=self._loss.dtype, device=self._state.device)
+        tangent = torch.full((), weight, dtype=self._loss.dtype, device=self._state.device)
         return dict.fromkeys(names, tangent)
 
     def _storages(self) -> frozenset[int]:

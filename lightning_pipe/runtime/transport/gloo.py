@@ -156,7 +156,7 @@ class _Transfer:
         return True
 
     def landed(self) -> bool:
-        return self.future.done()
+        return self.future.done() and self.future.exception() is None  # a failure is raised by `wait`
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
