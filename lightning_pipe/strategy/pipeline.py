@@ -136,6 +136,14 @@ class Pipeline:
         """Return the plan and its graph, once there are any."""
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
 
+    def samples(self, structure: Structure) -> int:
+        """Return the number of samples of a batch; 1 if it is indivisible.
+
+        Raises:
+            BatchError: if its tensors disagree.
+        """
+        return structure.samples(self._config.batch_dim) if self._divisible(structure) else 1
+
     def plan_for(self, call: Call) -> None:
         """Make the plan for this call's step, and place parameters by it.
 
@@ -148,7 +156,7 @@ class Pipeline:
         self._given = control.agreed(lambda: given_plan(config), source=0, what="the plan file")
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
-        samples = self._samples(call.structure)
+        samples = self.samples(call.structure)
         capture = self._capture(call, self._first_slice(samples))
         plan = control.agreed(lambda: self._plan(capture.graph, samples), source=0, what="the plan")
         check_samples(plan, samples)
@@ -170,7 +178,7 @@ class Pipeline:
             BatchError: if the batch cannot be cut.
             PipelineError: if the program fails on any rank.
         """
-        samples = self._samples(call.structure)
+        samples = self.samples(call.structure)
         step, sizes = self._step(call, samples)
         training = call.method == TRAINING
         program = step.program(sizes, synchronise=turn.synchronise, training=training)
@@ -301,9 +309,6 @@ class Pipeline:
             if not any(capture.misfit(size) for size in slices(layout, sizes)):
                 return sizes
         return ()
-
-    def _samples(self, structure: Structure) -> int:
-        return structure.samples(self._config.batch_dim) if self._divisible(structure) else 1
 
     def _first_slice(self, samples: int) -> int:
         """Guess the size of a micro-batch before there is a plan."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ class Session:
         self._feed.assign(plan.layout.stages[0])
         if not self._feed.loads:
             private.skip_hook_before_transfer(self._module, Awaited)
-        _report(plan, graph)
+        _report(plan, replace(graph, samples=self._pipeline.samples(call.structure)))
 
     def _write_trace(self) -> None:
         """Collect the timelines of all ranks and write them to one file."""

@@ -27,7 +27,7 @@ from lightning_pipe.strategy.control import Control
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in the module where a parameter hangs."""
+    """A place in the module where a parameter or buffer hangs."""
 
     owner: nn.Module
     attribute: str
@@ -39,6 +39,10 @@ class Weights:
     Args:
         module: the user's module, whole.
         control: to the other ranks.
+
+    Attributes:
+        canonical: name of a parameter -> its canonical name.
+        buffers: the module's present buffers by name.
     """
 
     def __init__(self, module: nn.Module, control: Control) -> None:
@@ -50,6 +54,7 @@ class Weights:
             self._slots.setdefault(canonical, []).append(_slot(module, name))
         self._real = {name: slots[0].owner._parameters[slots[0].attribute] for name, slots in self._slots.items()}
         self._names = {id(parameter): name for name, parameter in self._real.items()}
+        self.buffers = _Buffers(module)
         self._stand_ins: dict[str, nn.Parameter] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
         self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
@@ -89,11 +94,6 @@ class Weights:
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters by canonical name; those of other ranks have no memory."""
         return self._real
-
-    @property
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return a view of the module's present buffers by name."""
-        return _Buffers(self._module)
 
     def held_by(self, name: str, ranks: tuple[int, ...]) -> bool:
         """Return whether all these ranks have the current value of a parameter or buffer."""
@@ -202,16 +202,19 @@ class _Buffers(Mapping[str, torch.Tensor]):
     """The buffers of a module as they are when they are asked for; moving a module replaces them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._slots = {name: _slot(module, name) for name, _ in module.named_buffers(remove_duplicate=False)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._module.get_buffer(name)
+        slot = self._slots[name]
+        buffer = slot.owner._buffers[slot.attribute]
+        assert buffer is not None, f"{name} was a buffer when the module was set up"
+        return buffer
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self._module.named_buffers())
+        return iter(self._slots)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._slots)
 
 
 def _slot(module: nn.Module, name: str) -> Slot:

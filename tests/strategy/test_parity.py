@@ -1,0 +1,21 @@
+"""A pipeline trains as one device does, whatever its layout and schedule."""
+
+from __future__ import annotations
+
+import pytest
+from ranks.world import World
+from strategy.fits import Case, assert_same, fit, fit_as_pipeline
+
+ROUNDING = 1e-9  # float64: sums in another order, over some tens of steps
+
+CASES = [
+    Case("gpt_tied", {"layout": "1-1", "microbatches": 4}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join([c.name, *map(str, c.options.values())]))
+def test_a_pipeline_trains_as_one_device_does(case: Case) -> None:
+    ranks = sum(int(n) for n in case.options["layout"].split("-"))
+    expected = fit(case)
+    for found in World(ranks).run(fit_as_pipeline, case):
+        assert_same(found, expected, rtol=ROUNDING)
