@@ -60,8 +60,9 @@ class Variants:
             other = difference(self.base, traced)
             if other:
                 raise CaptureError(
-                    f"The step does something else for {samples} samples than for {self.base.samples}: {other}. Let all "
-                    "micro-batches have the same size: choose a batch size that `microbatches` divides, and drop_last."
+                    f"The step does something else for {samples} samples than for {self.base.samples}: {other}. Let "
+                    "all micro-batches have the same size: choose a batch size that `microbatches` divides, and "
+                    "drop_last."
                 )
             self._known[samples] = traced
         return self._known[samples]
