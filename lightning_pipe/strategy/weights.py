@@ -79,7 +79,8 @@ class Weights:
                 holders.setdefault(name, set()).update(layout.stages[program.stage])
             for name in program.mutations:
                 self._moving[name] = tuple(sorted(layout.stages[program.stage]))
-        self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+        # in model order, since values are exchanged in this order; a set's order differs from process to process
+        self._holders = {name: tuple(sorted(holders[name])) for name in self._real if name in holders}
         self._is_whole = False
         for name, parameter in self._real.items():
             if not self.holds(name):
