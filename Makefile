@@ -11,7 +11,8 @@ export OMP_NUM_THREADS := 1
 .PHONY: demo test lint clean
 
 demo: $(INSTALLED) ## Train a small GPT on two ranks, as a pipeline.
-	$(BIN)/python examples/01_gpt_on_real_text.py --strategy dapple --devices 2
+	$(BIN)/python examples/01_gpt_on_real_text.py --strategy dapple --devices 2 \
+		--timeline runs/gpt_on_real_text/timeline.json
 
 test: $(INSTALLED) ## Run every test that needs no accelerator.
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)

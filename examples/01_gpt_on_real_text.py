@@ -138,8 +138,6 @@ def main() -> None:
         checkpoint = trainer.checkpoint_callback.best_model_path
         print(f"a sample from {checkpoint}:\n")
         print(GPT.load_from_checkpoint(checkpoint, map_location="cpu").eval().generate("def read(self, ", 200))
-        if args.timeline:
-            print(f"\ntimeline: {args.timeline} (open it at https://ui.perfetto.dev)")
 
 
 if __name__ == "__main__":

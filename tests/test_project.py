@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -172,12 +172,13 @@ def test_examples_say_how_they_are_run(path):
     assert f"python examples/{path.name}" in docstring
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_gpt_example_trains_on_one_device(monkeypatch, tmp_path, capsys):
-    script = ROOT / "examples" / "01_gpt_on_real_text.py"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(script), "--steps", "3"])
-    runpy.run_path(str(script), run_name="__main__")
-    said = capsys.readouterr().out
-    assert "after 3 steps, nats per byte" in said
-    assert "def read(self, " in said
+def test_the_gpt_example_trains_on_one_device_and_as_a_pipeline(tmp_path):
+    script = [sys.executable, str(ROOT / "examples" / "01_gpt_on_real_text.py"), "--steps", "3"]
+    pipeline = ["--strategy", "dapple", "--devices", "2", "--timeline", "runs/new/timeline.json"]
+    for options in ([], pipeline):
+        found = subprocess.run([*script, *options], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stderr
+        assert found.stdout.count("def read(self, ") == 1
+        assert found.stdout.count("after 3 steps, nats per byte") == 1
+    events = json.loads((tmp_path / "runs" / "new" / "timeline.json").read_text())
+    assert events, "the timeline is empty"
