@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from lightning_pipe.capture.flow import Flow
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.torch_private import OpOverload, is_backward, operator_name
 
@@ -100,6 +101,20 @@ def uncuttable(joint: JointGraph, kinds: Kinds) -> frozenset[int]:
         touching = [*(u.name for u in nodes[placeholder].users), joint.mutations[state]]
         places = [position[at] for n in touching if (at := kinds.parents.get(n, n)) in position]
         found |= set(range(min(places) + 1, max(places) + 1)) if places else set()
+    return frozenset(found)
+
+
+def unsliceable(joint: JointGraph, kinds: Kinds, flow: Flow) -> frozenset[int]:
+    """Return the cut positions that a value crosses which has samples, but not in rows of their own."""
+    position = {name: k for k, name in enumerate(kinds.placed)} | dict.fromkeys(joint.leaves, 0)
+    found: set[int] = set()
+    for node in joint.module.graph.nodes:
+        begin = position.get(kinds.parents.get(node.name, node.name))
+        located = node.name in flow.samples or flow.roles.get(node.name, "same") == "same"
+        if begin is None or located or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        uses = [position.get(kinds.parents.get(user.name, user.name), begin) for user in node.users]
+        found |= set(range(begin + 1, max(uses, default=begin) + 1))
     return frozenset(found)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe.capture.assign import Kinds, classify, uncuttable
+from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
 from lightning_pipe.capture.flow import Flow, follow
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.record import StepRecord
@@ -131,6 +131,7 @@ def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str])
         fingerprint=fingerprint(joint),
         coupled=tuple(flow.coupled),
         uncuttable=uncuttable(joint, kinds),
+        unsliceable=unsliceable(joint, kinds, flow),
     )
 
 

@@ -50,6 +50,8 @@ class Graph:
         coupled: names of nodes that mix samples (batch statistics), which slicing would change.
         uncuttable: positions at which the graph cannot be cut, because state that the step overwrites is read before
             and written after.
+        unsliceable: positions at which a value crosses whose samples do not lie in rows of their own, so that stages
+            with different numbers of replicas cannot meet there.
     """
 
     nodes: tuple[Node, ...]
@@ -58,6 +60,7 @@ class Graph:
     fingerprint: str
     coupled: tuple[str, ...] = ()
     uncuttable: frozenset[int] = frozenset()
+    unsliceable: frozenset[int] = frozenset()
 
     def position(self, at: str) -> int:
         """Return the position of a node, or of the first node inside a module; -1 if neither exists."""

@@ -87,8 +87,8 @@ class Transferred:
 def transfer_cuts(graph: Graph, cuts: tuple[int, ...], other: Graph) -> Transferred:
     """Cut `other` (the graph of validation, say) so that every stage reads parameters that it holds already.
 
-    Nodes without parameters stay with the node before them. A parameter that `graph` does not read at all is held
-    everywhere.
+    Nodes without parameters stay with the node before them, unless the graph cannot be cut or sliced there. A parameter
+    that `graph` does not read at all is held everywhere.
     """
     holders: dict[str, set[int]] = {}
     for stage, nodes in enumerate(_stages(graph, cuts)):
@@ -98,18 +98,26 @@ def transfer_cuts(graph: Graph, cuts: tuple[int, ...], other: Graph) -> Transfer
     everywhere = set(range(len(cuts) + 1))
     begins = [0]
     missing: dict[int, dict[str, None]] = {}
+    free = 0  # first position after the last node with parameters
     for position, node in enumerate(other.nodes):
         held = [holders.get(parameter, everywhere) for parameter in node.parameters]
         if not held:
             continue
         stage = len(begins) - 1
         later = [s for s in set.intersection(*held) if s >= stage]
-        begins += [position] * (min(later) - stage if later else 0)
+        begins += [_good_position(other, free, position)] * (min(later) - stage if later else 0)
+        free = position + 1
         for parameter, stages in zip(node.parameters, held, strict=True):
             if len(begins) - 1 not in stages:
                 missing.setdefault(len(begins) - 1, {})[parameter] = None
     begins += [len(other.nodes)] * (len(cuts) + 1 - len(begins))
     return Transferred(tuple(begins[1:]), {stage: tuple(names) for stage, names in missing.items()})
+
+
+def _good_position(graph: Graph, first: int, last: int) -> int:
+    """Return the last position of a range at which the graph can be cut and sliced; the last of all if there is none."""
+    avoided = graph.uncuttable | graph.unsliceable
+    return next((position for position in range(last, first - 1, -1) if position not in avoided), last)
 
 
 def _stages(graph: Graph, cuts: tuple[int, ...]) -> list[tuple[Node, ...]]:

@@ -40,7 +40,7 @@ def uniform(
         PlanError: if the graph has fewer nodes than stages are wanted.
     """
     stages = len(replicas)
-    positions = _worthwhile_positions(graph)
+    positions = _worthwhile_positions(graph, sliced=len(set(replicas)) > 1)
     if len(positions) < stages - 1:
         raise PlanError(
             f"The step has {len(graph.nodes)} operations, too few for {stages} stages. Use fewer devices, or replicate "
@@ -79,15 +79,21 @@ def _costs(graph: Graph) -> list[float]:
     return [(n.flops + n.backward_flops) / _FLOPS_PER_BYTE + n.touched_bytes for n in graph.nodes]
 
 
-def _worthwhile_positions(graph: Graph) -> list[int]:
-    """Return the positions with the least traffic, one per slice of the work, in order."""
+def _worthwhile_positions(graph: Graph, *, sliced: bool) -> list[int]:
+    """Return the positions with the least traffic, one per slice of the work, in order.
+
+    Args:
+        graph: the graph to be cut.
+        sliced: whether stages have different numbers of replicas, so that what crosses must be sliceable.
+    """
+    forbidden = graph.uncuttable | (graph.unsliceable if sliced else frozenset())
     crossing, costs = crossing_bytes(graph), _costs(graph)
     total = sum(costs) or 1.0
     best: dict[int, int] = {}
     done = 0.0
     for position in range(1, len(graph.nodes)):
         done += costs[position - 1]
-        if position in graph.uncuttable:
+        if position in forbidden:
             continue
         part = int(done / total * _MOST_POSITIONS)
         if part not in best or crossing[position] < crossing[best[part]]:
