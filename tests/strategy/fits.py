@@ -108,7 +108,7 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
 
 def fit(case: Case, strategy: Any = "auto") -> Fitted:
     """Fit with this strategy in this process."""
-    module = make_module(case.name, dtype=case.dtype, dropout=case.dropout)
+    module = make_module(case.name, dtype=case.dtype, dropout=case.dropout).train()
     torch.manual_seed(5)
     losses = Losses()
     trainer = make_trainer(strategy, max_epochs=case.epochs, callbacks=[losses], **case.trainer)

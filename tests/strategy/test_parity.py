@@ -10,6 +10,14 @@ ROUNDING = 1e-9  # float64: sums in another order, over some tens of steps
 
 CASES = [
     Case("gpt_tied", {"layout": "1-1", "microbatches": 4}),
+    Case("gpt_tied", {"layout": "2-2", "microbatches": 2}),
+    Case("unet_skips", {"layout": "1-1-1", "microbatches": 4}),
+    Case("seq2seq", {"layout": "1-2", "microbatches": 2, "schedule": "gpipe"}),
+    Case("dict_batch", {"layout": "2-1", "microbatches": 3}),
+    Case("frozen", {"layout": "1-1", "microbatches": 4, "schedule": "gpipe"}),
+    Case("lstm", {"layout": "1-1", "microbatches": 2}),
+    Case("custom_function", {"layout": "2-1", "microbatches": 2}),
+    Case("parameter_groups", {"layout": "1-1-1", "microbatches": 8}, shuffle=True),
 ]
 
 
