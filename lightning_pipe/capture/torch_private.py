@@ -12,6 +12,7 @@
 * `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
+* `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
+from torch._dynamo import OptimizedModule
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -60,6 +62,7 @@ __all__ = [
     "fx_traceback",
     "has_no_data",
     "is_backward",
+    "is_compiled",
     "operator_name",
     "reparametrize",
     "tag_nodes",
@@ -134,3 +137,8 @@ def unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         distribution.set_default_validate_args(before)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Say whether a module was given to `torch.compile`, by function or by method."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import UninitializedTensorMixin
 
+from lightning_pipe.capture.torch_private import is_compiled
 from lightning_pipe.errors import UnsupportedError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -92,7 +93,7 @@ def _refuse_precision(trainer: pl.Trainer) -> None:
 
 def _refuse_compiled(module: pl.LightningModule) -> None:
     for path, child in module.named_modules():
-        if isinstance(child, torch._dynamo.OptimizedModule) or child._compiled_call_impl is not None:
+        if is_compiled(child):
             raise UnsupportedError(
                 f"{path or type(module).__name__} is compiled with torch.compile, but the step is captured from the "
                 "plain module. Remove the call of torch.compile."

@@ -76,3 +76,11 @@ def test_recurrent_kernels_are_put_back():
     with private.fused_recurrent_kernels():
         assert not op.py_kernels
     assert op.py_kernels == before
+
+
+def test_a_compiled_module_is_recognised():
+    compiled = nn.Linear(2, 2)
+    compiled.compile()
+    assert private.is_compiled(compiled)
+    assert private.is_compiled(torch.compile(nn.Linear(2, 2)))
+    assert not private.is_compiled(nn.Linear(2, 2))
