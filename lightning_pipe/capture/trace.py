@@ -74,7 +74,10 @@ class Request:
     @property
     def count(self) -> int:
         """Return the number of samples of the traced batch; that of its first tensor if it cannot be cut."""
-        return self.samples if self.samples is not None else self.structure.leaves[0].shape[self.batch_dim]
+        if self.samples is not None:
+            return self.samples
+        dim = self.batch_dim
+        return next((leaf.shape[dim] for leaf in self.structure.leaves if len(leaf.shape) > dim), 1)
 
 
 def trace(request: Request) -> JointGraph:

@@ -189,13 +189,14 @@ def _leaf(job: Job, index: int, *, first: int, count: int) -> Content:
         raise BatchError(f"Leaf {index} of the batch is read by a stage of this rank, but was not loaded here.")
     if not job.cut[index]:
         return leaf
-    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] < first + count:
+    dim = job.batch_dim
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim <= dim or leaf.shape[dim] < first + count:
         found = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
         raise BatchError(
-            f"Leaf {index} of the batch is {found}; samples {first} to {first + count} along its first dimension "
-            "were expected. All leaves that are cut must have as many samples as the batch."
+            f"Leaf {index} of the batch is {found}; samples {first} to {first + count} along dimension {dim} were "
+            "expected. All leaves that are cut must have as many samples as the batch."
         )
-    return leaf.narrow(0, first, count)
+    return leaf.narrow(dim, first, count)
 
 
 @contextmanager

@@ -16,12 +16,13 @@ class Job:
 
     Attributes:
         leaves: flattened leaves of the whole batch on ranks that load, None in their place elsewhere.
-        cut: which leaves are cut into samples along their first dimension; the others are given whole.
+        cut: which leaves are cut into samples along `batch_dim`; the others are given whole.
         offsets: first sample of each micro-batch within the batch.
         weight: share of this batch in the step's loss (below 1 where gradients are accumulated over batches), times
             the scale of a gradient scaler.
         seed: seed of the random numbers.
         step: number of the batch, part of the random numbers' key.
+        batch_dim: dimension of the samples in the leaves.
     """
 
     leaves: tuple[Content | None, ...]
@@ -30,6 +31,7 @@ class Job:
     weight: float = 1.0
     seed: int = 0
     step: int = 0
+    batch_dim: int = 0
 
 
 @dataclass(frozen=True)

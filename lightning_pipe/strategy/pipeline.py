@@ -13,20 +13,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipe.capture import Capture, Request, Structure, capture_step
+from lightning_pipe.capture import Capture, Request, Structure, capture_step, microbatch_sizes
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.errors import BatchError
 from lightning_pipe.planner.problem import resolve
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.parts import Content
@@ -39,7 +39,6 @@ from lightning_pipe.strategy.weights import Weights
 log = logging.getLogger(__name__)
 
 TRAINING = "training_step"
-_NO_DIM = 1 << 16  # no tensor has this dimension: the batch is one indivisible sample
 _MOST_CAPTURES = 64
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 
@@ -137,12 +136,15 @@ class Pipeline:
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
 
     def samples(self, structure: Structure) -> int:
-        """Return the number of samples of a batch; 1 if it is indivisible.
+        """Return the number of samples of a batch; that of its first tensor if it cannot be cut.
 
         Raises:
             BatchError: if its tensors disagree.
         """
-        return structure.samples(self._config.batch_dim) if self._divisible(structure) else 1
+        dim = self._config.batch_dim
+        if self._divisible(structure):
+            return structure.samples(dim)
+        return next((leaf.shape[dim] for leaf in structure.leaves if len(leaf.shape) > dim), 1)
 
     def plan_for(self, call: Call) -> None:
         """Make the plan for this call's step, and place parameters by it.
@@ -183,16 +185,17 @@ class Pipeline:
         training = call.method == TRAINING
         program = step.program(sizes, synchronise=turn.synchronise, training=training)
         step.refresh(self._trained)
-        if training:
-            self._before_training(step)
-        divisible = self._divisible(call.structure)
+        if training and self._reduced:
+            step.keep_sums_once()
+        dim, structure = self._config.batch_dim, call.structure
         job = Job(
             leaves=turn.tensors,
-            cut=call.structure.cut(self._config.batch_dim) if divisible else (False,) * len(turn.tensors),
+            cut=structure.cut(dim) if self._divisible(structure) else (False,) * len(turn.tensors),
             offsets=tuple(sum(sizes[:m]) for m in range(len(sizes))),
             weight=turn.weight,
             seed=self._seed,
             step=turn.number,
+            batch_dim=dim,
         )
         outcome = step.executor.run(program, job, record=turn.record, watch=self._links.watch)
         collected = drive(step.results.collect(program, outcome, step.names), wait=self._links.watch.wait)
@@ -200,11 +203,6 @@ class Pipeline:
             self._trained += 1
             self._reduced = turn.synchronise
         return Ran(step.capture.record, collected.values, samples, outcome.timeline)
-
-    def _before_training(self, step: Step) -> None:
-        """Keep gradients that are summed already on one of their holders, so that they are not summed twice."""
-        if self._reduced:
-            step.keep_sums_once()
 
     def _step(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
         """Return the captured step for a call, and the micro-batches of its batch."""
@@ -237,47 +235,46 @@ class Pipeline:
         return (call.method, repr(call.structure.template), shapes, call.arguments[1:], modes, frozen)
 
     def _capture_for(self, call: Call, samples: int) -> Capture:
-        """Capture a step so that a batch of this size can be cut; for one size only if it must be.
+        """Capture a step so that a batch of this size can be cut.
 
         Raises:
             BatchError: if there is no way to cut the batch.
         """
-        layout, misfit = self._plan_now.layout, ""
-        wanted = _even(samples, self._plan_now.microbatches)
-        capture = self._capture(call, max(slices(layout, wanted)))
+        layout = self._plan_now.layout
+        capture = self._capture(call, max(slices(layout, microbatch_sizes(samples, self._plan_now.microbatches))))
         if self._sizes(capture, samples):
             return capture
-        for count in range(len(wanted), 0, -1):
-            sizes = slices(layout, _even(samples, count))
-            if len(sizes) == 1:
-                capture = self._capture(call, sizes.pop(), symbolic=False)
-                if self._sizes(capture, samples):
-                    return capture
-            misfit = misfit or capture.misfit(max(slices(layout, _even(samples, count))))
+        whole = max(slices(layout, (samples,)))  # a symbolic graph may demand more than one sample, say
+        fixed = self._capture(call, whole, symbolic=False)
+        if self._sizes(fixed, samples):
+            return fixed
         raise BatchError(
-            f"A batch of {samples} samples cannot be cut for this step and layout {layout.stages}: {misfit}. Use a "
-            "batch size that every replica can share equally, or one rank per stage."
+            f"A batch of {samples} samples cannot be cut for this step and layout {layout.stages}: "
+            f"{capture.misfit(whole) or fixed.misfit(whole)}. Use batches that replicas can share equally, or one rank "
+            "per stage."
         )
 
     def _capture(self, call: Call, samples: int, *, symbolic: bool = True) -> Capture:
-        divisible = self._divisible(call.structure)
         answers = call.answers
         request = Request(
             module=self._module,
             method=call.method,
             structure=call.structure,
             arguments=call.arguments,
-            samples=samples if not symbolic or not divisible else max(2, samples),
-            batch_dim=self._config.batch_dim if divisible else _NO_DIM,
+            samples=(max(2, samples) if symbolic else samples) if self._divisible(call.structure) else None,
+            batch_dim=self._config.batch_dim,
             device=self._device,
             context=self._contexts[call.method],
-            answers=None
-            if answers is None
-            else lambda: self._links.control.agreed(
-                lambda: answers(request), source=0, what="the answers that the step asks of its tensors"
-            ),
-            symbolic=symbolic and divisible,
+            symbolic=symbolic,
         )
+        if answers is not None:
+            asked = request
+            request = replace(
+                request,
+                answers=lambda: self._links.control.agreed(
+                    lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
+                ),
+            )
         with torch.inference_mode(False):
             return capture_step(request)
 
@@ -305,7 +302,7 @@ class Pipeline:
         """Return the micro-batches of a batch: as many as planned, fewer where the graph needs it; () if none fit."""
         layout = self._plan_now.layout
         for count in range(min(samples, self._plan_now.microbatches), 0, -1):
-            sizes = _even(samples, count)
+            sizes = microbatch_sizes(samples, count)
             if not any(capture.misfit(size) for size in slices(layout, sizes)):
                 return sizes
         return ()
@@ -313,19 +310,11 @@ class Pipeline:
     def _first_slice(self, samples: int) -> int:
         """Guess the size of a micro-batch before there is a plan."""
         wanted = self._given.microbatches if self._given is not None else self._config.microbatches
-        return max(_even(samples, wanted or 1))
+        return max(microbatch_sizes(samples, wanted or 1))
 
     def _divisible(self, structure: Structure) -> bool:
-        """Say whether batches like this can be cut; those that cannot are whole where nobody wants to cut them."""
-        if self._planned is not None:
-            plan: Plan | None = self._planned.plan
-        else:
-            plan = self._given
-        if plan is not None:
-            whole = plan.microbatches == 1 and all(len(stage.ranks) == 1 for stage in plan.stages)
-        else:
-            whole = self._config.microbatches == 1 and set(self._config.replicas or (1,)) == {1}
-        if not whole:
+        """Say whether batches like this can be cut; those that cannot are left whole where nobody wants to cut them."""
+        if not self._leaves_batches_whole:
             return True
         try:
             structure.samples(self._config.batch_dim)
@@ -333,7 +322,9 @@ class Pipeline:
             return False
         return True
 
-
-def _even(samples: int, microbatches: int) -> tuple[int, ...]:
-    count = min(samples, microbatches)
-    return tuple(samples // count + (m < samples % count) for m in range(count))
+    @property
+    def _leaves_batches_whole(self) -> bool:
+        plan = self._given if self._planned is None else self._planned.plan
+        if plan is not None:
+            return plan.microbatches == 1 and all(len(stage.ranks) == 1 for stage in plan.stages)
+        return self._config.microbatches == 1 and set(self._config.replicas or (1,)) == {1}
