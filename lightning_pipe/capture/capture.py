@@ -52,15 +52,26 @@ class Capture:
     device: torch.device
     variants: Variants | None = None
 
-    def split(self, cuts: tuple[int, ...]) -> Split:
+    def split(self, cuts: tuple[int, ...], *, exact_ties: bool = False) -> Split:
         """Cut the graph before the nodes at these positions; `()` is one stage.
+
+        Args:
+            exact_ties: whether gradients of a parameter that several stages use travel and are added for every
+                micro-batch, so that all sums keep the order of one device, instead of once per step.
 
         Raises:
             PlanError: if the cuts make no stages.
         """
 
         def split_of(joint: JointGraph) -> Split:
-            splitter = Splitter(joint, kinds=self.kinds, flow=self.flow, aliases=self.aliases, device=self.device)
+            splitter = Splitter(
+                joint,
+                kinds=self.kinds,
+                flow=self.flow,
+                aliases=self.aliases,
+                device=self.device,
+                exact_ties=exact_ties,
+            )
             return splitter.split(cuts)
 
         return split_of(self.joint) if self.variants is None else self.variants.dispatch(split_of)

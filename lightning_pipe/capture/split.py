@@ -64,12 +64,22 @@ class Splitter:
         flow: how samples flow.
         aliases: parameter name -> canonical name (equal for tied parameters).
         device: where it will run.
+        exact_ties: whether gradients of a parameter that several stages use are added per micro-batch, in autograd's
+            order, instead of once per step; they then travel for every micro-batch.
     """
 
     def __init__(
-        self, joint: JointGraph, *, kinds: Kinds, flow: Flow, aliases: dict[str, str], device: torch.device
+        self,
+        joint: JointGraph,
+        *,
+        kinds: Kinds,
+        flow: Flow,
+        aliases: dict[str, str],
+        device: torch.device,
+        exact_ties: bool = False,
     ) -> None:
         self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
+        self._exact_ties = exact_ties
         self._nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
         self._emitter = Emitter(joint, repeated=kinds.repeated, device=device)
         self._state = set(joint.parameters) | set(joint.buffers)
@@ -103,14 +113,21 @@ class Splitter:
         outputs = [*([self._joint.loss] if self._joint.loss else []), *self._joint.results]
         for name in dict.fromkeys(outputs):
             needs[stages.get(name, last)].results.append(name)
+        terms: dict[str, list[str]] = defaultdict(list)
         for name, parameter in self._joint.gradients:
-            for term in partial_sums(self._nodes[name], stages):
-                needs[stages[term.name]].gradients[term.name] = self._aliases[parameter]
+            own = [name] if self._exact_ties else [t.name for t in partial_sums(self._nodes[name], stages)]
+            terms[self._aliases[parameter]] += own
+        for parameter, names in terms.items():
+            first = min(stages[name] for name in names)
+            for name in names:
+                needs[first if self._exact_ties else stages[name]].gradients[name] = parameter
 
     def _connect(self, stage: int, needs: list[_Needs], stages: dict[str, int]) -> None:
         """Find where everything comes from that a stage reads but does not compute."""
         own = needs[stage]
         used: dict[str, None] = {}
+        elsewhere = {name: None for name in own.gradients if stages[name] != stage}
+        used.update(elsewhere)
         for names in (own.forward, own.backward, own.results):
             for name in sorted(self._reads(names, own.results if names is own.results else ()), key=self._position):
                 used.setdefault(name)
@@ -170,7 +187,7 @@ class Splitter:
         wants = {n for names in own.sends.values() for n in names}
         input_outputs = self._input_outputs(input_names, weight_names, own, wants)
         input_grad = self._backward(input_names, input_outputs, renamed)
-        weight_outputs = [n for n in own.gradients if n in weight_names]
+        weight_outputs = [n for n in own.gradients if n in weight_names or n in received]
         weight_grad = self._backward(weight_names, weight_outputs, renamed)
         halves = [h for h in (forward, input_grad, weight_grad) if h is not None]
         read = {n for h in halves for n in h.inputs}
@@ -225,9 +242,10 @@ class Splitter:
         return [n for n in input_names if n in wants or n in own.gradients or n in kept]
 
     def _backward(self, names: list[str], outputs: list[str], renamed: dict[str, str]) -> Half | None:
-        if not names:
+        if not names and not outputs:
             return None
-        inputs = sorted(self._emitter.inputs_of(names) - set(names), key=self._position)
+        given = set(outputs) - set(names)  # gradients that another stage has computed
+        inputs = sorted((self._emitter.inputs_of(names) | given) - set(names), key=self._position)
         half = self._emitter.make(set(names), inputs=inputs, outputs=outputs, copied={})
         return Half(tuple(renamed.get(n, n) for n in half.inputs), half.outputs, half.run)
 
@@ -240,9 +258,10 @@ class Splitter:
             for source, own in enumerate(needs)
             for (direction, target), names in sorted(own.sends.items())
         )
+        trained = {parameter for program in programs for parameter in program.gradients.values()}
         holders: dict[str, set[int]] = defaultdict(set)
         for program in programs:
-            for parameter in program.gradients.values():
+            for parameter in {*program.parameters.values(), *program.gradients.values()} & trained:
                 holders[parameter].add(program.stage)
         groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for parameter in dict.fromkeys(self._aliases.values()):

@@ -100,6 +100,16 @@ def test_stages_equal_autograd_for_any_cut_and_any_number_of_samples(net, stages
         assert all(torch.equal(b, buffers[n]) for n, b in copied.named_buffers())
 
 
+def test_exact_ties_keep_the_order_of_all_sums(net):
+    module, capture = net
+    loss, gradients, _ = autograd(module)
+    for stages in (2, 3, 4):
+        split = capture.split(all_cuts(capture, stages=stages, seed=stages), exact_ties=True)
+        results, found = run_stages(split, copy.deepcopy(module), batch(), key=KEY, weight=1.0)
+        assert torch.equal(results[capture.record.loss], loss)
+        assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+
+
 def test_what_crosses_has_the_declared_shape(net):
     module, capture = net
     for samples in (4, 2):
