@@ -36,6 +36,8 @@ class DappleConfig:
         capture: route by which the step becomes a graph.
         batch_dim: dimension of the batch's tensors along which samples lie.
         seed: seed of the random numbers inside the step; None takes torch's own seed.
+        exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
+            micro-batch, in the order of one device, instead of once per step: bit-equal results for more traffic.
         deadline_s: seconds after which a wait for another rank is reported as an error.
         trace: file to write the recorded timeline to (Perfetto JSON); None records nothing.
         timeline_steps: optimizer steps that are recorded.
@@ -52,6 +54,7 @@ class DappleConfig:
     capture: str = "joint"
     batch_dim: int = 0
     seed: int | None = None
+    exact_ties: bool = False
     deadline_s: float = 300.0
     trace: str | None = None
     timeline_steps: int = 3
@@ -105,7 +108,7 @@ class _Rule(NamedTuple):
     pattern: str = ""
 
     def holds(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, self.kind):
+        if isinstance(value, bool) is not (self.kind is bool) or not isinstance(value, self.kind):
             return False
         if self.one_of and value not in self.one_of:
             return False
@@ -134,6 +137,7 @@ _RULES = {
     "capture": _choice(("joint",)),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),
+    "exact_ties": _Rule(bool, "true or false"),
     "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),

@@ -13,8 +13,8 @@ from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
-    "plan planner layout schedule warmup microbatches capture batch_dim seed deadline_s trace timeline_steps "
-    "start_method"
+    "plan planner layout schedule warmup microbatches capture batch_dim seed exact_ties deadline_s trace "
+    "timeline_steps start_method"
 ).split()
 
 
@@ -55,6 +55,7 @@ def test_natural_spellings_are_read(name, value, read):
         ({"microbatches": 0}, r"found microbatches=0 \(int\); expected an integer of at least 1"),
         ({"microbatches": True}, r"found microbatches=True \(bool\); expected an integer"),
         ({"microbatches": "8"}, r"found microbatches='8' \(str\); expected an integer"),
+        ({"exact_ties": 1}, r"found exact_ties=1 \(int\); expected true or false"),
         ({"schedule": "1f1"}, "found schedule='1f1'.*did you mean '1f1b'"),
         ({"schedule": None}, "found schedule=None.*expected one of"),
         ({"planner": "uniforms"}, "did you mean 'uniform'"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 import lightning_pipe
@@ -96,8 +97,8 @@ def test_python_blocks_run(code, monkeypatch, tmp_path):
 def test_yaml_blocks_are_plans(code):
     plan = from_yaml(Plan, code)
     layout = plan.layout
-    verify_order = order_of(plan.schedule, layout=layout, microbatches=plan.microbatches, options=plan.options)
-    assert len(verify_order) == layout.ranks
+    order = order_of(plan.schedule, layout=layout, microbatches=plan.microbatches, options=plan.options)
+    assert len(order) == layout.ranks
 
 
 @pytest.mark.parametrize("code", blocks("bash"))
@@ -154,7 +155,7 @@ def test_presets_compose_as_a_group_of_their_own(preset, application):
 
 @pytest.mark.parametrize("override", ["strategy.microbatchs=4", "strategy.microbatches=four", "strategy.seed=[1]"])
 def test_hydra_refuses_what_is_no_option(override, application):
-    with pytest.raises(Exception, match="strategy"):
+    with pytest.raises(ConfigCompositionException, match="strategy"):
         composed(application, ["+strategy=dapple", override])
 
 
