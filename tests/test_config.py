@@ -42,6 +42,7 @@ def test_every_schedule_can_be_chosen():
         ("warmup", "4,3,2,1", "4,3,2,1"),
         ("seed", None, None),
         ("microbatches", 8, 8),
+        ("exact_ties", True, True),
     ],
 )
 def test_natural_spellings_are_read(name, value, read):

@@ -281,7 +281,12 @@ class Pipeline:
     def _build(self, capture: Capture, cuts: tuple[int, ...]) -> Step:
         agree(self._links, {"captured graph": capture.graph.fingerprint})
         return Step(
-            capture, capture.split(cuts), plan=self._plan_now, links=self._links, weights=self._weights, device=self._device
+            capture,
+            capture.split(cuts, exact_ties=self._config.exact_ties),
+            plan=self._plan_now,
+            links=self._links,
+            weights=self._weights,
+            device=self._device,
         )
 
     def _cuts(self, graph: Graph) -> tuple[int, ...]:
