@@ -7,6 +7,9 @@
     fit_loop._combined_loader           the loaders it has asked for
     fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
                                         `setup_data`, which we call earlier
+    fit_loop.epoch_loop._broadcast_sigterm_tensor  asks rank 0 before every batch whether to stop, over the default group
+                                        and without a deadline; ours asks over connections that are watched (newer
+                                        than the oldest Lightning that we support)
     LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
     LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
     _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
@@ -16,6 +19,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,7 +33,8 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 __all__ = [
     "AutomaticOptimization",
@@ -60,6 +65,21 @@ def swap_optimization(trainer: pl.Trainer, loop: AutomaticOptimization) -> Autom
     before = epoch_loop.automatic_optimization
     epoch_loop.automatic_optimization = loop
     return before
+
+
+def replace_sigterm_broadcast(trainer: pl.Trainer, any_rank_stops: Callable[[bool], bool]) -> None:
+    """Ask all ranks in our way before every batch whether the process is to end."""
+
+    def ask() -> None:
+        if any_rank_stops(bool(trainer.received_sigterm)):
+            raise SIGTERMException
+
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = ask
+
+
+def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
+    """Let Lightning ask again."""
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def transfer(module: pl.LightningModule, batch: Any, device: Any) -> Any:

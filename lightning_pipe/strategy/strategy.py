@@ -177,7 +177,13 @@ class DappleStrategy(ParallelStrategy):
         loop = PipelineOptimization(trainer)
         before = private.swap_optimization(trainer, loop)
         loop.optim_progress = before.optim_progress
-        self._undo_loop = lambda: private.swap_optimization(trainer, before)
+        private.replace_sigterm_broadcast(trainer, lambda stops: self.reduce_boolean_decision(stops, all=False))
+
+        def undo() -> None:
+            private.swap_optimization(trainer, before)
+            private.restore_sigterm_broadcast(trainer)
+
+        self._undo_loop = undo
 
     def on_train_start(self) -> None:
         """Give loaders the state that a checkpoint has for them; Lightning has loaded it since we asked for data."""
