@@ -307,7 +307,7 @@ def check_slices(split: Split, layout: Layout) -> None:
                 continue
             for name in names:
                 known = split.values[name]
-                if known.batch_dim is None and known.combine != "same":
+                if known.batch_dim is None and known.combine in ("cat", "max", "min"):
                     raise PlanError(
                         f"Stage {program.stage} on {len(here)} ranks sends {name} to stage {target} on {len(there)} "
                         "ranks, but its samples do not lie in separate rows, so it cannot be cut into slices. Give "

@@ -178,16 +178,15 @@ class Exchange:
         if not isinstance(content, torch.Tensor):
             return content
         value = self._split.values[name]
-        return cut(content, value, local=local, part=message.samples, direction=message.direction)
+        return cut(content, value, local=local, part=message.samples)
 
     def _joined(self, names: tuple[str, ...], letters: tuple[Letter, ...], compute: Compute) -> dict[str, Content]:
         """Join the parts of every value; letters hold tensors in the order of `names`."""
         local = self.local(compute.stage, compute.microbatch)
-        direction = letters[0].message.direction
         columns = zip(*(letter.tensors for letter in letters), strict=True)
         joined: dict[str, Content] = {}
         for name, tensors in zip(names, columns, strict=True):
             value = self._split.values[name]
             parts = [(letter.message.samples, tensor) for letter, tensor in zip(letters, tensors, strict=True)]
-            joined[name] = from_tensor(join(parts, value, local=local, direction=direction), value)
+            joined[name] = from_tensor(join(parts, value, local=local), value)
         return joined

@@ -11,8 +11,8 @@ samples says by `Value.combine` what it is of its slices' values:
     max, min  v                              max, min of v_i
 
 Cutting and joining in backward are the transposes of joining and cutting in forward, so that gradients stay exact
-whatever the replication: the gradient of a value without samples is a `sum`; who sends it scales by share, who receives
-it adds.
+whatever the replication: `Value.combine` of the gradient of a value without samples is `sum`; who sends it scales by
+share, who receives it adds.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import TypeAlias
 import torch
 
 from lightning_pipe.capture.stage_program import Combine, Value
-from lightning_pipe.core.program import Pass, Samples
+from lightning_pipe.core.program import Samples
 from lightning_pipe.errors import PipelineError
 
 Content: TypeAlias = torch.Tensor | int
 Part: TypeAlias = tuple[Samples, torch.Tensor]
 
 
-def cut(content: torch.Tensor, value: Value, *, local: Samples, part: Samples, direction: Pass) -> torch.Tensor:
+def cut(content: torch.Tensor, value: Value, *, local: Samples, part: Samples) -> torch.Tensor:
     """Return the part of `content` (of the samples `local`) that belongs to the samples `part`; a view where it can."""
     if part == local:
         return content
     if value.batch_dim is not None:
         start = (part.start - local.start) * value.rows
         return content.narrow(value.batch_dim, start, len(part) * value.rows)
-    if _combine(value, direction) == "sum":
+    if value.combine == "sum":
         return content * (len(part) / len(local))
     return content
 
 
-def join(parts: Sequence[Part], value: Value, *, local: Samples, direction: Pass) -> torch.Tensor:
+def join(parts: Sequence[Part], value: Value, *, local: Samples) -> torch.Tensor:
     """Return the content for the samples `local` from parts that cover them without overlap.
 
     Raises:
@@ -54,7 +54,7 @@ def join(parts: Sequence[Part], value: Value, *, local: Samples, direction: Pass
     if [samples.start for samples, _ in ordered] != edges[:-1] or edges[-1] != local.stop:
         found = ", ".join(str(samples) for samples, _ in ordered) or "nothing"
         raise PipelineError(f"Value {value.name} is needed for samples {local}, but received for {found}.")
-    return combine(ordered, value, how="cat" if value.batch_dim is not None else _combine(value, direction))
+    return combine(ordered, value, how="cat" if value.batch_dim is not None else value.combine)
 
 
 def combine(parts: Sequence[Part], value: Value, *, how: Combine) -> torch.Tensor:
@@ -106,7 +106,3 @@ def buffer_for(value: Value, samples: int, *, device: torch.device) -> torch.Ten
 def packed(tensor: torch.Tensor, value: Value) -> torch.Tensor:
     """Return a contiguous tensor with the content of a value; of a buffer from `buffer_for` it is a view."""
     return (tensor.permute(value.order) if value.order else tensor).contiguous()
-
-
-def _combine(value: Value, direction: Pass) -> Combine:
-    return "sum" if direction == "B" else value.combine
