@@ -67,6 +67,7 @@ def _can_be_asked(loader: Any) -> bool:
 def _ask(loader: DataLoader[Any]) -> Any:
     dataset: Any = loader.dataset
     with isolate_rng(), _same_generators(loader):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # an iteration begins with a seed
         if loader.batch_sampler is None:
             return loader.collate_fn(dataset[next(iter(loader.sampler))])
         indices = next(iter(loader.batch_sampler))
