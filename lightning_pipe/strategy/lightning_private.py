@@ -1,20 +1,20 @@
 """Which names of Lightning that are not public do we touch, and why? All of them are here; a contract test reads this.
 
-    _AutomaticOptimization, Closure     the loop of one batch: ours zeroes gradients before the program runs, because
-                                        the program is forward and backward in one
-    fit_loop.epoch_loop.automatic_optimization    where that loop hangs
-    fit_loop.setup_data                 asks the user's loaders for data, as `Trainer.estimated_stepping_batches` does
-    fit_loop._combined_loader           the loaders it has asked for
-    fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
-                                        `setup_data`, which we call earlier
-    fit_loop.epoch_loop._broadcast_sigterm_tensor  asks rank 0 before every batch whether to stop, over the default group
-                                        and without a deadline; ours asks over connections that are watched (newer
-                                        than the oldest Lightning that we support)
-    LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
-    LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
-    _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
-    _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
-    _optimizers_to_device, _optimizer_to_device   move optimizer state
+_AutomaticOptimization, Closure     the loop of one batch: ours zeroes gradients before the program runs, because
+                                    the program is forward and backward in one
+fit_loop.epoch_loop.automatic_optimization    where that loop hangs
+fit_loop.setup_data                 asks the user's loaders for data, as `Trainer.estimated_stepping_batches` does
+fit_loop._combined_loader           the loaders it has asked for
+fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
+                                    `setup_data`, which we call earlier
+fit_loop.epoch_loop._broadcast_sigterm_tensor           asks rank 0 before every batch whether to stop, over the
+                                    default group and without a deadline; ours asks over connections that are
+                                    watched (newer than the oldest Lightning that we support)
+LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
+LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
+_SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
+_init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
+_optimizers_to_device, _optimizer_to_device   move optimizer state
 """
 
 from __future__ import annotations
@@ -105,8 +105,10 @@ class _Skipping:
         self.module, self.skip = module, skip
 
     def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        return batch if _holds(batch, self.skip) else type(self.module)._on_before_batch_transfer(
-            self.module, batch, dataloader_idx
+        return (
+            batch
+            if _holds(batch, self.skip)
+            else type(self.module)._on_before_batch_transfer(self.module, batch, dataloader_idx)
         )
 
 

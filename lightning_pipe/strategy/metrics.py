@@ -21,7 +21,6 @@ from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, Metric
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.parts import Content
 
-
 _SAID = (Ref, Sized, MetricRef, MetricValue)
 
 

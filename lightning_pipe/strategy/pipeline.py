@@ -33,7 +33,8 @@ from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.waiting import drive
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.planning import check_samples, cut_other, given_plan, make_plan
-from lightning_pipe.strategy.step import Step, agree, slices
+from lightning_pipe.strategy.step import Captured, Step, agree, slices
+from lightning_pipe.strategy.texts import Reader, texts, without_texts
 from lightning_pipe.strategy.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -159,16 +160,17 @@ class Pipeline:
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         samples = self.samples(call.structure)
-        capture = self._capture(call, self._first_slice(samples))
-        plan = control.agreed(lambda: self._plan(capture.graph, samples), source=0, what="the plan")
+        captured = self._capture(call, self._first_slice(samples))
+        graph = captured.capture.graph
+        plan = control.agreed(lambda: self._plan(graph, samples), source=0, what="the plan")
         check_samples(plan, samples)
-        cuts = resolve(plan, capture.graph, ranks=control.ranks)
-        self._planned = _Planned(plan, capture.graph, cuts)
+        cuts = resolve(plan, graph, ranks=control.ranks)
+        self._planned = _Planned(plan, graph, cuts)
         agree(self._links, {"plan": to_yaml(plan)})
-        if not self._sizes(capture, samples):
-            capture = self._capture_for(call, samples)
-            cuts = self._cuts(capture.graph)
-        step = self._build(capture, cuts)
+        if not self._sizes(captured.capture, samples):
+            captured = self._capture_for(call, samples)
+            cuts = self._cuts(captured.capture.graph)
+        step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout)
         self._steps[self._key(call)] = [step]
 
@@ -211,18 +213,18 @@ class Pipeline:
         self._steps[key] = steps  # now the youngest
         for step in steps:
             sizes = self._sizes(step.capture, samples)
-            if sizes and not step.capture.changed():
+            if sizes and not step.misfit(call.structure.template):
                 return step, sizes
-        if steps and (change := steps[-1].capture.changed()):
-            log.info("%s is captured again: %s", call.method, change)
-        capture = self._capture_for(call, samples)
-        step = self._build(capture, self._cuts(capture.graph))
+        if steps:
+            log.info("%s is captured again: %s", call.method, steps[-1].misfit(call.structure.template))
+        captured = self._capture_for(call, samples)
+        step = self._build(captured, self._cuts(captured.capture.graph))
         if call.method == TRAINING:
             step.refuse_borrowed()
-        steps[:] = [s for s in steps if not s.capture.changed()] + [step]
+        steps[:] = [*[s for s in steps if not s.capture.changed()][1 - _MOST_CAPTURES :], step]
         if len(self._steps) > _MOST_CAPTURES:
             del self._steps[next(iter(self._steps))]
-        return step, self._sizes(capture, samples)
+        return step, self._sizes(step.capture, samples)
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         """Return what a captured step is kept under: everything that its graph depends on from the start."""
@@ -232,34 +234,34 @@ class Pipeline:
         shapes = leaves if divisible else call.structure.leaves
         modes = tuple(module.training for module in self._module.modules())
         frozen = tuple(parameter.requires_grad for parameter in self._module.parameters())
-        return (call.method, repr(call.structure.template), shapes, call.arguments[1:], modes, frozen)
+        return (call.method, without_texts(call.structure.template), shapes, call.arguments[1:], modes, frozen)
 
-    def _capture_for(self, call: Call, samples: int) -> Capture:
+    def _capture_for(self, call: Call, samples: int) -> Captured:
         """Capture a step so that a batch of this size can be cut.
 
         Raises:
             BatchError: if there is no way to cut the batch.
         """
         layout = self._plan_now.layout
-        capture = self._capture(call, max(slices(layout, microbatch_sizes(samples, self._plan_now.microbatches))))
-        if self._sizes(capture, samples):
-            return capture
+        found = self._capture(call, max(slices(layout, microbatch_sizes(samples, self._plan_now.microbatches))))
+        if self._sizes(found.capture, samples):
+            return found
         whole = max(slices(layout, (samples,)))  # a symbolic graph may demand more than one sample, say
         fixed = self._capture(call, whole, symbolic=False)
-        if self._sizes(fixed, samples):
+        if self._sizes(fixed.capture, samples):
             return fixed
         raise BatchError(
             f"A batch of {samples} samples cannot be cut for this step and layout {layout.stages}: "
-            f"{capture.misfit(whole) or fixed.misfit(whole)}. Use batches that replicas can share equally, or one rank "
-            "per stage."
+            f"{found.capture.misfit(whole) or fixed.capture.misfit(whole)}. Use batches that replicas can share "
+            "equally, or one rank per stage."
         )
 
-    def _capture(self, call: Call, samples: int, *, symbolic: bool = True) -> Capture:
-        answers = call.answers
+    def _capture(self, call: Call, samples: int, *, symbolic: bool = True) -> Captured:
+        answers, reader = call.answers, Reader()
         request = Request(
             module=self._module,
             method=call.method,
-            structure=call.structure,
+            structure=replace(call.structure, template=reader.marked(call.structure.template)),
             arguments=call.arguments,
             samples=(max(2, samples) if symbolic else samples) if self._divisible(call.structure) else None,
             batch_dim=self._config.batch_dim,
@@ -276,13 +278,13 @@ class Pipeline:
                 ),
             )
         with torch.inference_mode(False):
-            return capture_step(request)
+            return Captured(capture_step(request), reader, texts(call.structure.template))
 
-    def _build(self, capture: Capture, cuts: tuple[int, ...]) -> Step:
-        agree(self._links, {"captured graph": capture.graph.fingerprint})
+    def _build(self, captured: Captured, cuts: tuple[int, ...]) -> Step:
+        agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
         return Step(
-            capture,
-            capture.split(cuts, exact_ties=self._config.exact_ties),
+            captured,
+            captured.capture.split(cuts, exact_ties=self._config.exact_ties),
             plan=self._plan_now,
             links=self._links,
             weights=self._weights,

@@ -127,13 +127,14 @@ class Session:
         if self._pipeline.planned is None:
             self._plan(Call(method, structure, arguments, _answers(tensors)))
         leaves = tuple(tensors) if self._feed.loads else (None,) * len(structure.leaves)
-        record = method == TRAINING and self._config.trace is not None and len(self._recorded) < self._config.timeline_steps
+        wanted = self._config.timeline_steps if self._config.trace is not None else 0
+        record = method == TRAINING and len(self._recorded) < wanted
         ran = self._pipeline.run(
             call, Turn(leaves, number=number, weight=weight, synchronise=synchronise, record=record)
         )
         if record:
             self._recorded.append(ran.timeline)
-            if len(self._recorded) == self._config.timeline_steps:
+            if len(self._recorded) == wanted:
                 self._write_trace()
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module)
 

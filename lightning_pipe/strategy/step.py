@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_pipe.capture import Capture
 from lightning_pipe.capture.split import check_slices
@@ -31,14 +32,24 @@ from lightning_pipe.schedule.text import format_program
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import outputs
+from lightning_pipe.strategy.texts import Reader, texts
 from lightning_pipe.strategy.weights import Weights
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured step, and the texts of its batch with the reader that knows whether it looked at them."""
+
+    capture: Capture
+    reader: Reader
+    texts: tuple[str, ...]
 
 
 class Step:
     """A captured step on this rank.
 
     Args:
-        capture: the captured step.
+        captured: the captured step.
         split: its stages.
         plan: ranks of the stages, and schedule.
         links: to the other ranks.
@@ -47,11 +58,12 @@ class Step:
     """
 
     def __init__(
-        self, capture: Capture, split: Split, *, plan: Plan, links: Links, weights: Weights, device: torch.device
+        self, captured: Captured, split: Split, *, plan: Plan, links: Links, weights: Weights, device: torch.device
     ) -> None:
         check_slices(split, plan.layout)
-        self.capture, self.split = capture, split
-        self.names = outputs(capture.record)
+        self.capture, self.split = captured.capture, split
+        self.names = outputs(captured.capture.record)
+        self._captured = captured
         self._plan, self._links, self._weights, self._device = plan, links, weights, device
         self._lent: dict[str, torch.Tensor] = {}
         self._lent_at = -1
@@ -61,9 +73,16 @@ class Step:
             device=device,
         )
         transport = links.transport
-        self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=capture.record.loss)
+        self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=self.capture.record.loss)
         self.results = Results(split, plan.layout, transport=transport, device=device)
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
+
+    def misfit(self, template: Any) -> str:
+        """Return "" if the graph holds for a batch with this template now, else what has changed."""
+        captured = self._captured
+        if captured.reader.has_read and texts(template) != captured.texts:
+            return "the texts of the batch, which the step reads, have changed"
+        return self.capture.changed()
 
     def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:
         """Return the proved program for micro-batches of these sizes, agreed on and connected."""
@@ -93,8 +112,7 @@ class Step:
     def keep_sums_once(self) -> None:
         """Forget gradients that are sums over ranks already, except on the first rank of each sum."""
         for bucket, names in zip(self.split.traffic.buckets, self.split.bucket_parameters, strict=True):
-            first, *others = bucket_group(bucket, self._plan.layout)
-            if self._links.control.rank in others:
+            if self._links.control.rank in bucket_group(bucket, self._plan.layout)[1:]:
                 for name in names:
                     self._weights.parameters[name].grad = None
 

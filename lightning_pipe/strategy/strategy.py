@@ -241,7 +241,9 @@ class DappleStrategy(ParallelStrategy):
         finally:
             self._synchronise = True
 
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Call the hooks around the backward, which the program has done."""
         assert self.lightning_module is not None
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +11,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from models.parity import make_loader, make_module
 
 from lightning_pipe.strategy.strategy import DappleStrategy
+from models.parity import make_loader, make_module
 
 QUIET = {
     "accelerator": "cpu",
@@ -113,7 +112,9 @@ def fit(case: Case, strategy: Any = "auto") -> Fitted:
     losses = Losses()
     trainer = make_trainer(strategy, max_epochs=case.epochs, callbacks=[losses], **case.trainer)
     common = {"dtype": case.dtype, "batch_size": case.batch_size}
-    trainer.fit(module, make_loader(case.name, shuffle=case.shuffle, **common), make_loader(case.name, seed=1, **common))
+    trainer.fit(
+        module, make_loader(case.name, shuffle=case.shuffle, **common), make_loader(case.name, seed=1, **common)
+    )
     return fitted(trainer, module, losses.losses)
 
 
@@ -133,9 +134,9 @@ def fit_as_pipeline(case: Case) -> Fitted:
 
 def assert_same(found: Fitted, expected: Fitted, *, rtol: float) -> None:
     """Compare everything two fits have left."""
-    close: Callable[..., None] = lambda a, b, name: torch.testing.assert_close(
-        a, b, rtol=rtol, atol=rtol, msg=lambda m: f"{name}: {m}"
-    )
+    def close(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, msg=lambda m: f"{name}: {m}")
+
     close(torch.tensor(found.losses), torch.tensor(expected.losses), "losses")
     assert found.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import Losses, assert_same, fitted, make_trainer
-
-from lightning_pipe.strategy.strategy import DappleStrategy
 
 F64 = {"dtype": torch.float64}
 
@@ -33,11 +33,15 @@ def train(name: str, options: dict[str, Any] | None, *, epochs: int, save: str |
 
 def best_checkpoint(folder: str) -> tuple[str, list[str]]:
     """Fit with a monitored ModelCheckpoint; return the best path and the files that this rank sees."""
-    checkpoint = ModelCheckpoint(folder, filename="{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True)
+    checkpoint = ModelCheckpoint(
+        folder, filename="{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True
+    )
     trainer = make_trainer(
         DappleStrategy(layout="1-1", microbatches=2), max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True
     )
-    trainer.fit(make_module("dict_batch", **F64), make_loader("dict_batch", **F64), make_loader("dict_batch", seed=1, **F64))
+    trainer.fit(
+        make_module("dict_batch", **F64), make_loader("dict_batch", **F64), make_loader("dict_batch", seed=1, **F64)
+    )
     dist.barrier()
     return checkpoint.best_model_path, sorted(path.name for path in Path(folder).iterdir())
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from ranks.world import Raised, World
-from strategy.fits import Losses, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
@@ -21,6 +19,8 @@ from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.data import Feed, checksum
 from lightning_pipe.strategy.peek import look_where_iterated, peek
 from lightning_pipe.strategy.strategy import DappleStrategy
+from ranks.world import Raised, World
+from strategy.fits import Losses, make_trainer
 
 SAMPLES, WIDTH = 11, 3
 READ: list[int] = []
@@ -79,7 +79,9 @@ def named(rows: list[torch.Tensor]) -> dict[str, Any]:
 
 LOADERS = {
     "shuffled": lambda: DataLoader(Rows(), 4, shuffle=True),
-    "own sampler": lambda: DataLoader(Rows(), 4, sampler=RandomSampler(Rows(), generator=torch.Generator().manual_seed(3))),
+    "own sampler": lambda: DataLoader(
+        Rows(), 4, sampler=RandomSampler(Rows(), generator=torch.Generator().manual_seed(3))
+    ),
     "disturbed": lambda: DataLoader(DrawingRows(), 4, shuffle=True),
     "stream": lambda: DataLoader(Stream(), 4),
     "shuffled stream": lambda: DataLoader(Stream(shuffle=True), 4),

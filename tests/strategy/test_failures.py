@@ -8,11 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+
+from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
 from strategy.fits import make_trainer
-
-from lightning_pipe.strategy.strategy import DappleStrategy
 
 
 def fit(options: dict[str, Any], callbacks: tuple[pl.Callback, ...] = (), batch_size: int = 8) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ranks.world import World
 from strategy.fits import Case, assert_same, fit, fit_as_pipeline
 

@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+
+from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import Case, Fitted, Losses, assert_same, fit, fit_as_pipeline, fitted, make_trainer
-
-from lightning_pipe.strategy.strategy import DappleStrategy
 
 ROUNDING = 1e-9
 TWO = {"layout": "1-1", "microbatches": 2}
@@ -92,7 +92,7 @@ class OwnSteps(pl.Callback):
         self.calls: list[str] = []
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("on_") and "grad" in name or "backward" in name or "optimizer_step" in name:
+        if (name.startswith("on_") and "grad" in name) or "backward" in name or "optimizer_step" in name:
             self.calls.append(name)
         return super().__getattribute__(name)
 
@@ -112,7 +112,9 @@ def test_the_same_hooks_are_called_as_often() -> None:
         assert sorted(found) == sorted(expected)
 
 
-def evaluate(options: dict[str, Any] | None) -> tuple[list[dict[str, float]], list[torch.Tensor], list[dict[str, float]]]:
+def evaluate(
+    options: dict[str, Any] | None,
+) -> tuple[list[dict[str, float]], list[torch.Tensor], list[dict[str, float]]]:
     """Validate before training, predict and validate after it; a worker function."""
     strategy = "auto" if options is None else DappleStrategy(**options)
     module = make_module("gpt_tied", dtype=torch.float64)
