@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -41,11 +42,19 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _refuse_compiled(module)
     _refuse_hooks(module)
     for callback in trainer.callbacks:
-        _refuse_callback(callback)
-    for parameter_name, parameter in module.named_parameters():
+        _refuse_callback(callback, ranks=trainer.world_size)
+
+
+def refuse_parameters(module: pl.LightningModule) -> None:
+    """Check the parameters of the module once it is complete.
+
+    Raises:
+        UnsupportedError: naming a parameter without values.
+    """
+    for name, parameter in module.named_parameters():
         if parameter.is_meta or isinstance(parameter, UninitializedTensorMixin):
             raise UnsupportedError(
-                f"The parameter {parameter_name} of {name} has no values (it is on the meta device, or lazy). "
+                f"The parameter {name} of {type(module).__name__} has no values (it is on the meta device, or lazy). "
                 "Initialize it in __init__ or configure_model."
             )
 
@@ -68,13 +77,19 @@ def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.Lightn
         )
 
 
-def _refuse_callback(callback: pl.Callback) -> None:
+def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:
     for kind in type(callback).__mro__:
         if kind.__name__ in _CALLBACKS and kind.__module__.startswith("lightning.pytorch.callbacks"):
             why, way_out = _CALLBACKS[kind.__name__]
             raise UnsupportedError(
                 f"The callback {type(callback).__name__} {why}; in a pipeline no rank has all of it. {way_out}"
             )
+    saves = isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+    if saves and ranks > 1:
+        raise UnsupportedError(
+            f"The callback {type(callback).__name__} saves a checkpoint when a rank fails, but the weights of the other "
+            "ranks cannot be collected then. Save checkpoints often (every_n_train_steps) instead."
+        )
 
 
 def _refuse_precision(trainer: pl.Trainer) -> None:

@@ -32,7 +32,7 @@ from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
-from lightning_pipe.strategy.refusals import refuse, refuse_optimizers
+from lightning_pipe.strategy.refusals import refuse, refuse_optimizers, refuse_parameters
 from lightning_pipe.strategy.session import Session
 
 T = TypeVar("T")
@@ -133,7 +133,10 @@ class DappleStrategy(ParallelStrategy):
             self._launcher = private.ForkLauncher(self, start_method=self.config.start_method)
 
     def setup_environment(self) -> None:
-        """Join the process group, and connect with the other ranks."""
+        """Refuse what cannot work, join the process group, and connect with the other ranks."""
+        assert self.lightning_module is not None, "connected by the trainer"
+        self._failed, self._session = False, None
+        refuse(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
         if self.world_size > 1:
@@ -148,12 +151,12 @@ class DappleStrategy(ParallelStrategy):
         self._feed = Feed(self._links.control)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Refuse, create optimizers, plan for the first batch, and place everything."""
+        """Create optimizers, plan for the first batch, and place everything."""
         assert self.accelerator is not None and self._links is not None and self._feed is not None
         module = self.lightning_module
         assert module is not None, "connected by the trainer"
         self.accelerator.setup(trainer)
-        refuse(trainer, module)
+        refuse_parameters(module)
         self.model = self.precision_plugin.convert_module(module)
         self._session = Session(
             module,
@@ -267,9 +270,8 @@ class DappleStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the parameters that are here from those of all."""
         assert self._session is not None, "set up by the trainer"
-        for groups, optimizer, state in zip(
-            self._session.groups, self.optimizers, checkpoint["optimizer_states"], strict=True
-        ):
+        states = checkpoint["optimizer_states"]  # none in a checkpoint that was saved before there were optimizers
+        for groups, optimizer, state in zip(self._session.groups, self.optimizers, states, strict=False):
             groups.load(state)
             private.optimizer_to_device(optimizer, self.root_device)
 
@@ -310,4 +312,6 @@ class DappleStrategy(ParallelStrategy):
         if self._links is not None:
             self._links.end_programs()
         self._undo_loop()
-        super().teardown()
+        impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
+        with contextlib.suppress(*impossible):
+            super().teardown()

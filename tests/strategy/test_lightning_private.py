@@ -1,0 +1,82 @@
+"""What we touch of Lightning without its promise is still there, and does what we think."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import lightning.pytorch as pl
+from models.parity import make_loader, make_module
+from strategy.fits import make_trainer
+
+import lightning_pipe.strategy as package
+from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.loop import PipelineOptimization
+
+
+def test_private_names_of_lightning_are_in_one_file() -> None:
+    folder = Path(package.__file__).parent
+    pattern = re.compile(r"from lightning[\w.]* import .*\b_[a-z]\w*|fit_loop\._|epoch_loop\._|trainer\._|module\._on_")
+    found = {
+        f"{path.name}: {line.strip()}"
+        for path in folder.glob("*.py")
+        if path.name != "lightning_private.py"
+        for line in path.read_text().splitlines()
+        if pattern.search(line)
+    }
+    assert found == set()
+
+
+def test_the_loop_of_a_batch_hangs_where_we_put_ours() -> None:
+    trainer = make_trainer("auto")
+    before = private.swap_optimization(trainer, loop := PipelineOptimization(trainer))
+    assert type(before) is private.AutomaticOptimization
+    assert trainer.fit_loop.epoch_loop.automatic_optimization is loop
+    assert private.swap_optimization(trainer, before) is loop
+
+
+def test_a_closure_runs_step_then_backward_and_takes_no_other_functions() -> None:
+    assert list(inspect.signature(private.Closure).parameters) == ["step_fn", "backward_fn", "zero_grad_fn"]
+    source = inspect.getsource(private.Closure.closure)
+    assert source.index("_step_fn()") < source.index("_zero_grad_fn()") < source.index("_backward_fn(step_output")
+
+
+def test_the_fit_loop_can_be_asked_for_its_data_early() -> None:
+    module, trainer = make_module("dict_batch"), make_trainer("auto", max_epochs=1, limit_val_batches=0)
+    seen: list[int] = []
+
+    class Asks(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            loaders = private.train_loaders(trainer)
+            seen.append(len(loaders.flattened))
+            private.restore_loader_states(trainer)
+
+    trainer.callbacks.append(Asks())
+    trainer.fit(module, make_loader("dict_batch"))
+    assert seen == [1]
+
+
+def test_the_hook_before_the_transfer_is_skipped_for_stand_ins_only() -> None:
+    module = make_module("dict_batch")
+    called: list[object] = []
+    module.on_before_batch_transfer = lambda batch, dataloader_idx: called.append(batch) or batch  # type: ignore[method-assign]
+    module.trainer = make_trainer("auto")
+    module.trainer._data_connector.attach_datamodule(module)
+    module.trainer.strategy.connect(module)
+    private.skip_hook_before_transfer(module, complex)
+    for batch in (1j, {"a": [1j]}, 3):
+        assert module._on_before_batch_transfer(batch) is batch
+    private.call_hook_before_transfer(module)
+    module._on_before_batch_transfer(1j)
+    assert called == [3, 1j]
+
+
+def test_every_private_name_is_described() -> None:
+    text = private.__doc__ or ""
+    for name in ("_AutomaticOptimization", "Closure", "_SubprocessScriptLauncher", "_MultiProcessingLauncher"):
+        assert name in text
+    source = inspect.getsource(private)
+    used = set(re.findall(r"\b_[a-z][a-z_]+\b", source.split('"""', 2)[2]))
+    own = {"_holds"}
+    assert {name for name in used - own if name not in text} == set()

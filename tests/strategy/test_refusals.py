@@ -1,0 +1,95 @@
+"""What cannot work is refused before training, with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks as cb
+from models.parity import make_loader, make_module
+from ranks.world import Raised, World
+from strategy.fits import make_trainer
+from torch import nn
+
+from lightning_pipe.errors import ConfigError, UnsupportedError
+from lightning_pipe.strategy.strategy import DappleStrategy
+
+NAME = "parameter_groups"
+
+
+def changed(change: Callable[[pl.LightningModule], Any]) -> pl.LightningModule:
+    module = make_module(NAME)
+    change(module)
+    return module
+
+
+def of_class(**members: Any) -> pl.LightningModule:
+    module = make_module(NAME)
+    module.__class__ = type("Changed", (type(module),), members)
+    return module
+
+
+MODULES = {
+    "manual optimization": lambda: changed(lambda m: setattr(m, "automatic_optimization", False)),
+    "overrides backward": lambda: of_class(backward=lambda self, loss: loss.backward()),
+    "LBFGS": lambda: of_class(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())),
+    "torch.compile": lambda: changed(lambda m: setattr(m, "body", torch.compile(m.body))),
+    "`dataloader_iter`": lambda: of_class(training_step=lambda self, dataloader_iter: None),
+    "no values": lambda: changed(lambda m: setattr(m, "head", nn.Linear(12, 7, device="meta"))),
+    "is on the meta device, or lazy": lambda: changed(lambda m: setattr(m, "head", nn.LazyLinear(7))),
+}
+CALLBACKS = {
+    "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(1e-2),
+    "WeightAveraging": lambda: cb.WeightAveraging(),
+    "EMAWeightAveraging": lambda: cb.EMAWeightAveraging(),
+    "BatchSizeFinder": lambda: cb.BatchSizeFinder(),
+    "LearningRateFinder": lambda: cb.LearningRateFinder(),
+    "ModelPruning": lambda: cb.ModelPruning("l1_unstructured"),
+}
+
+
+def fit(module: pl.LightningModule, **trainer: Any) -> None:
+    make_trainer(DappleStrategy(), max_epochs=1, **trainer).fit(module, make_loader(NAME))
+
+
+@pytest.mark.parametrize("words", MODULES)
+def test_a_module_that_cannot_work_is_refused(words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        fit(MODULES[words]())
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_that_needs_the_whole_module_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"The callback {name} "):
+        fit(make_module(NAME), callbacks=[CALLBACKS[name]()])
+
+
+def fit_saving_on_exception(callback: type, options: dict[str, Any], folder: str) -> None:
+    trainer = make_trainer(DappleStrategy(), max_epochs=1, callbacks=[callback(folder, **options)], enable_checkpointing=True)
+    trainer.fit(make_module(NAME), make_loader(NAME))
+
+
+@pytest.mark.parametrize(
+    ("callback", "options"), [(cb.OnExceptionCheckpoint, {}), (cb.ModelCheckpoint, {"save_on_exception": True})]
+)
+def test_a_checkpoint_after_a_failure_is_refused_on_several_ranks(
+    callback: type, options: dict[str, Any], tmp_path: Any
+) -> None:
+    for result in World(2).results(fit_saving_on_exception, callback, options, str(tmp_path)):
+        assert isinstance(result, Raised) and result.kind == "UnsupportedError", result
+    fit_saving_on_exception(callback, options, str(tmp_path / "alone"))
+
+
+def test_batch_norm_over_all_ranks_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="sync_batchnorm"):
+        fit(make_module("resnet_batchnorm"), sync_batchnorm=True)
+
+
+def test_unknown_options_are_refused_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="microbatches"):
+        DappleStrategy(microbatch=3)
+    with pytest.raises(ConfigError, match="either a config or its fields"):
+        DappleStrategy(DappleStrategy().config, microbatches=3)
