@@ -8,6 +8,7 @@ run (so that a frozen one is noticed), attributes are restored, and values read 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class StepFunction(nn.Module):
             with (
                 self._counters(shift),
                 self._float_sizes(),
+                _symbolic_lengths(),
                 recording_calls(module, recording),
                 path.following(),
                 self.context(),
@@ -190,6 +192,18 @@ class StepFunction(nn.Module):
             raise hazard(
                 f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name)
             )
+
+
+@contextlib.contextmanager
+def _symbolic_lengths() -> Iterator[None]:
+    """Let `len(tensor)` be a symbol, as `tensor.size(0)` is; Python would turn it into a constant of the graph."""
+    count = builtins.len
+
+    def length(thing: Any) -> Any:
+        return thing.shape[0] if isinstance(thing, torch.Tensor) and thing.ndim else count(thing)
+
+    with mock.patch.object(builtins, "len", length):
+        yield
 
 
 def _without_tensors(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:

@@ -11,8 +11,6 @@ import zlib
 
 import pytest
 import torch
-from zoo import ZOO
-from zoo.reference import accumulate
 
 from lightning_pipe.capture import Request, capture_step, flatten, microbatch_sizes, real_answers
 from lightning_pipe.capture.capture import Capture
@@ -25,6 +23,8 @@ from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
 from lightning_pipe.schedule.verify import verify
+from zoo import ZOO
+from zoo.reference import accumulate
 
 SAMPLES, MICROBATCHES, SEED = 7, 3, 5
 CPU = torch.device("cpu")
