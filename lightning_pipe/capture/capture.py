@@ -7,6 +7,7 @@ split = capture.split((17, 40))      # three stages
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
-from lightning_pipe.capture.flow import Flow, follow
+from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
@@ -78,12 +79,25 @@ class Capture:
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""
+        if single := self._single_statistics(samples):
+            return single
         if self.variants is None:
             return self.joint.fits(samples)
         try:
             self.variants.graph(samples)
         except CaptureError as error:
             return str(error)
+        return ""
+
+    def _single_statistics(self, samples: int) -> str:
+        """Name a batch norm that would see one value per channel; eager torch refuses it, a graph would not."""
+        nodes = {node.name: node for node in self.joint.module.graph.nodes}
+        for name, reason in self.flow.coupled.items():
+            if reason == BATCH_STATISTICS:
+                _, channels, *_ = shape = size_function(nodes[name].args[0].meta["val"], self.joint)(samples)
+                if math.prod(shape) <= channels:
+                    custom = nodes[name].meta.get("custom") or {}
+                    return f"batch statistics of a single value per channel in {custom.get('module') or name}"
         return ""
 
     def changed(self) -> str:

@@ -44,6 +44,7 @@ _KEEP = frozenset(
     "permute select slice contiguous _to_copy".split()
 )
 _ALONG = frozenset("cumsum cumprod sort topk roll flip _softmax _log_softmax argsort median logsumexp".split())
+BATCH_STATISTICS = "batch statistics"
 _MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
 _CONSTANT_LIKE = ("ones_like", "zeros_like", "full_like", "empty_like", "new_")
 _FLATTENING = frozenset({"view", "_unsafe_view", "reshape"})
@@ -285,7 +286,7 @@ def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples:
     """Return why a node mixes samples, "" if it does not."""
     name = operator_name(node)
     if "batch_norm" in name and "no_training" not in name and "backward" not in name and _trains(node):
-        return "batch statistics"
+        return BATCH_STATISTICS
     if node.op != "call_function" or name == "getitem":
         return ""
     if len(_sample_dims(node, joint)) > 1:

@@ -305,3 +305,13 @@ def test_a_step_that_does_something_else_for_another_number_is_refused():
             return loss * 2 if int(batch[0].shape[0]) > 3 else loss
 
     assert "something else for 2 samples" in captured(Branching().train()).misfit(2)
+
+
+def test_batch_statistics_of_one_value_are_refused():
+    class Flat(Net):
+        def training_step(self, batch, batch_idx):
+            return self.norm(self.conv(batch[0]).mean(2)).square().mean()
+
+    capture = captured(Flat().train())
+    assert capture.misfit(2) == ""
+    assert "single value per channel in norm" in capture.misfit(1)
