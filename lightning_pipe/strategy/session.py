@@ -73,6 +73,7 @@ class Session:
         self._shared: tuple[Any, Structure] | None = None
         self._evaluated = 0
         self._recorded: list[Timeline] = []
+        self._example = module.example_input_array
         self._metrics.begin()
 
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -152,6 +153,7 @@ class Session:
                 groups.widen()
         else:
             self.weights.forget()
+        self._module.example_input_array = self._example
         self._metrics.end()
         Clipper.remove(self._plugin)
         private.call_hook_before_transfer(self._module)
@@ -180,6 +182,8 @@ class Session:
         self._feed.assign(plan.layout.stages[0])
         if not self._feed.loads:
             private.skip_hook_before_transfer(self._module, Awaited)
+        if self._links.control.ranks > 1:  # a summary would run the whole module on it, which no rank has
+            self._module.example_input_array = None
         _report(plan, replace(graph, samples=self._pipeline.samples(call.structure)))
 
     def _write_trace(self) -> None:

@@ -134,6 +134,7 @@ def fit_as_pipeline(case: Case) -> Fitted:
 
 def assert_same(found: Fitted, expected: Fitted, *, rtol: float) -> None:
     """Compare everything two fits have left."""
+
     def close(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, msg=lambda m: f"{name}: {m}")
 

@@ -68,7 +68,9 @@ def test_a_callback_that_needs_the_whole_module_is_refused(name: str) -> None:
 
 
 def fit_saving_on_exception(callback: type, options: dict[str, Any], folder: str) -> None:
-    trainer = make_trainer(DappleStrategy(), max_epochs=1, callbacks=[callback(folder, **options)], enable_checkpointing=True)
+    trainer = make_trainer(
+        DappleStrategy(), max_epochs=1, callbacks=[callback(folder, **options)], enable_checkpointing=True
+    )
     trainer.fit(make_module(NAME), make_loader(NAME))
 
 
