@@ -87,8 +87,8 @@ def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:
     saves = isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
     if saves and ranks > 1:
         raise UnsupportedError(
-            f"The callback {type(callback).__name__} saves a checkpoint when a rank fails, but the weights of the other "
-            "ranks cannot be collected then. Save checkpoints often (every_n_train_steps) instead."
+            f"The callback {type(callback).__name__} saves a checkpoint when a rank fails, but the weights of the "
+            "other ranks cannot be collected then. Save checkpoints often (every_n_train_steps) instead."
         )
 
 

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
-from models.parity import make_loader, make_module
-from ranks.world import World
-from strategy.fits import Case, Losses, assert_same, fit, fit_as_pipeline, fitted, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_pipe.strategy.strategy import DappleStrategy
+from models.parity import make_loader, make_module
+from ranks.world import World
+from strategy.fits import Case, Losses, assert_same, fit, fit_as_pipeline, fitted, make_trainer
 
 TWO = {"layout": "1-1", "microbatches": 2}
 NAME = "parameter_groups"

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import lightning.pytorch as pl
-from models.parity import make_loader, make_module
-from strategy.fits import make_trainer
 
 import lightning_pipe.strategy as package
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.loop import PipelineOptimization
+from models.parity import make_loader, make_module
+from strategy.fits import make_trainer
 
 
 def test_private_names_of_lightning_are_in_one_file() -> None:

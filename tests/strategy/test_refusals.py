@@ -9,13 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
-from models.parity import make_loader, make_module
-from ranks.world import Raised, World
-from strategy.fits import make_trainer
 from torch import nn
 
 from lightning_pipe.errors import ConfigError, UnsupportedError
 from lightning_pipe.strategy.strategy import DappleStrategy
+from models.parity import make_loader, make_module
+from ranks.world import Raised, World
+from strategy.fits import make_trainer
 
 NAME = "parameter_groups"
 
