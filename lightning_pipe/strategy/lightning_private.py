@@ -12,6 +12,7 @@ fit_loop.epoch_loop._broadcast_sigterm_tensor           asks rank 0 before every
                                     watched (newer than the oldest Lightning that we support)
 LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
 LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
+LightningModule._device             what `self.device` says; the whole module is on the host before it is placed
 _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 _optimizers_to_device, _optimizer_to_device   move optimizer state
@@ -19,10 +20,12 @@ _optimizers_to_device, _optimizer_to_device   move optimizer state
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
@@ -86,6 +89,17 @@ def transfer(module: pl.LightningModule, batch: Any, device: Any) -> Any:
     """Move a training batch to a device as the training loop does, through the user's hooks."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+
+
+@contextlib.contextmanager
+def on_host(module: pl.LightningModule) -> Iterator[None]:
+    """Let `module.device` say that the module is on the host, where it is, inside."""
+    before = module._device
+    module._device = torch.device("cpu")
+    try:
+        yield
+    finally:
+        module._device = before
 
 
 def skip_hook_before_transfer(module: pl.LightningModule, skip: type) -> None:

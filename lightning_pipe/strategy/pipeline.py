@@ -140,11 +140,13 @@ class Pipeline:
         """Return the number of samples of a batch; that of its first tensor if it cannot be cut.
 
         Raises:
-            BatchError: if its tensors disagree.
+            BatchError: if its tensors disagree, or it is empty.
         """
         dim = self._config.batch_dim
         if self._divisible(structure):
-            return structure.samples(dim)
+            if samples := structure.samples(dim):
+                return samples
+            raise BatchError("The batch has no samples. Set drop_last, or let the sampler skip empty batches.")
         return next((leaf.shape[dim] for leaf in structure.leaves if len(leaf.shape) > dim), 1)
 
     def plan_for(self, call: Call) -> None:

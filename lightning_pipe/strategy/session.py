@@ -149,10 +149,10 @@ class Session:
             self._write_trace()
         if healthy:
             self.weights.restore()
-            for groups in self.groups:
-                groups.widen()
         else:
             self.weights.forget()
+        for groups in self.groups:
+            groups.follow()
         self._module.example_input_array = self._example
         self._metrics.end()
         Clipper.remove(self._plugin)
@@ -177,7 +177,7 @@ class Session:
         plan, graph = self._pipeline.planned
         self.weights.move(self._device)
         for groups in self.groups:
-            groups.narrow()
+            groups.follow()
         private.optimizers_to_device(self._optimizers, self._device)
         self._feed.assign(plan.layout.stages[0])
         if not self._feed.loads:
@@ -221,7 +221,12 @@ def _contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContextMan
 
 def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...]]:
     """Answer the questions of a step by running it on this batch, on the host where the whole module still is."""
-    return lambda request: real_answers(request, [tensor.cpu() for tensor in tensors])
+
+    def answers(request: Request) -> tuple[bool, ...]:
+        with private.on_host(request.module):
+            return real_answers(request, [tensor.cpu() for tensor in tensors])
+
+    return answers
 
 
 def _report(plan: Plan, graph: Graph) -> None:

@@ -83,7 +83,7 @@ class DappleStrategy(ParallelStrategy):
         self._session: Session | None = None
         self._synchronise = True
         self._failed = False
-        self._undo_loop: Callable[[], Any] = lambda: None
+        self._undo_loop: Callable[[], Any] | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -301,9 +301,12 @@ class DappleStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, so that they do not wait for this one."""
         self._failed = True
+        traceback, module = exception.__traceback__, self.lightning_module
+        step = module.trainer.global_step if module is not None else 0
         if self._links is not None:
-            with contextlib.suppress(BaseException), self._links.watch.program(0):
+            with contextlib.suppress(BaseException), self._links.watch.program(step):
                 raise exception
+        exception.__traceback__ = traceback
 
     def teardown(self) -> None:
         """Give every rank the whole trained module, and let go of the others."""
@@ -311,7 +314,9 @@ class DappleStrategy(ParallelStrategy):
             self._session.end(healthy=not self._failed)
         if self._links is not None:
             self._links.end_programs()
-        self._undo_loop()
+        if self._undo_loop is not None:
+            self._undo_loop()
+            self._undo_loop = None
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
         with contextlib.suppress(*impossible):
             super().teardown()

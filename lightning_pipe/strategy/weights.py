@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torchmetrics
@@ -31,6 +32,18 @@ class Slot:
 
     owner: nn.Module
     attribute: str
+
+
+class StandIn(nn.Parameter):
+    """A parameter without memory in the place of one that other ranks hold; equal to itself only."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compare without values, as callbacks do to find out whether an optimizer has a parameter."""
+        if func in (torch.equal, torch.Tensor.equal):
+            return args[0] is args[1]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class Weights:
@@ -55,7 +68,7 @@ class Weights:
         self._real = {name: slots[0].owner._parameters[slots[0].attribute] for name, slots in self._slots.items()}
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
-        self._stand_ins: dict[str, nn.Parameter] = {}
+        self._stand_ins: dict[str, StandIn] = {}
         self._holders: dict[str, tuple[int, ...]] = {}
         self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
         self._is_whole = True
@@ -84,7 +97,7 @@ class Weights:
         self._is_whole = False
         for name, parameter in self._real.items():
             if not self.holds(name):
-                stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                stand_in = StandIn(torch.empty_like(parameter.detach(), device="meta"), parameter.requires_grad)
                 self._stand_ins[name] = stand_in
                 self._names[id(stand_in)] = name
                 self._hang(name, stand_in)
@@ -123,6 +136,11 @@ class Weights:
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Return the canonical name of a parameter or of its stand-in; None if the module does not have it."""
         return self._names.get(id(parameter))
+
+    def present(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what hangs in the module now in the place of a parameter or stand-in; itself if it is not of it."""
+        name = self.name_of(parameter)
+        return parameter if name is None else self._current(name)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:

@@ -153,6 +153,46 @@ def test_callbacks_have_the_same_effect(callback: str) -> None:
         assert_same(found, expected, rtol=1e-9)
 
 
+class Tuned(pl.LightningModule):
+    """A backbone and a head, as Lightning's finetuning callback wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.backbone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+            self.head = nn.Linear(8, 7).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(self.backbone(x)), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def finetune(options: dict[str, Any] | None, path: str, load: str | None = None) -> Any:
+    losses, module = Losses(), Tuned()
+    callbacks = [losses, cb.BackboneFinetuning(1, verbose=False)]
+    trainer = make_trainer(strategy(options), max_epochs=3 if load is None else 4, callbacks=callbacks)
+    trainer.fit(module, make_loader(NAME, dtype=torch.float64), ckpt_path=load, weights_only=False)
+    trainer.save_checkpoint(path)
+    return fitted(trainer, module, losses.losses)
+
+
+def test_a_backbone_can_be_finetuned_and_training_resumed(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("plain", "pipeline", "plain later", "pipeline later")]
+    expected = finetune(None, paths[0])
+    for found in World(2).run(finetune, TWO, paths[1]):
+        assert_same(found, expected, rtol=1e-9)
+    one, two = (torch.load(path, weights_only=False) for path in paths[:2])
+    assert one["callbacks"] == two["callbacks"]
+    torch.testing.assert_close(one["optimizer_states"], two["optimizer_states"], rtol=1e-9, atol=1e-9)
+    later = finetune(None, paths[2], paths[0])
+    for found in World(2).run(finetune, TWO, paths[3], paths[1]):
+        assert_same(found, later, rtol=1e-9)
+
+
 class Summary(pl.LightningModule):
     """A module with an example input, on which Lightning would run it to summarise it."""
 
