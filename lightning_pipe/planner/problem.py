@@ -115,7 +115,7 @@ def transfer_cuts(graph: Graph, cuts: tuple[int, ...], other: Graph) -> Transfer
 
 
 def _good_position(graph: Graph, first: int, last: int) -> int:
-    """Return the last position of a range at which the graph can be cut and sliced; the last of all if there is none."""
+    """Return the last position of a range at which the graph can be cut and sliced, else the last of all."""
     avoided = graph.uncuttable | graph.unsliceable
     return next((position for position in range(last, first - 1, -1) if position not in avoided), last)
 

@@ -1,12 +1,14 @@
 """Twenty steps in float32 under the trainer: losses and parameters of a pipeline are those of `Trainer(devices=1)`.
 
-One layout per module; tests/parity has the whole matrix on one process. Batch norm is compared there, with accumulation.
+One layout per module; tests/parity has the whole matrix on one process. Batch norm is compared there, with
+accumulation.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+
 from ranks.world import World
 from strategy.fits import Case, assert_same, fit, fit_as_pipeline
 
