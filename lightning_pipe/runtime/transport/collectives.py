@@ -29,9 +29,9 @@ class HostWork:
         try:
             return bool(self.work.wait(timedelta(seconds=timeout_s)))
         except RuntimeError:
-            if self.work.is_completed():
-                raise
-            return False  # only this call timed out; the collective goes on
+            if not self.work.is_completed():
+                return False  # only this call timed out; the collective goes on
+            return bool(self.work.wait())  # it has ended since, or this raises why it could not
 
     def landed(self) -> bool:
         """Return whether the collective has ended."""
