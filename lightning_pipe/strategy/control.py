@@ -57,6 +57,7 @@ class Control:
                 made = (make(), None)
             except Exception as error:
                 made = (None, error)
+        value: T
         value, failure = self.broadcast(made, source=source, what=what)
         if failure is not None:
             raise failure

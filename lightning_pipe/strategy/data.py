@@ -199,6 +199,10 @@ class FedLoader:
     """
 
     _OWN = frozenset({"loader", "feed", "first", "peeked"})
+    loader: Any
+    feed: Feed
+    first: Any  # the first batch, while every rank loads for itself
+    peeked: Iterator[Any] | None  # an iterator that was opened to look at its first batch, which it gives again
 
     def __init__(self, loader: Any, feed: Feed) -> None:
         vars(self).update(loader=loader, feed=feed, first=None, peeked=None)

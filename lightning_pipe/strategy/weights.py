@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -58,14 +59,14 @@ class Weights:
         buffers: the module's present buffers by name.
     """
 
-    def __init__(self, module: nn.Module, control: Control) -> None:
+    def __init__(self, module: pl.LightningModule, control: Control) -> None:
         self._module = module
         self._control = control
         self.canonical = canonical_names(module)
         self._slots: dict[str, list[Slot]] = {}
         for name, canonical in self.canonical.items():
             self._slots.setdefault(canonical, []).append(_slot(module, name))
-        self._real = {name: slots[0].owner._parameters[slots[0].attribute] for name, slots in self._slots.items()}
+        self._real = {name: module.get_parameter(name) for name in self._slots}
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
         self._stand_ins: dict[str, StandIn] = {}
@@ -77,7 +78,7 @@ class Weights:
         """Copy parameters and buffers of rank 0 to every rank."""
         if self._control.ranks == 1:
             return
-        tensors = {**self._real, **dict(self._module.named_buffers())}
+        tensors: dict[str, torch.Tensor] = {**self._real, **dict(self._module.named_buffers())}
         for name, tensor in tensors.items():
             _assign(tensor, self._control.copy(_on_host(tensor), source=0, what=f"the initial value of {name}"))
 
@@ -204,7 +205,7 @@ class Weights:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def _current(self, name: str) -> torch.Tensor:
+    def _current(self, name: str) -> nn.Parameter:
         return self._stand_ins.get(name, self._real[name])
 
     def _brought(self, name: str, tensor: torch.Tensor, source: int) -> torch.Tensor:
