@@ -191,13 +191,18 @@ def compare_calls(first: list[tuple[Any, str]], second: list[tuple[Any, str]], r
     Raises:
         CaptureError: naming the first call that differs, and the counters that the step reads.
     """
-    because = "".join(f"; it reads {name} at {line}" for name, line in reads.items())
     for (one, line), (two, _) in zip(first, second, strict=False):
         if one != two:
+            because = reading(reads, line)
             raise hazard(f"a Python value that changes from call to call enters {one[0]}(){because}", line)
     if len(first) != len(second):
-        extra = (first if len(first) > len(second) else second)[min(len(first), len(second))]
-        raise hazard(f"its sequence of operations changes from call to call{because}", extra[1])
+        line = (first if len(first) > len(second) else second)[min(len(first), len(second))][1]
+        raise hazard(f"its sequence of operations changes from call to call{reading(reads, line)}", line)
+
+
+def reading(reads: dict[str, str], here: str) -> str:
+    """Say which counters the step reads, and where if not here."""
+    return "".join(f"; it reads {name}" + (f" at {line}" if line != here else "") for name, line in reads.items())
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from lightning_pipe.capture.hazards import (
     hazard,
     no_random_numbers,
     random_line,
+    reading,
 )
 from lightning_pipe.capture.joint import JointGraph, describe
 from lightning_pipe.capture.record import LogCall, MetricCall, Sized
@@ -297,15 +298,15 @@ def _compare_runs(step: StepFunction) -> None:
 
 def _compare_recordings(first: Recording, second: Recording, reads: dict[str, str]) -> None:
     """Refuse logged Python numbers that change from call to call."""
-    because = "".join(f"; it reads {name} at {line}" for name, line in reads.items())
     for one, two in zip(first.calls, second.calls, strict=False):
         if isinstance(one, LogCall) and isinstance(two, LogCall) and _changes(one.value, two.value):
+            because = reading(reads, one.line)
             raise hazard(f"it logs a Python number that changes from call to call ({one.name!r}){because}", one.line)
         if type(one) is not type(two) or _name(one) != _name(two):
-            raise hazard(f"it logs something else from call to call{because}", one.line)
+            raise hazard(f"it logs something else from call to call{reading(reads, one.line)}", one.line)
     if len(first.calls) != len(second.calls):
-        longer = max(first.calls, second.calls, key=len)
-        raise hazard(f"it logs something else from call to call{because}", longer[-1].line)
+        line = max(first.calls, second.calls, key=len)[-1].line
+        raise hazard(f"it logs something else from call to call{reading(reads, line)}", line)
 
 
 def _changes(one: Any, two: Any) -> bool:
