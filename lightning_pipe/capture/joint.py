@@ -92,7 +92,8 @@ def describe(
     """
     graph = module.graph
     _drop_detaches(graph)
-    _refuse_shapes_of_values(graph, {s for leaf in leaves for s in _symbols(leaf)})
+    symbols = {s for leaf in leaves for s in _symbols(leaf)}
+    _refuse_shapes_of_values(graph, symbols)
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
     output = graph.output_node()
     described = list(zip(output.args[0], output.meta["desc"], strict=True))
@@ -100,18 +101,11 @@ def describe(
     has_loss = step.method == "training_step"
     loss = plain[0].name if has_loss else None
     results = tuple(_unclone(value).name for value in plain[has_loss:])
-    gradients = tuple(
-        (value.name, _own(desc.grad_of.target))
-        for value, desc in described
-        if isinstance(desc, private.GradAOTOutput)
-        and value is not None
-        and isinstance(desc.grad_of, private.ParamAOTInput)
-    )
+    gradients = _gradients(described)
     if has_loss and not gradients:
         raise CaptureError(
             "The loss does not depend on any parameter that requires a gradient; there is nothing to train."
         )
-    symbols = {s for leaf in leaves for s in _symbols(leaf)}
     return JointGraph(
         module=module,
         parameters={n: _own(d.target) for n, d in inputs.items() if isinstance(d, private.ParamAOTInput)},
@@ -131,6 +125,17 @@ def describe(
         conditions=tuple((guard.expr, str(guard.sloc.framework_loc)) for guard in env.guards),
         record=_record(step, loss, results),
         watched=watched,
+    )
+
+
+def _gradients(described: list[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
+    """Return (node, parameter) of every gradient of a parameter, in model order."""
+    return tuple(
+        (value.name, _own(desc.grad_of.target))
+        for value, desc in described
+        if isinstance(desc, private.GradAOTOutput)
+        and value is not None
+        and isinstance(desc.grad_of, private.ParamAOTInput)
     )
 
 
