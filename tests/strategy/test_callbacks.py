@@ -175,7 +175,7 @@ def finetune(options: dict[str, Any] | None, path: str, load: str | None = None)
     losses, module = Losses(), Tuned()
     callbacks = [losses, cb.BackboneFinetuning(1, verbose=False)]
     trainer = make_trainer(strategy(options), max_epochs=3 if load is None else 4, callbacks=callbacks)
-    trainer.fit(module, make_loader(NAME, dtype=torch.float64), ckpt_path=load, weights_only=False)
+    trainer.fit(module, make_loader(NAME, dtype=torch.float64), ckpt_path=load)
     trainer.save_checkpoint(path)
     return fitted(trainer, module, losses.losses)
 

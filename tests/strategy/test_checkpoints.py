@@ -25,7 +25,7 @@ def train(name: str, options: dict[str, Any] | None, *, epochs: int, save: str |
     trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[losses])
     torch.manual_seed(5)
     loaders = make_loader(name, **F64), make_loader(name, seed=1, **F64)
-    trainer.fit(module, *loaders, ckpt_path=load, weights_only=False)
+    trainer.fit(module, *loaders, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
     return fitted(trainer, module, losses.losses)
