@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import UninitializedTensorMixin
@@ -14,6 +15,8 @@ from lightning_pipe.capture.torch_private import is_compiled
 from lightning_pipe.errors import UnsupportedError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 # callback (some are newer than the oldest Lightning that we support) -> what it needs that no rank has; the way out
 _CALLBACKS = {
@@ -57,6 +60,23 @@ def refuse_parameters(module: pl.LightningModule) -> None:
                 f"The parameter {name} of {type(module).__name__} has no values (it is on the meta device, or lazy). "
                 "Initialize it in __init__ or configure_model."
             )
+
+
+def warn_of_partial_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Say once which hooks of the user see the gradients of this rank's stages only."""
+    hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
+    own = [c for c in trainer.callbacks if not type(c).__module__.startswith("lightning.pytorch.")]
+    hooks += [
+        f"{type(callback).__name__}.{name}"
+        for callback in own
+        for name in _GRADIENT_HOOKS[:-1]
+        if is_overridden(name, callback, pl.Callback)
+    ]
+    if hooks and trainer.world_size > 1:
+        rank_zero_warn(
+            f"{', '.join(hooks)} will see the gradients of this rank's stages only (others are None). Norms over all "
+            "parameters are those of one device in gradient_clip_val alone."
+        )
 
 
 def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.LightningModule) -> None:

@@ -23,7 +23,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 
 from lightning_pipe.config import DappleConfig, read_config
@@ -32,7 +32,12 @@ from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
-from lightning_pipe.strategy.refusals import refuse, refuse_optimizers, refuse_parameters
+from lightning_pipe.strategy.refusals import (
+    refuse,
+    refuse_optimizers,
+    refuse_parameters,
+    warn_of_partial_gradients,
+)
 from lightning_pipe.strategy.session import Session
 
 T = TypeVar("T")
@@ -175,6 +180,7 @@ class DappleStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
             self._session.look_ahead(trainer)
+            warn_of_partial_gradients(trainer, module)
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         loop = PipelineOptimization(trainer)

@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
@@ -81,3 +83,73 @@ def test_an_error_of_the_data_set_is_heard_everywhere() -> None:
     loading, following = World(2).results(fit_broken, deadline_s=30)
     assert isinstance(loading, Raised) and loading.kind == "OSError"
     assert isinstance(following, Raised) and "Rank 0" in following.text, following
+
+
+class Branching(pl.LightningModule):
+    """Takes a branch that depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.second(self.first(batch)).square().mean()
+        if batch.max() < 10:
+            loss = 2 * loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit_branching(large_from: int) -> float:
+    batches = torch.ones(8, 2)
+    batches[large_from:] = 20
+    trainer = make_trainer(DappleStrategy(layout="1-1", microbatches=2), max_epochs=1)
+    torch.manual_seed(0)
+    trainer.fit(Branching(), DataLoader(batches, 4))
+    return trainer.fit_loop.epoch_loop.global_step
+
+
+def test_a_branch_is_captured_as_the_first_batch_takes_it() -> None:
+    assert World(2).run(fit_branching, 8) == [2, 2]
+
+
+def test_a_batch_that_takes_another_branch_is_an_error_that_names_the_line() -> None:
+    for result in World(2).results(fit_branching, 4):
+        assert isinstance(result, Raised) and result.kind == "PipelineError"
+        assert "test_failures.py:" in result.text and "answer True" in result.text
+
+
+class Uneven(Branching):
+    """The tensors of a batch have different numbers of rows."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.second(self.first(batch["nodes"])).mean() * batch["edges"].mean()
+
+
+def fit_uneven(microbatches: int | None) -> list[float]:
+    batches = [{"nodes": torch.ones(3 + n, 2), "edges": torch.ones(7 - n)} for n in range(2)]
+    module = Uneven()
+    make_trainer(DappleStrategy(microbatches=microbatches), max_epochs=1).fit(module, DataLoader(batches, None))
+    return [p.sum().item() for p in module.parameters()]
+
+
+def test_batches_that_cannot_be_cut_are_trained_whole_or_refused() -> None:
+    for result in World(2).results(fit_uneven, 2):
+        assert isinstance(result, Raised) and result.kind == "BatchError"
+        assert "disagree about the number of samples" in result.text and "tensor 1 has 7" in result.text
+    one, two = World(2).run(fit_uneven, 1)
+    assert one == two
+
+
+def fit_nothing(limit: int) -> list[bool]:
+    module = make_module("dict_batch")
+    trainer = make_trainer(DappleStrategy(), max_epochs=1, limit_train_batches=limit)
+    trainer.fit(module, make_loader("dict_batch"), make_loader("dict_batch"))
+    return [p.is_meta for p in module.parameters()]
+
+
+def test_a_fit_without_training_batches_does_nothing() -> None:
+    for found in World(2).run(fit_nothing, 0):
+        assert not any(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,3 +100,25 @@ def test_unknown_options_are_refused_with_a_hint() -> None:
         DappleStrategy(microbatch=3)
     with pytest.raises(ConfigError, match="either a config or its fields"):
         DappleStrategy(DappleStrategy().config, microbatches=3)
+
+
+class Clipping(pl.Callback):
+    """Looks at gradients by itself."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+def warnings_of(callbacks: list[pl.Callback]) -> list[str]:
+    trainer = make_trainer(DappleStrategy(layout="1-1"), max_epochs=1, callbacks=callbacks, gradient_clip_val=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(make_module(NAME), make_loader(NAME))
+    return [str(warning.message) for warning in caught if "gradients of this rank" in str(warning.message)]
+
+
+def test_hooks_that_see_a_part_of_the_gradients_are_named_once() -> None:
+    assert World(2).run(warnings_of, []) == [[], []]
+    first, other = World(2).run(warnings_of, [Clipping()])
+    assert len(first) == 1 and "Clipping.on_before_optimizer_step" in first[0]
+    assert other == []
