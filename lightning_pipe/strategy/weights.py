@@ -43,8 +43,7 @@ class StandIn(nn.Parameter):
         """Compare without values, as callbacks do to find out whether an optimizer has a parameter."""
         if func in (torch.equal, torch.Tensor.equal):
             return args[0] is args[1]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
 
 
 class Weights:
