@@ -109,13 +109,6 @@ class Feed:
         state = loader.loader.state_dict() if self.leads else {}
         return self._control.broadcast(state, source=self.source, what="the state of a loader")
 
-    def release(self) -> None:
-        """Let every rank load for itself again."""
-        self._loading, self._assigned = tuple(range(self._control.ranks)), False
-        self._early.clear()
-        self._structures.clear()
-        self._known.clear()
-
     def iterate(self, loader: FedLoader) -> FedIterator:
         """Begin an iteration."""
         iterator = FedIterator(loader, self)

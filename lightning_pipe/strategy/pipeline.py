@@ -11,6 +11,7 @@ ranks together.
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -122,6 +123,7 @@ class Pipeline:
         contexts: Contexts,
         device: torch.device,
     ) -> None:
+        self._modules = tuple(module.modules())
         self._module, self._config, self._links, self._weights = module, config, links, weights
         self._contexts, self._device = contexts, device
         self._steps: dict[tuple[Any, ...], list[Step]] = {}
@@ -168,7 +170,8 @@ class Pipeline:
         check_samples(plan, samples)
         cuts = resolve(plan, graph, ranks=control.ranks)
         self._planned = _Planned(plan, graph, cuts)
-        agree(self._links, {"plan": to_yaml(plan)})
+        versions = {"Python": platform.python_version(), "torch": torch.__version__, "Lightning": pl.__version__}
+        agree(self._links, {"plan": to_yaml(plan), **versions})
         if not self._sizes(captured.capture, samples):
             captured = self._capture_for(call, samples)
             cuts = self._cuts(captured.capture.graph)
@@ -234,8 +237,8 @@ class Pipeline:
         leaves = tuple((*leaf.shape[:dim], *leaf.shape[dim + 1 :], leaf.dtype) for leaf in call.structure.leaves)
         divisible = self._divisible(call.structure)
         shapes = leaves if divisible else call.structure.leaves
-        modes = tuple(module.training for module in self._module.modules())
-        frozen = tuple(parameter.requires_grad for parameter in self._module.parameters())
+        modes = tuple(module.training for module in self._modules)
+        frozen = tuple(p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
         return (call.method, without_texts(call.structure.template), shapes, call.arguments[1:], modes, frozen)
 
     def _capture_for(self, call: Call, samples: int) -> Captured:

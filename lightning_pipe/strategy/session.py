@@ -71,8 +71,8 @@ class Session:
         )
         self._metrics = MetricsAlone(module)
         self._shared: tuple[Any, Structure] | None = None
-        self._evaluated = 0
         self._recorded: list[Timeline] = []
+        self._steps_to_record = config.timeline_steps if config.trace is not None else 0
         self._example = module.example_input_array
         self._metrics.begin()
 
@@ -123,19 +123,23 @@ class Session:
         self, method: str, batch: Any, arguments: tuple[int, ...], *, number: int, weight: float, synchronise: bool
     ) -> Any:
         """Run a step of the module on a batch, and return what it returned, the same on all ranks."""
-        structure, tensors = self._of(batch)
-        call = Call(method, structure, arguments)
+        structure = self._structure(batch)
+        tensors, now = flatten(batch)
         if self._pipeline.planned is None:
             self._plan(Call(method, structure, arguments, _answers(tensors)))
-        leaves = tuple(tensors) if self._feed.loads else (None,) * len(structure.leaves)
-        wanted = self._config.timeline_steps if self._config.trace is not None else 0
-        record = method == TRAINING and len(self._recorded) < wanted
-        ran = self._pipeline.run(
-            call, Turn(leaves, number=number, weight=weight, synchronise=synchronise, record=record)
-        )
+        if self._feed.loads and now.leaves != structure.leaves:
+            raise BatchError(
+                "The tensors of the batch have other shapes or types in the step than after the transfer to the "
+                "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
+            )
+        leaves = tuple(tensors) if self._feed.loads else (None,) * len(tensors)
+        record = method == TRAINING and self._steps_to_record > 0
+        turn = Turn(leaves, number=number, weight=weight, synchronise=synchronise, record=record)
+        ran = self._pipeline.run(Call(method, structure, arguments), turn)
         if record:
             self._recorded.append(ran.timeline)
-            if len(self._recorded) == wanted:
+            self._steps_to_record -= synchronise
+            if self._steps_to_record == 0:
                 self._write_trace()
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module)
 
@@ -145,7 +149,7 @@ class Session:
         Args:
             healthy: whether all ranks come here; only then the whole trained module can be put together.
         """
-        if healthy and 0 < len(self._recorded) < self._config.timeline_steps:
+        if healthy and self._recorded and self._steps_to_record:
             self._write_trace()
         if healthy:
             self.weights.restore()
@@ -158,18 +162,11 @@ class Session:
         Clipper.remove(self._plugin)
         private.call_hook_before_transfer(self._module)
 
-    def _of(self, batch: Any) -> tuple[Structure, list[torch.Tensor]]:
-        """Return the structure of a batch as all ranks know it, and its tensors."""
+    def _structure(self, batch: Any) -> Structure:
+        """Return the structure of a batch as all ranks know it."""
         if self._shared is None or self._shared[0] is not batch:
-            self._shared = self._feed.share(batch)
-        structure = self._shared[1]
-        tensors, now = flatten(batch)
-        if self._feed.loads and now.leaves != structure.leaves:
-            raise BatchError(
-                "The tensors of the batch have other shapes or types in the step than after the transfer to the "
-                "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
-            )
-        return structure, tensors
+            self._shared = (batch, self._feed.share(batch)[1])
+        return self._shared[1]
 
     def _plan(self, call: Call) -> None:
         self._pipeline.plan_for(call)

@@ -149,6 +149,9 @@ class Step:
                     yield name, program.stage
 
 
+_LONGEST = 24  # characters of a text that is said itself, not its hash
+
+
 def slices(layout: Layout, sizes: tuple[int, ...]) -> set[int]:
     """Return the numbers of samples that computes will have."""
     lengths = {
@@ -169,7 +172,7 @@ def agree(links: Links, what: Mapping[str, str]) -> None:
     control = links.control
     if control.ranks == 1:
         return
-    mine = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in what.items()}
+    mine = {name: text if len(text) <= _LONGEST else _hash(text) for name, text in what.items()}
     label = "agreement about the " + " and ".join(what)
     said = [control.to_first(mine, source=rank, what=label) for rank in range(control.ranks)]
     complaints = disagreements([texts for texts in said if texts is not None])
@@ -178,3 +181,7 @@ def agree(links: Links, what: Mapping[str, str]) -> None:
             "The ranks do not agree: " + "; ".join(complaints) + ". All ranks must run the same code with the same "
             "configuration and data; what is random or read from the host must not decide about them."
         )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

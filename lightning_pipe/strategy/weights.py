@@ -54,16 +54,14 @@ class Weights:
         control: to the other ranks.
 
     Attributes:
-        canonical: name of a parameter -> its canonical name.
         buffers: the module's present buffers by name.
     """
 
     def __init__(self, module: pl.LightningModule, control: Control) -> None:
         self._module = module
         self._control = control
-        self.canonical = canonical_names(module)
         self._slots: dict[str, list[Slot]] = {}
-        for name, canonical in self.canonical.items():
+        for name, canonical in canonical_names(module).items():
             self._slots.setdefault(canonical, []).append(_slot(module, name))
         self._real = {name: module.get_parameter(name) for name in self._slots}
         self._names = {id(parameter): name for name, parameter in self._real.items()}
