@@ -65,18 +65,19 @@ def refuse_parameters(module: pl.LightningModule) -> None:
 def warn_of_partial_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Say once which hooks of the user see the gradients of this rank's stages only."""
     hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
-    own = [c for c in trainer.callbacks if not type(c).__module__.startswith("lightning.pytorch.")]
-    hooks += [
-        f"{type(callback).__name__}.{name}"
-        for callback in own
-        for name in _GRADIENT_HOOKS[:-1]
-        if is_overridden(name, callback, pl.Callback)
-    ]
+    hooks += [f"{type(c).__name__}.{n}" for c in trainer.callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
     if hooks and trainer.world_size > 1:
         rank_zero_warn(
             f"{', '.join(hooks)} will see the gradients of this rank's stages only (others are None). Norms over all "
             "parameters are those of one device in gradient_clip_val alone."
         )
+
+
+def _is_by_user(callback: pl.Callback, hook: str) -> bool:
+    """Say whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
+    kind = type(callback)
+    own = not kind.__module__.startswith("lightning.pytorch.") and getattr(kind, hook) is not getattr(pl.Callback, hook)
+    return own or hook in vars(callback)
 
 
 def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.LightningModule) -> None:
