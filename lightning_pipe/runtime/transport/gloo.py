@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from lightning_pipe.runtime.transport.collectives import Collectives, irecv, isend
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 from lightning_pipe.runtime.waiting import Handle
+
+_PARTING_S = 0.5  # a thread that waits for a message that never comes is left behind
 
 Post: TypeAlias = Callable[[], Sequence[dist.Work]]
 
@@ -42,6 +45,7 @@ class GlooTransport:
         self._everyone = tuple(range(ranks))
         self._messages: dist.ProcessGroup | None = None
         self._lines: dict[Channel, _Line] = {}
+        weakref.finalize(self, _end, self._lines)  # before the interpreter ends, whoever forgets to close
 
     def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
         """Create what is missing; on every rank with the same arguments."""
@@ -90,9 +94,7 @@ class GlooTransport:
 
     def close(self) -> None:
         """End the threads and destroy the groups."""
-        for line in self._lines.values():
-            line.end()
-        self._lines.clear()
+        _end(self._lines)
         self._collectives.close()
         if self._messages is not None:
             dist.destroy_process_group(self._messages)
@@ -112,7 +114,8 @@ class _Line:
     def __init__(self, channel: Channel) -> None:
         self._jobs: queue.SimpleQueue[tuple[Post, concurrent.futures.Future[None]] | None] = queue.SimpleQueue()
         sender, receiver = channel
-        threading.Thread(target=self._run, name=f"pipe {sender}>{receiver}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"pipe {sender}>{receiver}", daemon=True)
+        self._thread.start()
 
     def wait_for(self, post: Post) -> concurrent.futures.Future[None]:
         """Return a future that is done when all operations that `post` returns are."""
@@ -123,6 +126,10 @@ class _Line:
     def end(self) -> None:
         """Let the thread end once it has nothing left to wait for."""
         self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait a moment for the thread: one that is still inside torch when the interpreter ends aborts the process."""
+        self._thread.join(_PARTING_S)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -135,6 +142,15 @@ class _Line:
             else:
                 future.set_result(None)
             del job, post, future
+
+
+def _end(lines: dict[Channel, _Line]) -> None:
+    """End the threads of all channels and forget them."""
+    for line in lines.values():
+        line.end()
+    for line in lines.values():
+        line.join()
+    lines.clear()
 
 
 @dataclass
