@@ -200,7 +200,7 @@ class Splitter:
             forward=forward,
             input_grad=input_grad,
             weight_grad=weight_grad,
-            receives={edge: tuple(names) for edge, names in own.receives.items() if received},
+            receives={edge: tuple(names) for edge, names in own.receives.items()},
             sends={edge: tuple(names) for edge, names in own.sends.items()},
             mutations=mutations,
             gradients=dict(own.gradients),
