@@ -1,12 +1,16 @@
 """What does a planner know about a captured step? Its forward nodes in order, with costs, bytes and parameters.
 
 The backward of a node belongs to the stage of the node, so planners cut the forward order only: a cut at position k
-puts nodes 0..k-1 before and k.. after.
+puts nodes 0..k-1 before and k.. after. `Node` is what people see and cuts name; `Operation` and `Tensor` are what costs
+are made of: every operation of forward and backward, and every tensor that one makes and another reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["forward", "backward", "repeated"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,67 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """One operation of the step, as costs see it.
+
+    A `repeated` operation (a view or cast of a parameter, a mask, a size) has no stage: every compute that reads its
+    result, or the result of another that does, runs it for itself.
+
+    Attributes:
+        name: unique name in the graph.
+        op: operator, e.g. `aten.addmm.default`.
+        phase: where it runs.
+        at: position that decides its stage: its own for a forward operation, for a backward operation that of the
+            forward node whose gradient it computes (never after a gradient that it reads); -1 goes to stage 0.
+        reach: smallest `at` to which its result flows. In a stage that begins at `a`, a backward operation belongs to
+            the input half (I) if `reach < a`, otherwise to the weight half (W).
+        reads: indices of the tensors that it reads.
+        parameters: canonical names of the parameters that it reads itself.
+        adds_terms: whether it only adds terms of the gradient of one parameter: where its terms are made in several
+            stages it is not run at all, every stage keeps its own term until the step.
+        view: whether its result is a view of its input, so that it moves no data.
+        flops: floating point operations for the captured samples (0 where none are counted).
+        touched_bytes: bytes read and written for the captured samples.
+    """
+
+    name: str
+    op: str
+    phase: Phase
+    at: int
+    reach: int
+    reads: tuple[int, ...]
+    parameters: tuple[str, ...] = ()
+    adds_terms: bool = False
+    view: bool = False
+    flops: int = 0
+    touched_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor that an operation makes, or a field of the batch.
+
+    Attributes:
+        name: unique name in the graph.
+        maker: index of the operation that makes it; -1 for a field of the batch, which stage 0 loads.
+        base: index of the tensor of which it is a view, -1 if it has memory of its own. Where both are in one stage
+            they share memory; a view that travels to another stage arrives with memory of its own.
+        bytes_per_sample: bytes that every sample adds.
+        fixed_bytes: bytes that do not depend on the samples.
+    """
+
+    name: str
+    maker: int
+    base: int
+    bytes_per_sample: float
+    fixed_bytes: int
+
+    def size(self, samples: int) -> int:
+        """Return the bytes for this many samples."""
+        return round(self.bytes_per_sample * samples) + self.fixed_bytes
+
+
+@dataclass(frozen=True)
 class Graph:
     """Forward nodes in execution order.
 
@@ -52,6 +117,12 @@ class Graph:
             and written after.
         unsliceable: positions at which a value crosses whose samples do not lie in rows of their own, so that stages
             with different numbers of replicas cannot meet there.
+        operations: all operations of the step, in the order of the joint graph (forward, then backward).
+        tensors: all tensors of the step.
+        gradients: (tensor, canonical name of the parameter) of every gradient of a parameter.
+        results: tensors that the step hands out: loss, logged values, arguments of metrics.
+        mutated: names of buffers that the step overwrites.
+        buffer_bytes: bytes of every buffer that the step reads, by name.
     """
 
     nodes: tuple[Node, ...]
@@ -61,6 +132,12 @@ class Graph:
     coupled: tuple[str, ...] = ()
     uncuttable: frozenset[int] = frozenset()
     unsliceable: frozenset[int] = frozenset()
+    operations: tuple[Operation, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    gradients: tuple[tuple[int, str], ...] = ()
+    results: tuple[int, ...] = ()
+    mutated: tuple[str, ...] = ()
+    buffer_bytes: dict[str, int] = field(default_factory=dict)
 
     def position(self, at: str) -> int:
         """Return the position of a node, or of the first node inside a module; -1 if neither exists."""

@@ -32,3 +32,19 @@ class Prices(Protocol):
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes that a stage keeps from F to W (or to Free) for `samples` samples of a micro-batch."""
         ...
+
+    def kept_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes that a stage keeps from I to W for `samples` samples of a micro-batch."""
+        ...
+
+    def workspace_bytes(self, compute: Compute, samples: int) -> int:
+        """Return the most bytes that a compute needs beyond what it is given and what it leaves."""
+        ...
+
+    def message_bytes(self, message: Message) -> int:
+        """Return the bytes of a message."""
+        ...
+
+    def state_bytes(self, rank: int) -> int:
+        """Return the bytes of parameters, their gradients, optimizer state and buffers of a rank."""
+        ...

@@ -56,3 +56,19 @@ class UnitPrices:
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes of one micro-batch."""
         return self.saved
+
+    def kept_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes of one micro-batch: W keeps what F saved."""
+        return self.saved
+
+    def workspace_bytes(self, compute: Compute, samples: int) -> int:
+        """Return nothing."""
+        return 0
+
+    def message_bytes(self, message: Message) -> int:
+        """Return nothing."""
+        return 0
+
+    def state_bytes(self, rank: int) -> int:
+        """Return nothing."""
+        return 0

@@ -1,0 +1,119 @@
+"""Which devices are there, and how fast do they reach each other?
+
+Ranks are numbered host by host, in the order of the file. A host's devices reach each other over `inside`; hosts reach
+each other over their network cards, which all devices of a host share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection in one direction: a message of b bytes takes `latency_s + b / bytes_per_s` seconds."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, count: float, *, flows: int = 1) -> float:
+        """Return the seconds of a message of `count` bytes while `flows` messages share the bandwidth."""
+        return self.latency_s + count * flows / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or CPU).
+
+    Attributes:
+        kind: name, e.g. `V100`.
+        memory_bytes: memory that a rank may use.
+        speed: how many times faster than the device that was profiled.
+    """
+
+    kind: str
+    memory_bytes: int
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine.
+
+    Attributes:
+        name: its name.
+        devices: its devices.
+        inside: between two of its devices.
+        network: its network card: latency to another host, and the bandwidth that all its devices share, per direction.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    inside: Link
+    network: Link
+
+
+@dataclass(frozen=True)
+class PairLink:
+    """A measured link from one rank to another, where it differs from what the hosts say."""
+
+    sender: int
+    receiver: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A measured all-reduce among these ranks: b bytes take `latency_s + b / bytes_per_s` seconds."""
+
+    ranks: tuple[int, ...]
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and links.
+
+    Attributes:
+        hosts: the machines.
+        links: measured links that take precedence over those of the hosts.
+        reductions: measured all-reduces; others follow from the links by formula.
+    """
+
+    hosts: tuple[Host, ...]
+    links: tuple[PairLink, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Count the devices."""
+        return len(self._places)
+
+    def device(self, rank: int) -> Device:
+        """Return the device of a rank."""
+        host, index = self._places[rank]
+        return self.hosts[host].devices[index]
+
+    def host_of(self, rank: int) -> int:
+        """Return the index of the host of a rank."""
+        return self._places[rank][0]
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """Return the link from one rank to another."""
+        if (sender, receiver) in self._measured:
+            return self._measured[sender, receiver]
+        here, there = self.hosts[self.host_of(sender)], self.hosts[self.host_of(receiver)]
+        if here is there:
+            return here.inside
+        latency = max(here.network.latency_s, there.network.latency_s)
+        return Link(latency, min(here.network.bytes_per_s, there.network.bytes_per_s))
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        return tuple((h, i) for h, host in enumerate(self.hosts) for i in range(len(host.devices)))
+
+    @cached_property
+    def _measured(self) -> dict[tuple[int, int], Link]:
+        return {(pair.sender, pair.receiver): pair.link for pair in self.links}

@@ -1,0 +1,81 @@
+"""How long does every operation take on one kind of device, and what does an optimizer step cost?
+
+A profile belongs to one graph (`Graph.operations`, same order) and one kind of device. Times are measured for few
+numbers of samples and read between them along straight lines, so slices of replicas and any number of micro-batches
+have a price.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class OptimizerProfile:
+    """What one optimizer step costs, as measured on the user's optimizer.
+
+    Attributes:
+        seconds_per_byte: seconds per byte of parameters.
+        seconds_per_tensor: seconds per parameter tensor.
+        fixed_s: seconds of a step without parameters.
+        state_bytes_per_byte: bytes of state per byte of parameters (2.0 for Adam in the parameters' own type).
+    """
+
+    seconds_per_byte: float = 0.0
+    seconds_per_tensor: float = 0.0
+    fixed_s: float = 0.0
+    state_bytes_per_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured (or counted) seconds of the operations of a graph.
+
+    Attributes:
+        graph: fingerprint of the graph.
+        device: kind of device, with what decides its speed, e.g. `cpu, 1 thread`.
+        samples: numbers of samples at which times were taken, rising, at least one.
+        seconds: for every operation its seconds at each of `samples`, glue (Python between operations) included.
+        call_s: seconds that a compute takes beyond its operations: hand-over of inputs, bookkeeping.
+        spread: median over the operations of (upper quartile - lower quartile) / median of the repeated measurements.
+        source: `measured` or `counted`.
+        optimizer: cost of the optimizer step.
+    """
+
+    graph: str
+    device: str
+    samples: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    call_s: float = 0.0
+    spread: float = 0.0
+    source: str = "measured"
+    optimizer: OptimizerProfile = OptimizerProfile()
+
+    def weights(self, samples: int) -> tuple[tuple[int, float], ...]:
+        """Return (index into `samples`, weight): seconds at this number are the weighted sum of the measured ones.
+
+        Between two measured numbers and beyond the largest the line through the two nearest is taken; below the
+        smallest too, but at least half of the smallest measured time is kept.
+        """
+        known = self.samples
+        if len(known) == 1:
+            return ((0, samples / known[0]),)
+        if samples in self._index:
+            return ((self._index[samples], 1.0),)
+        right = min(max(bisect.bisect_left(known, samples), 1), len(known) - 1)
+        share = (samples - known[right - 1]) / (known[right] - known[right - 1])
+        return ((right - 1, 1.0 - share), (right, share))
+
+    def operation_s(self, operation: int, samples: int) -> float:
+        """Return the seconds of one operation on this many samples."""
+        times = self.seconds[operation]
+        return max(sum(times[i] * weight for i, weight in self.weights(samples)), _LEAST_SHARE * min(times))
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {samples: i for i, samples in enumerate(self.samples)}
+
+
+_LEAST_SHARE = 0.5  # of the smallest measured time: a line through noisy points may cross zero
