@@ -129,27 +129,32 @@ def assign(joint: JointGraph, kinds: Kinds, cuts: tuple[int, ...]) -> dict[str, 
     Args:
         cuts: positions at which stages 1, 2, ... begin, ascending.
     """
-    stages = {name: bisect.bisect_right(cuts, position) for position, name in enumerate(kinds.placed)}
-    stages |= {name: stages[parent] for name, parent in kinds.parents.items() if parent in stages}
+    return {name: bisect.bisect_right(cuts, position) for name, position in positions(joint, kinds).items()}
+
+
+def positions(joint: JointGraph, kinds: Kinds) -> dict[str, int]:
+    """Return the position that decides the stage of a node, for every node that has one; -1 is always in stage 0."""
+    places = {name: position for position, name in enumerate(kinds.placed)}
+    places |= {name: places[parent] for name, parent in kinds.parents.items() if parent in places}
     by_sequence: dict[int, int] = {}
     for node in joint.module.graph.nodes:
-        if node.name in stages and "seq_nr" in node.meta:
-            by_sequence.setdefault(node.meta["seq_nr"], stages[node.name])
-    forward = set(stages)
+        if node.name in places and "seq_nr" in node.meta:
+            by_sequence.setdefault(node.meta["seq_nr"], places[node.name])
+    forward = set(places)
     for node in joint.module.graph.nodes:
         if node.op != "call_function" or not is_backward(node) or node.name in kinds.repeated:
             continue
-        gradients = [stages[n.name] for n in node.all_input_nodes if n.name in stages and n.name not in forward]
-        activations = [stages[n.name] for n in node.all_input_nodes if n.name in forward]
+        gradients = [places[n.name] for n in node.all_input_nodes if n.name in places and n.name not in forward]
+        activations = [places[n.name] for n in node.all_input_nodes if n.name in forward]
         sequence = node.meta.get("seq_nr", -1)
-        if _sums_gradients(node) or (sequence not in by_sequence and gradients):
-            stages[node.name] = min(gradients)
+        if sums_gradients(node) or (sequence not in by_sequence and gradients):
+            places[node.name] = min(gradients)
         else:
-            stages[node.name] = min([max([*activations, by_sequence.get(sequence, 0)]), *gradients])
-    return stages
+            places[node.name] = min([max([*activations, by_sequence.get(sequence, -1)]), *gradients])
+    return places
 
 
-def _sums_gradients(node: fx.Node) -> bool:
+def sums_gradients(node: fx.Node) -> bool:
     """Recognise the additions that autograd makes where a tensor is used several times."""
     inputs = node.all_input_nodes
     return (
@@ -166,7 +171,7 @@ def partial_sums(node: fx.Node, stages: dict[str, int]) -> tuple[fx.Node, ...]:
     A parameter that is used in several stages has one gradient per stage; they are added once per step instead of
     travelling for every micro-batch.
     """
-    if not _sums_gradients(node) or len(node.users) != 1:
+    if not sums_gradients(node) or len(node.users) != 1:
         return (node,)
     terms = [term for n in node.all_input_nodes for term in partial_sums(n, stages)]
     if len({stages[term.name] for term in terms if term.name in stages}) == 1 and len(terms) == 2:

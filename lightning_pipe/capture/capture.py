@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import lightning.pytorch as pl
-import sympy
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
 from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.operations import operations_of, tensors_of
 from lightning_pipe.capture.record import StepRecord
+from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
 from lightning_pipe.capture.stage_program import Split
-from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.capture.trace import Request, trace
 from lightning_pipe.capture.variants import Variants, is_fixed
-from lightning_pipe.core.graph import Graph, Node
+from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.errors import CaptureError
 
 
@@ -142,22 +141,49 @@ def canonical_names(module: pl.LightningModule) -> dict[str, str]:
 
 def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str]) -> Graph:
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    owner = _owners(joint, kinds)
-    costs: dict[str, list[int]] = {name: [0, 0, 0] for name in kinds.placed}  # flops, backward flops, bytes
-    for name, at in owner.items():
-        entry = costs[at]
-        entry[1 if is_backward(nodes[name]) else 0] += _flops(nodes[name], joint)
-        entry[2] += _touched(nodes[name], joint)
-    parameter_bytes = {aliases[f]: _bytes(nodes[n], joint) for n, f in joint.parameters.items()}
+    described = operations_of(joint, kinds, aliases)
+    costs = _costs(described.operations, len(kinds.placed))
+    placed = zip(kinds.placed, costs, strict=True)
+    parameter_bytes = {aliases[f]: _bytes(nodes[n]) for n, f in joint.parameters.items()}
+    sizes = Sizes(joint)
     return Graph(
-        nodes=tuple(_node(nodes[name], joint, kinds, costs[name], aliases) for name in kinds.placed),
+        nodes=tuple(_node(nodes[name], joint, kinds, cost, aliases, sizes) for name, cost in placed),
         samples=joint.samples,
         parameter_bytes=parameter_bytes,
         fingerprint=fingerprint(joint),
         coupled=tuple(flow.coupled),
         uncuttable=uncuttable(joint, kinds),
         unsliceable=unsliceable(joint, kinds, flow),
+        operations=described.operations,
+        tensors=described.tensors,
+        gradients=described.gradients,
+        results=described.results,
+        mutated=tuple(joint.mutations),
+        buffer_bytes={f: _bytes(nodes[n]) for n, f in joint.buffers.items()},
     )
+
+
+@dataclass
+class _Cost:
+    """Counted costs of a node and of the backward operations that go with it."""
+
+    flops: int = 0
+    backward_flops: int = 0
+    touched_bytes: int = 0
+
+
+def _costs(operations: Iterable[Operation], positions: int) -> list[_Cost]:
+    costs = [_Cost() for _ in range(positions)]
+    for operation in operations:
+        if operation.phase == "repeated":
+            continue
+        cost = costs[max(0, operation.at)]
+        cost.touched_bytes += operation.touched_bytes
+        if operation.phase == "backward":
+            cost.backward_flops += operation.flops
+        else:
+            cost.flops += operation.flops
+    return costs
 
 
 def fingerprint(joint: JointGraph) -> str:
@@ -175,21 +201,7 @@ def _spell(node: fx.Node) -> str:
     return " ".join(f"{v.dtype}{tuple(v.shape)}" if isinstance(v, torch.Tensor) else str(v) for v in values)
 
 
-def _owners(joint: JointGraph, kinds: Kinds) -> dict[str, str]:
-    """Map every operation to the placed node that is charged for it: itself, or the forward of a backward."""
-    owner = {name: name for name in kinds.placed}
-    by_sequence: dict[int, str] = {}
-    last = kinds.placed[-1]
-    for node in joint.module.graph.nodes:
-        if node.name in owner:
-            by_sequence.setdefault(node.meta.get("seq_nr", -1), node.name)
-    for node in joint.module.graph.nodes:
-        if node.op == "call_function" and is_backward(node) and node.name not in kinds.repeated:
-            owner[node.name] = by_sequence.get(node.meta.get("seq_nr", -1), last)
-    return owner
-
-
-def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, costs: list[int], aliases: dict[str, str]) -> Node:
+def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, cost: _Cost, aliases: dict[str, str], sizes: Sizes) -> Node:
     custom: dict[str, str] = node.meta.get("custom") or {}
     inputs = [kinds.parents.get(n.name, n.name) for n in node.all_input_nodes]
     return Node(
@@ -199,10 +211,10 @@ def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, costs: list[int], alia
         line=custom.get("line", ""),
         inputs=tuple(dict.fromkeys(n for n in inputs if n in kinds.placed or n in joint.leaves)),
         parameters=tuple(sorted({aliases[name] for name in _parameters(node, joint, kinds)})),
-        output_bytes=_bytes(node, joint),
-        flops=costs[0],
-        backward_flops=costs[1],
-        touched_bytes=costs[2],
+        output_bytes=sum(sizes.count(tensor, joint.samples) for tensor in tensors_of(node)),
+        flops=cost.flops,
+        backward_flops=cost.backward_flops,
+        touched_bytes=cost.touched_bytes,
     )
 
 
@@ -216,31 +228,6 @@ def _parameters(node: fx.Node, joint: JointGraph, kinds: Kinds) -> set[str]:
     return found
 
 
-def _concrete(value: Any, joint: JointGraph) -> Any:
-    """Return a value with numbers for its symbolic sizes, at the captured number of samples."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty([_concrete(size, joint) for size in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, torch.SymInt):
-        return int(value.node.expr.xreplace({joint.symbol: sympy.Integer(joint.samples)}))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_concrete(item, joint) for item in value)
-    return value
-
-
-def _bytes(node: fx.Node, joint: JointGraph) -> int:
-    value = _concrete(node.meta.get("val"), joint)
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-
-
-def _touched(node: fx.Node, joint: JointGraph) -> int:
-    return _bytes(node, joint) + sum(_bytes(n, joint) for n in node.all_input_nodes)
-
-
-def _flops(node: fx.Node, joint: JointGraph) -> int:
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if count is None:
-        return 0
-    args = fx.map_arg(node.args, lambda n: _concrete(n.meta.get("val"), joint))
-    kwargs = fx.map_arg(node.kwargs, lambda n: _concrete(n.meta.get("val"), joint))
-    return int(count(*args, **kwargs, out_val=_concrete(node.meta.get("val"), joint)))
+def _bytes(node: fx.Node) -> int:
+    tensor = node.meta["val"]
+    return int(tensor.numel() * tensor.element_size())

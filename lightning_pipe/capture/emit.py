@@ -21,7 +21,7 @@ from lightning_pipe.capture.stage_program import Half
 
 # The tracer predicts strides that a kernel does not always keep (CPU batch norm of a transposed input); a reshape is a
 # view wherever a view is possible.
-_RESHAPED = {
+RESHAPED = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
@@ -110,7 +110,7 @@ class Emitter:
         if node.name in self._random:
             target = keyed(node.target, self._random[node.name], self._device)
             return graph.create_node("call_function", target, (key, *args), kwargs, name=node.name)
-        return graph.create_node("call_function", _RESHAPED.get(node.target, node.target), args, kwargs, name=node.name)
+        return graph.create_node("call_function", RESHAPED.get(node.target, node.target), args, kwargs, name=node.name)
 
     def _size(self, node: fx.Node, graph: fx.Graph, samples: fx.Node) -> fx.Node:
         value = node.meta["val"]

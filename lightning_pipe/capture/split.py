@@ -19,8 +19,9 @@ from lightning_pipe.capture.assign import Kinds, assign, partial_sums
 from lightning_pipe.capture.emit import Emitter
 from lightning_pipe.capture.flow import Flow, value
 from lightning_pipe.capture.joint import JointGraph
-from lightning_pipe.capture.stage_program import Half, Split, StageProgram, Value
-from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.capture.sizes import Sizes
+from lightning_pipe.capture.stage_program import Half, Split, StageProgram
+from lightning_pipe.capture.torch_private import is_backward, operator_name
 from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
 from lightning_pipe.errors import PlanError
 
@@ -80,6 +81,7 @@ class Splitter:
     ) -> None:
         self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
         self._exact_ties = exact_ties
+        self._sizes = Sizes(joint)
         self._nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
         self._emitter = Emitter(joint, repeated=kinds.repeated, device=device)
         self._state = set(joint.parameters) | set(joint.buffers)
@@ -212,8 +214,14 @@ class Splitter:
         backward = set(own.backward)
         sent = {n for (direction, _), names in own.sends.items() if direction == "B" for n in names}
         first = self._ancestors(sent & backward, backward)
+        first |= {name for name in backward if self._taken_from(name) in first}
         second = self._ancestors(set(own.gradients), backward) - first
         return sorted(first, key=self._position), sorted(second, key=self._position)
+
+    def _taken_from(self, name: str) -> str:
+        """Return the operation out of whose results a node is taken; taking it at once lets the others be freed."""
+        node = self._nodes[name]
+        return node.all_input_nodes[0].name if operator_name(node) == "getitem" else ""
 
     def _ancestors(self, names: set[str], within: set[str]) -> set[str]:
         found, pending = set(), [n for n in names if n in within]
@@ -254,7 +262,7 @@ class Splitter:
         outputs = {n for own in needs for n in own.results}
         values = {n: value(self._nodes[n], self._joint, self._flow) for n in crossing | outputs}
         edges = tuple(
-            _edge(direction, source, target, [values[n] for n in names])
+            self._edge(direction, source, target, names)
             for source, own in enumerate(needs)
             for (direction, target), names in sorted(own.sends.items())
         )
@@ -273,24 +281,14 @@ class Splitter:
         loads = (0,)
         return Split(programs, values, Traffic(edges, buckets, loads), tuple(map(tuple, groups.values())), owners)
 
+    def _edge(self, direction: Pass, source: int, target: int, names: list[str]) -> Edge:
+        lines = [self._sizes.line(self._nodes[name]) for name in names]
+        return Edge(direction, source, target, sum(line[0] for line in lines), sum(line[1] for line in lines))
+
 
 def _bytes(node: fx.Node) -> int:
     tensor = node.meta["val"]
     return int(tensor.numel() * tensor.element_size())
-
-
-_PROBE = 1024  # samples at which the bytes of a value are counted
-
-
-def _edge(direction: Pass, source: int, target: int, values: list[Value]) -> Edge:
-    def count(v: Value, samples: int) -> int:
-        width = v.dtype.itemsize if v.dtype is not None else 8
-        return int(torch.Size(v.size(samples)).numel()) * width
-
-    varying = [v for v in values if v.batch_dim is not None]
-    per_sample = sum(count(v, _PROBE) / _PROBE for v in varying)
-    fixed = sum(count(v, 1) for v in values if v.batch_dim is None)
-    return Edge(direction, source, target, per_sample, fixed)
 
 
 def check_slices(split: Split, layout: Layout) -> None:

@@ -8,7 +8,8 @@
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
 * `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
 * `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
-* `OpOverload` with `_opname` and `_schema`: name and arguments of an operator; `_is_functional_tensor`.
+* `OpOverload` with `_opname` and `_schema`: name and arguments of an operator, and which of them its result is a view
+  of; `_is_functional_tensor`.
 * `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
@@ -65,6 +66,7 @@ __all__ = [
     "is_compiled",
     "operator_name",
     "reparametrize",
+    "shares_memory_with",
     "tag_nodes",
     "unchecked_distributions",
 ]
@@ -118,6 +120,19 @@ def operator_name(node: torch.fx.Node) -> str:
 def argument_names(node: torch.fx.Node) -> list[str]:
     """List the names of the arguments of a node's operator; none for a Python function."""
     return [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
+
+
+def shares_memory_with(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the input of which a node's result is a view (or a list of views), None if it has memory of its own."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    if node.target is torch.ops.aten._unsafe_view.default:  # run as a reshape
+        return node.all_input_nodes[0]
+    schema = node.target._schema
+    if all(result.alias_info is None for result in schema.returns):
+        return None
+    viewed = (value for a, value in zip(schema.arguments, node.args, strict=False) if a.alias_info is not None)
+    return next((value for value in viewed if isinstance(value, torch.fx.Node)), None)
 
 
 def has_no_data(tensor: object) -> bool:

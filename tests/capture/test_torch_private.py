@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_pipe.capture import torch_private as private
 
@@ -84,3 +86,19 @@ def test_a_compiled_module_is_recognised():
     assert private.is_compiled(compiled)
     assert private.is_compiled(torch.compile(nn.Linear(2, 2)))
     assert not private.is_compiled(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "shares"),
+    [
+        (lambda x: x.view(6), True),
+        (lambda x: x.t(), True),
+        (lambda x: x.split(1)[0], True),
+        (lambda x: x + 1, False),
+        (lambda x: x.clone(), False),
+    ],
+)
+def test_schemas_say_which_results_are_views(call, shares: bool):
+    graph = make_fx(call)(torch.zeros(2, 3)).graph
+    first = next(node for node in graph.nodes if node.op == "call_function")
+    assert (private.shares_memory_with(first) is not None) == shares
