@@ -150,7 +150,9 @@ def test_the_last_stage_computes_the_input_gradient_without_the_weight_gradients
     _, capture = net
     last = capture.split((capture.graph.position("norm"),)).stages[-1]
     assert last.input_grad is not None and last.weight_grad is not None
-    assert set(last.gradients) <= set(last.weight_grad.outputs)
+    early = {name for value, name in last.gradients.items() if value in last.input_grad.outputs}
+    assert early == {"norm.weight", "norm.bias"}, "one operation makes them together with the input gradient"
+    assert set(last.gradients) <= {*last.input_grad.outputs, *last.weight_grad.outputs}
 
 
 def test_dropout_does_not_depend_on_the_layout():
