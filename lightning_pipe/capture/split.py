@@ -104,6 +104,7 @@ class Splitter:
         for name, stage in stages.items():
             (needs[stage].backward if is_backward(self._nodes[name]) else needs[stage].forward).append(name)
         self._place_outputs(needs, stages)
+        self._drop_unneeded(needs)
         for stage in range(count):
             self._connect(stage, needs, stages)
         self._check_mutations(needs, stages)
@@ -123,6 +124,14 @@ class Splitter:
             first = min(stages[name] for name in names)
             for name in names:
                 needs[first if self._exact_ties else stages[name]].gradients[name] = parameter
+
+    def _drop_unneeded(self, needs: list[_Needs]) -> None:
+        """Drop what only adds terms that stay in their stages; otherwise the terms would travel to be added."""
+        backward = {name for own in needs for name in own.backward}
+        outputs = {name for own in needs for name in (*own.gradients, *own.results)}
+        needed = self._ancestors(outputs, backward)
+        for own in needs:
+            own.backward = [name for name in own.backward if name in needed or self._taken_from(name) in needed]
 
     def _connect(self, stage: int, needs: list[_Needs], stages: dict[str, int]) -> None:
         """Find where everything comes from that a stage reads but does not compute."""

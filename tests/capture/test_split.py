@@ -146,6 +146,15 @@ def test_gradients_of_parameters_do_not_travel(net):
         assert edge.direction == "F" or edge.fixed_bytes == 0
 
 
+def test_terms_of_the_gradient_of_a_shared_parameter_do_not_travel(net):
+    """Once they travelled for every micro-batch to the addition of a plain step, which no stage runs."""
+    _, capture = net
+    uses = [k for k, node in enumerate(capture.graph.nodes) if "shared.weight" in node.parameters]
+    split = capture.split((uses[-1],))
+    assert all("shared.weight" in stage.gradients.values() for stage in split.stages)
+    assert [edge.fixed_bytes for edge in split.traffic.edges if edge.direction == "B"] == [0]
+
+
 def test_the_last_stage_computes_the_input_gradient_without_the_weight_gradients(net):
     _, capture = net
     last = capture.split((capture.graph.position("norm"),)).stages[-1]
