@@ -7,7 +7,7 @@ those of networks, binary prefixes (KiB) those of memory. Case matters only betw
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightning_pipe.errors import ConfigError
 
@@ -66,6 +66,21 @@ def format_rate(bytes_per_s: float) -> str:
     return _format(bytes_per_s, {unit: RATES[unit] for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")})
 
 
+def spell_bytes(count: int) -> str:
+    """Return bytes as a text that `parse_bytes` reads back as the same number, e.g. `16 GiB`."""
+    return _spell(count, units=BYTES, parse=parse_bytes)
+
+
+def spell_seconds(seconds: float) -> str:
+    """Return seconds as a text that `parse_seconds` reads back as the same number, e.g. `30 us`."""
+    return _spell(seconds, units=SECONDS, parse=parse_seconds)
+
+
+def spell_rate(bytes_per_s: float) -> str:
+    """Return a rate as a text that `parse_rate` reads back as the same number, e.g. `25 Gbit/s`."""
+    return _spell(bytes_per_s, units=RATES, parse=parse_rate)
+
+
 def _parse(text: str, *, units: Mapping[str, float], what: str, example: str) -> float:
     match = _NUMBER.fullmatch(text)
     unit = _unit(match[2], units) if match else None
@@ -81,6 +96,15 @@ def _unit(text: str, units: Mapping[str, float]) -> str | None:
 
 def _folded(unit: str) -> str:
     return "".join(letter if letter in "bB" else letter.lower() for letter in unit)
+
+
+_ALL_DIGITS = 17  # of a double
+
+
+def _spell(value: float, *, units: Mapping[str, float], parse: Callable[[str], float]) -> str:
+    """Write a value, at least zero, as the shortest text that is read back exactly."""
+    numbers = ((f"{value / units[unit]:.{digits}g}", unit) for digits in range(1, _ALL_DIGITS + 1) for unit in units)
+    return min((text for number, unit in numbers if parse(text := f"{number} {unit}") == value), key=len)
 
 
 _FOUR_DIGITS = 999.5  # from here on three digits would be written as 1e+03

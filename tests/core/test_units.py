@@ -7,7 +7,17 @@ import random
 import pytest
 
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
+from lightning_pipe.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+    spell_bytes,
+    spell_rate,
+    spell_seconds,
+)
 
 KINDS = [(parse_bytes, format_bytes, 2**45), (parse_seconds, format_seconds, 1e5), (parse_rate, format_rate, 1e12)]
 
@@ -73,3 +83,29 @@ def test_what_has_no_clear_meaning_is_refused(parse, text, message):
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "spell", "largest"),
+    [(parse_bytes, spell_bytes, 2**45), (parse_seconds, spell_seconds, 1e5), (parse_rate, spell_rate, 1e12)],
+)
+def test_what_is_spelled_out_is_read_back_exactly(parse, spell, largest):
+    rng = random.Random(0)
+    for _ in range(100):
+        value = parse(spell(largest ** rng.random() if parse is not parse_bytes else rng.randrange(largest)))
+        assert parse(spell(value)) == value
+    assert parse(spell(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        (spell_bytes(16 * 2**30), "16 GiB"),
+        (spell_bytes(16 * 10**9), "16 GB"),
+        (spell_seconds(parse_seconds("30 us")), "30 us"),
+        (spell_rate(25e9 / 8), "25 Gbit/s"),
+        (spell_rate(40e9), "40 GB/s"),
+    ],
+)
+def test_numbers_are_spelled_as_shortly_as_possible(text, written):
+    assert text == written
