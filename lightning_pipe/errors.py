@@ -16,6 +16,10 @@ class PlanError(PipeError, ValueError):
     """Report a plan that cannot be read, or does not fit the graph, the ranks or the batch."""
 
 
+class ClusterError(PipeError, ValueError):
+    """Report a cluster file that cannot be read, or does not fit the ranks."""
+
+
 class ProgramError(PipeError, ValueError):
     """Report a program (or its text) that breaks a law that `schedule.verify` checks."""
 

@@ -6,6 +6,8 @@ each other over their network cards, which all devices of a host share.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +22,10 @@ class Link:
     def seconds(self, count: float, *, flows: int = 1) -> float:
         """Return the seconds of a message of `count` bytes while `flows` messages share the bandwidth."""
         return self.latency_s + count * flows / self.bytes_per_s
+
+
+NO_LINK = Link(latency_s=0.0, bytes_per_s=math.inf)
+"""Stands where nothing is ever sent: inside a host with one device, and for the network of the only host."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,23 @@ class Cluster:
             return here.inside
         latency = max(here.network.latency_s, there.network.latency_s)
         return Link(latency, min(here.network.bytes_per_s, there.network.bytes_per_s))
+
+    def reduction(self, ranks: Sequence[int]) -> Reduction | None:
+        """Return the all-reduce measured among these ranks, or else among ranks like them; None if there is none.
+
+        Ranks are alike if they are as many, on as many hosts with the same devices. How many of them each host has is
+        left out: a ring (or tree) enters and leaves every host once.
+        """
+        exact = next((found for found in self.reductions if found.ranks == tuple(ranks)), None)
+        return exact or self._reductions.get(self._likeness(ranks))
+
+    def _likeness(self, ranks: Sequence[int]) -> tuple[int, tuple[tuple[str, ...], ...]]:
+        hosts = {self.host_of(rank) for rank in ranks}
+        return len(ranks), tuple(sorted(tuple(device.kind for device in self.hosts[h].devices) for h in hosts))
+
+    @cached_property
+    def _reductions(self) -> dict[tuple[int, tuple[tuple[str, ...], ...]], Reduction]:
+        return {self._likeness(found.ranks): found for found in reversed(self.reductions)}
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
