@@ -21,7 +21,8 @@ from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.torch_private import OpOverload, is_backward, operator_name
 
 _VIEWS = frozenset(
-    "t transpose permute view _unsafe_view reshape expand squeeze unsqueeze select slice _to_copy".split()
+    "t transpose permute view _unsafe_view reshape expand squeeze unsqueeze select slice split split_with_sizes unbind "
+    "getitem _to_copy".split()
 )
 _HEAVY = frozenset("mm bmm addmm baddbmm matmul convolution embedding einsum linear native_layer_norm svd qr".split())
 
