@@ -84,7 +84,8 @@ class _Description:
     def _operation(self, node: fx.Node) -> Operation:
         at = self._places.get(node.name, -1)
         reads = [self._index[n.name] for n in node.all_input_nodes if n.name in self._index]
-        parameters = [self._joint.parameters.get(n.name) for n in node.all_input_nodes]
+        inputs = [n.name for n in node.all_input_nodes]
+        parameters, buffers = self._joint.parameters, self._joint.buffers
         return Operation(
             name=node.name,
             op=str(node.target),
@@ -92,7 +93,8 @@ class _Description:
             at=at,
             reach=self._reach.get(node.name, at),
             reads=tuple(dict.fromkeys(reads)),
-            parameters=tuple(sorted({self._aliases[name] for name in parameters if name is not None})),
+            parameters=tuple(sorted({self._aliases[parameters[name]] for name in inputs if name in parameters})),
+            buffers=tuple(sorted({buffers[name] for name in inputs if name in buffers})),
             adds_terms=node.name in self._terms,
             view=shares_memory_with(node) is not None,
             flops=_flops(node, self._sizes, self._joint.samples),
@@ -115,10 +117,8 @@ class _Description:
         per_sample, fixed = self._sizes.line(node)
         shared = shares_memory_with(_source(node)) if node.op == "call_function" else None
         base = self._index.get(shared.name, -1) if shared is not None else -1
-        if shared is not None and base < 0:
-            per_sample, fixed = 0.0, 0  # a view of a parameter or buffer
         self._index[node.name] = len(self._made)
-        self._made.append(Tensor(node.name, maker, base, per_sample, fixed))
+        self._made.append(Tensor(node.name, maker, base, per_sample, fixed, shared is not None and base < 0))
 
     def _touched(self, node: fx.Node) -> int:
         tensors = [t for n in [node, *node.all_input_nodes] for t in tensors_of(n)]

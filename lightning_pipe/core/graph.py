@@ -59,6 +59,7 @@ class Operation:
             the input half (I) if `reach < a`, otherwise to the weight half (W).
         reads: indices of the tensors that it reads.
         parameters: canonical names of the parameters that it reads itself.
+        buffers: names of the buffers that it reads itself.
         adds_terms: whether it only adds terms of the gradient of one parameter: where its terms are made in several
             stages it is not run at all, every stage keeps its own term until the step.
         view: whether its result is a view of its input, so that it moves no data.
@@ -73,6 +74,7 @@ class Operation:
     reach: int
     reads: tuple[int, ...]
     parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     adds_terms: bool = False
     view: bool = False
     flops: int = 0
@@ -90,6 +92,7 @@ class Tensor:
             they share memory; a view that travels to another stage arrives with memory of its own.
         bytes_per_sample: bytes that every sample adds.
         fixed_bytes: bytes that do not depend on the samples.
+        of_state: whether it is a view of a parameter, a buffer or a constant, which has the memory where it is made.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Tensor:
     base: int
     bytes_per_sample: float
     fixed_bytes: int
+    of_state: bool = False
 
     def size(self, samples: int) -> int:
         """Return the bytes for this many samples."""
