@@ -1,0 +1,1 @@
+"""Measure devices and the links between them."""

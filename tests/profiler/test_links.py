@@ -1,0 +1,157 @@
+"""Laws of the probe: what is measured, in which order, and that a link's latency and bandwidth are found."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from lightning_pipe.profiler.fit import fit_line
+from lightning_pipe.profiler.links import (
+    EVERY_PAIR_UP_TO,
+    Handle,
+    groups_to_measure,
+    pairs_to_measure,
+    probe_links,
+    rounds,
+)
+
+HOSTS = {
+    "one rank": (0,),
+    "two ranks": (0, 0),
+    "two hosts": (0, 1),
+    "uneven": (0, 0, 0, 1),
+    "eight ranks": (0,) * 8,
+    "two servers": (0,) * 8 + (1,) * 8,
+    "sixteen hosts": tuple(range(16)),
+    "mixed": (0, 1, 1, 1, 1, 2, 2, 3, 3, 3),
+}
+every_cluster = pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+
+
+@every_cluster
+def test_every_pair_of_few_ranks_is_measured_and_every_kind_of_link_of_many(hosts: tuple[int, ...]) -> None:
+    pairs = pairs_to_measure(hosts)
+    assert len(set(pairs)) == len(pairs)
+    if len(hosts) <= EVERY_PAIR_UP_TO:
+        assert set(pairs) == set(itertools.permutations(range(len(hosts)), 2))
+        return
+    assert {(b, a) for a, b in pairs} == set(pairs), "both directions"
+    inside = [hosts[a] for a, b in pairs if hosts[a] == hosts[b]]
+    assert sorted(inside) == sorted([host for host in set(hosts) if hosts.count(host) > 1] * 2), "once per host"
+    across = {frozenset((hosts[a], hosts[b])) for a, b in pairs if hosts[a] != hosts[b]}
+    few = len(set(hosts)) <= EVERY_PAIR_UP_TO
+    assert len(across) == (len(set(hosts)) * (len(set(hosts)) - 1) // 2 if few else len(set(hosts)))
+    assert set().union(*across) == set(hosts)
+
+
+@every_cluster
+def test_groups_are_powers_of_two_and_everyone(hosts: tuple[int, ...]) -> None:
+    groups = groups_to_measure(hosts)
+    assert len(set(groups)) == len(groups)
+    assert all(len(group) > 1 and list(group) == sorted(set(group)) for group in groups)
+    assert (tuple(range(len(hosts))) in groups) == (len(hosts) > 1)
+    for host in set(hosts):
+        members = tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host)
+        assert len(members) == 1 or members in groups
+
+
+def test_groups_of_two_servers() -> None:
+    assert groups_to_measure(HOSTS["two servers"]) == (
+        *[tuple(range(start, start + count)) for start in (0, 8) for count in (2, 4, 8)],
+        (0, 8),
+        tuple(range(16)),
+    )
+
+
+@every_cluster
+def test_nothing_that_shares_a_host_is_measured_together(hosts: tuple[int, ...]) -> None:
+    for units in (pairs_to_measure(hosts), groups_to_measure(hosts)):
+        found = rounds(units, hosts)
+        assert sorted(itertools.chain.from_iterable(found)) == list(range(len(units)))
+        for together in found:
+            busy = [host for index in together for host in {hosts[rank] for rank in units[index]}]
+            assert len(set(busy)) == len(busy)
+
+
+class Wire:
+    """A simulated link: a token bucket that lets `burst` bytes pass at once and the rest at the rate, and noise."""
+
+    def __init__(self, *, latency_s: float, bytes_per_s: float, burst: int, noise: float = 0.0) -> None:
+        self.latency_s, self.bytes_per_s, self.burst, self.noise = latency_s, bytes_per_s, burst, noise
+        self.now, self._tokens = 0.0, float(burst)
+        self._rng = random.Random(0)
+
+    def trip(self, count: int) -> float:
+        """Send this many bytes and get an answer; return the seconds."""
+        sending = max(0.0, count - self._tokens) / self.bytes_per_s
+        self._tokens = max(0.0, self._tokens - count)
+        spent = 2 * self.latency_s + sending
+        if self._rng.random() < self.noise:
+            spent *= 5
+        self.now += spent
+        self._tokens = min(self.burst, self._tokens + (spent - sending) * self.bytes_per_s)
+        return spent
+
+
+@pytest.mark.parametrize("burst", [0, 2**16, 2**18])
+@pytest.mark.parametrize("bytes_per_s", [12.5e6, 125e6, 3e9, 300e9])
+@pytest.mark.parametrize("latency_s", [10e-6, 1e-3])
+def test_latency_and_bandwidth_are_found_within_a_second(latency_s: float, bytes_per_s: float, burst: int) -> None:
+    wire = Wire(latency_s=latency_s, bytes_per_s=bytes_per_s, burst=burst)
+    line = fit_line(wire.trip)
+    assert line.fixed_s == pytest.approx(2 * latency_s, rel=0.05)
+    assert line.bytes_per_s == pytest.approx(bytes_per_s, rel=0.15)
+    assert wire.now < 1.0
+
+
+def test_a_few_slow_transfers_change_nothing() -> None:
+    wire = Wire(latency_s=100e-6, bytes_per_s=125e6, burst=0, noise=0.2)
+    line = fit_line(wire.trip)
+    assert line.fixed_s == pytest.approx(200e-6, rel=0.001)
+    assert line.bytes_per_s == pytest.approx(125e6, rel=0.01)
+
+
+def test_a_link_too_fast_to_measure_has_a_bandwidth_all_the_same() -> None:
+    line = fit_line(lambda count: 1e-5)
+    assert 0 < line.bytes_per_s < float("inf")
+
+
+class Silent:
+    """A transport whose peer never comes."""
+
+    rank = 0
+
+    def open(self, *, channels: object, groups: object) -> None:
+        """Do nothing."""
+
+    def send(self, tensors: object, *, peer: int) -> Handle:
+        return self
+
+    def receive(self, buffers: object, *, peer: int) -> Handle:
+        return self
+
+    def all_reduce(self, tensor: object, *, group: object) -> Handle:
+        return self
+
+    def wait(self, timeout_s: float) -> bool:
+        return False
+
+    def landed(self) -> bool:
+        return False
+
+
+class OverdueError(Exception):
+    pass
+
+
+def test_every_wait_is_the_callers() -> None:
+    def wait(handle: Handle, what: str) -> None:
+        if not handle.wait(0):
+            raise OverdueError(what)
+
+    with pytest.raises(OverdueError, match="rank 1 to take a measured message"):
+        probe_links(Silent(), hosts=(0, 1), device=torch.device("cpu"), wait=wait)
+    assert probe_links(Silent(), hosts=(0,), device=torch.device("cpu"), wait=wait).links == ()
