@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lightning_pipe.errors import ClusterError
 from lightning_pipe.units import parse_seconds
 
 PRESETS = conf_dir() / "cluster"
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "clusters.md"
 TEXT = """
 hosts:
 - name: server
@@ -183,3 +185,12 @@ def test_the_configurations_of_dapple_have_the_bandwidths_of_its_authors(
         found = cluster.reduction((0, *range(17 - r, 16)))
         assert found is not None
         assert 2 * (r - 1) / r * found.bytes_per_s == pytest.approx(reduce, rel=1e-5), r
+
+
+def test_the_document_shows_a_cluster_and_all_presets() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```yaml cluster\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    cluster = cluster_from_text(shown)
+    assert cluster_from_text(cluster_to_text(cluster)) == cluster
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(rows) == list(preset_names(PRESETS))
