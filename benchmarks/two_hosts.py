@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +58,7 @@ def two_hosts(rate_bit_s: float, delay_s: float = 0.0) -> Iterator[TwoHosts]:
     """
     _require_tools()
     names = (f"pipe{os.getpid()}a", f"pipe{os.getpid()}b")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or nobody would clean up
     try:
         for name in names:
             _run("ip", "netns", "add", name)
@@ -70,6 +73,7 @@ def two_hosts(rate_bit_s: float, delay_s: float = 0.0) -> Iterator[TwoHosts]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_on_both(hosts: TwoHosts, function: Callable[..., Any], *args: Any) -> list[Any]:
