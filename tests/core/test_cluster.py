@@ -167,7 +167,7 @@ def test_presets_are_read_and_open_with_their_use_and_their_sources(name: str) -
     assert find_cluster(name, presets=PRESETS).ranks > 1
     text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
     comment = "".join(line for line in text.splitlines() if line.startswith("#"))
-    assert text.startswith(f'# find_cluster("{name}", ')
+    assert text.startswith(f'# DappleStrategy(cluster="{name}"), ')
     assert "Source" in comment and " %" in comment, "sources, and the share of the nominal bandwidth"
 
 
