@@ -30,15 +30,30 @@ class Prices(Protocol):
         ...
 
     def saved_bytes(self, stage: int, samples: int) -> int:
-        """Return the bytes that a stage keeps from F to W (or to Free) for `samples` samples of a micro-batch."""
+        """Return the bytes that a stage keeps from F to I for `samples` samples of a micro-batch, without results."""
         ...
 
     def kept_bytes(self, stage: int, samples: int) -> int:
-        """Return the bytes that a stage keeps from I to W for `samples` samples of a micro-batch."""
+        """Return the bytes that a stage keeps from I to W for `samples` samples of a micro-batch, without results."""
+        ...
+
+    def result_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes of the step's outputs (loss, logged values) that stay from F to the end of the batch."""
         ...
 
     def workspace_bytes(self, compute: Compute, samples: int) -> int:
-        """Return the most bytes that a compute needs beyond what it is given and what it leaves."""
+        """Return the most bytes that a compute needs beyond what its stages keep while it runs.
+
+        What arrived for it is in them, and the gradients of parameters that it makes, which are then added to those
+        that are there.
+        """
+        ...
+
+    def gradient_bytes(self, compute: Compute) -> int:
+        """Return the bytes of gradients that a compute makes of parameters that no other stage holds.
+
+        The first time they become the gradients of the parameters, and no memory is needed beside these.
+        """
         ...
 
     def message_bytes(self, message: Message) -> int:

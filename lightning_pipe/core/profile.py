@@ -8,6 +8,7 @@ have a price.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,7 +71,10 @@ class Profile:
 
     def operation_s(self, operation: int, samples: int) -> float:
         """Return the seconds of one operation on this many samples."""
-        times = self.seconds[operation]
+        return self.between(self.seconds[operation], samples)
+
+    def between(self, times: Sequence[float], samples: int) -> float:
+        """Return the seconds on this many samples of what takes `times` on the measured ones."""
         return max(sum(times[i] * weight for i, weight in self.weights(samples)), _LEAST_SHARE * min(times))
 
     @cached_property

@@ -61,7 +61,15 @@ class UnitPrices:
         """Return the bytes of one micro-batch: W keeps what F saved."""
         return self.saved
 
+    def result_bytes(self, stage: int, samples: int) -> int:
+        """Return nothing."""
+        return 0
+
     def workspace_bytes(self, compute: Compute, samples: int) -> int:
+        """Return nothing."""
+        return 0
+
+    def gradient_bytes(self, compute: Compute) -> int:
         """Return nothing."""
         return 0
 

@@ -1,0 +1,127 @@
+"""How long do messages and sums of gradients take on a cluster?
+
+Message of b bytes over a link:
+
+    t = latency + b / bandwidth
+
+Exchange between stages with different numbers of replicas: all flows of one edge and micro-batch start together. Those
+that leave (or enter) one host share its network card, so each gets `card / flows`, but never more than its own link
+gives. The exchange takes as long as its slowest pair (after the slides on DAPPLE's planner, 2021); the ACR values of
+the DAPPLE paper let every pair have the whole network, which here holds only for one flow per host. Flows inside a host
+are taken to be independent, and so are flows of different edges and micro-batches.
+
+All-reduce of b bytes over n ranks, the cheaper of two, unless it was measured:
+
+    ring           2(n-1) steps of b/n bytes over the slowest link of the ring:
+                   2(n-1)/n b/bandwidth + 2(n-1) latency             (Patarasuk and Yuan, JPDC 2009)
+    hierarchical   k ranks on each of h hosts: reduce-scatter inside the hosts, k rings between hosts that share the
+                   cards, all-gather inside the hosts:
+                   2(k-1)/k b/inside + 2(h-1)/h b/card + latencies   (after NCCL's two-level algorithms)
+
+Left out: trees for small sums, the time of the additions, and that computes slow communication down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lightning_pipe.core.cluster import Cluster, Link
+from lightning_pipe.core.program import Layout
+
+
+def flow_s(cluster: Cluster, sender: int, receiver: int, *, count: float, out: int = 1, into: int = 1) -> float:
+    """Return the seconds of one message.
+
+    Args:
+        cluster: the devices and links.
+        sender: rank that sends.
+        receiver: rank that receives.
+        count: bytes.
+        out: messages that leave the sender's host for other hosts at the same time, this one included.
+        into: messages that enter the receiver's host at the same time, this one included.
+    """
+    link = cluster.link(sender, receiver)
+    here, there = (cluster.hosts[cluster.host_of(rank)].network.bytes_per_s for rank in (sender, receiver))
+    if cluster.host_of(sender) == cluster.host_of(receiver):
+        return link.seconds(count)
+    cards = [max(here, link.bytes_per_s) / out, max(there, link.bytes_per_s) / into]
+    return Link(link.latency_s, min(link.bytes_per_s, *cards)).seconds(count)
+
+
+def exchange_pairs(layout: Layout, source: int, target: int, microbatch: int) -> tuple[tuple[int, int], ...]:
+    """Return the (sender, receiver) pairs between two stages for a micro-batch; a rank sends nothing to itself."""
+    senders, receivers = layout.stages[source], layout.stages[target]
+    size = len(senders) * len(receivers)  # divides evenly on both sides, as large micro-batches nearly do
+    return tuple(
+        (sender, receiver)
+        for i, sender in enumerate(senders)
+        for j, receiver in enumerate(receivers)
+        if sender != receiver
+        and layout.samples(source, i, microbatch, size) & layout.samples(target, j, microbatch, size)
+    )
+
+
+def flows(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return, for every pair of an exchange, the messages that leave its first host and enter its second with it."""
+    out: dict[int, int] = defaultdict(int)
+    into: dict[int, int] = defaultdict(int)
+    hosts = {pair: (cluster.host_of(pair[0]), cluster.host_of(pair[1])) for pair in pairs}
+    for here, there in hosts.values():
+        if here != there:
+            out[here] += 1
+            into[there] += 1
+    return {pair: (out[here], into[there]) if here != there else (1, 1) for pair, (here, there) in hosts.items()}
+
+
+def exchange_s(cluster: Cluster, pairs: Sequence[tuple[int, int]], *, count: float) -> float:
+    """Return the seconds until `count` bytes, in equal parts, have gone over all pairs."""
+    shared = flows(cluster, pairs)
+    each = count / len(pairs) if pairs else 0.0
+    return max(
+        (flow_s(cluster, *pair, count=each, out=out, into=into) for pair, (out, into) in shared.items()), default=0.0
+    )
+
+
+def all_reduce_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
+    """Return the seconds of an all-reduce of `count` bytes, measured or by the cheaper formula."""
+    if len(ranks) < 2:
+        return 0.0
+    measured = cluster.reduction(ranks)
+    if measured is not None:
+        return Link(measured.latency_s, measured.bytes_per_s).seconds(count)
+    return min(ring_s(cluster, ranks, count=count), hierarchical_s(cluster, ranks, count=count))
+
+
+def ring_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
+    """Return the seconds of a ring all-reduce in rank order, which enters and leaves every host once."""
+    return 2 * _round_s(cluster, sorted(ranks), count=count)
+
+
+def hierarchical_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
+    """Return the seconds of a two-level all-reduce; infinite unless several hosts have equally many of the ranks."""
+    grouped: dict[int, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        grouped[cluster.host_of(rank)].append(rank)
+    groups = list(grouped.values())
+    each = len(groups[0])
+    if len(groups) < 2 or any(len(group) != each for group in groups):
+        return math.inf
+    inside = max(_round_s(cluster, group, count=count) for group in groups)
+    between = max(_round_s(cluster, ring, count=count / each, sharing=each) for ring in zip(*groups, strict=True))
+    return 2 * (inside + between)
+
+
+def _round_s(cluster: Cluster, ring: Sequence[int], *, count: float, sharing: int = 1) -> float:
+    """Return the seconds of n-1 steps round a ring of n, each passing 1/n of the bytes: half of an all-reduce.
+
+    Args:
+        sharing: rings like this one that use the same network cards at the same time.
+    """
+    if len(ring) < 2:
+        return 0.0
+    part = count / len(ring)
+    pairs = itertools.pairwise([*ring, ring[0]])
+    return (len(ring) - 1) * max(flow_s(cluster, *pair, count=part, out=sharing, into=sharing) for pair in pairs)

@@ -1,0 +1,185 @@
+"""How many bytes does a stage hold, and how many does a compute need beside them?
+
+The code of a half frees every value after its last use; what is given to it stays until it ends. So, with the memory
+of a view counted once, under its base:
+
+    peak       max over the operations of a half of (what it was given + what it has made and still needs)
+    F          peak - saved - results: what F needs beside what it leaves
+    I          peak, with the gradients that arrived: all of `saved` is there as well until I ends
+    W          peak: all of `kept` is there as well; with the gradients of parameters, which are all there at its end
+
+Left out: scratch memory inside an operation, results of an operation that nothing takes, fragmentation, and the pieces
+of a value that is joined from several messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import assert_never
+
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.program import ComputeKind
+from lightning_pipe.cost.stage import HalfWork, StageWork
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Bytes as a function of the samples."""
+
+    per_sample: float = 0.0
+    fixed: int = 0
+
+    def __call__(self, samples: int) -> int:
+        """Return the bytes for this many samples."""
+        return round(self.per_sample * samples) + self.fixed
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.per_sample + other.per_sample, self.fixed + other.fixed)
+
+
+@dataclass(frozen=True)
+class Live:
+    """Bytes made and still needed while each operation of a half runs: per sample and besides."""
+
+    per_sample: NDArray[np.float64]
+    fixed: NDArray[np.float64]
+
+    def peak(self, samples: int) -> int:
+        """Return the most bytes at once."""
+        return round(float((self.per_sample * samples + self.fixed).max(initial=0.0)))
+
+
+class Memory:
+    """Work out the bytes of stages of one graph.
+
+    Args:
+        graph: with its operations and tensors.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._makes: list[list[int]] = [[] for _ in graph.operations]
+        for t, tensor in enumerate(graph.tensors):
+            if tensor.maker >= 0:
+                self._makes[tensor.maker].append(t)
+
+    def amount(self, tensors: Iterable[int]) -> Amount:
+        """Return the bytes of tensors together, each with memory of its own."""
+        found = [self._graph.tensors[t] for t in tensors]
+        return Amount(sum(t.bytes_per_sample for t in found), sum(t.fixed_bytes for t in found))
+
+    def live(self, half: HalfWork) -> Live:
+        """Follow the values that a half makes from operation to operation."""
+        memory, last = self._lifetimes(half)
+        change = np.zeros((2, len(half.operations) + 1))
+        begins = {t: i for i, o in enumerate(half.operations) for t in self._makes[o]}
+        for t in {*memory.values()}:
+            tensor = self._graph.tensors[t]
+            size = (tensor.bytes_per_sample, tensor.fixed_bytes)
+            change[:, begins[t]] += size
+            change[:, last[t] + 1] -= size
+        return Live(*np.cumsum(change, axis=1)[:, :-1])
+
+    def _lifetimes(self, half: HalfWork) -> tuple[dict[int, int], dict[int, int]]:
+        """Return, for what a half makes, the tensor whose memory it is, and for that the last operation to use it."""
+        memory: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for i, o in enumerate(half.operations):
+            last.update((memory[t], i) for t in self._graph.operations[o].reads if t in memory)
+            for t in self._makes[o]:
+                tensor = self._graph.tensors[t]
+                if tensor.of_state or (tensor.base >= 0 and tensor.base not in memory):
+                    continue  # a view of state, or of what was given
+                memory[t] = memory.get(tensor.base, t)
+                last[memory[t]] = i
+        last.update((memory[t], len(half.operations) - 1) for t in half.outputs if t in memory)
+        return memory, last
+
+    def stage(self, work: StageWork, *, shared: frozenset[str] = frozenset()) -> StageMemory:
+        """Return the bytes of a stage.
+
+        Args:
+            work: the stage.
+            shared: parameters that other stages hold too.
+        """
+        halves = (work.forward, work.input_grad, work.weight_grad)
+        own = [t for t, name in work.gradients if name not in shared]
+        return StageMemory(
+            saved=self.amount(work.saved) + Amount(fixed=work.saved_state),
+            kept=self.amount(work.kept) + Amount(fixed=work.kept_state),
+            results=self.amount(work.results),
+            given=(self.amount(work.forward.given), self.amount(work.input_grad.given)),
+            live=tuple(self.live(half) for half in halves),
+            gradients=tuple(self._gradients(half, own) for half in halves[1:]),
+            copied_bytes=work.saved_state,
+        )
+
+    def _gradients(self, half: HalfWork, gradients: Sequence[int]) -> int:
+        outputs = set(half.outputs)
+        return self.amount(t for t in gradients if t in outputs).fixed
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage.
+
+    Attributes:
+        saved: from F to I or W, without results.
+        kept: from I to W, without results.
+        results: what the step hands out.
+        given: what arrives for F, and for I.
+        live: what F, I and W have made and still need.
+        gradients: bytes of gradients of parameters that I, and that W makes.
+        copied_bytes: bytes of state that F copies.
+    """
+
+    saved: Amount
+    kept: Amount
+    results: Amount
+    given: tuple[Amount, Amount]
+    live: tuple[Live, ...]
+    gradients: tuple[int, ...]
+    copied_bytes: int
+
+    def workspace(self, kind: ComputeKind, samples: int) -> int:
+        """Return the most bytes that a compute needs beyond what is held while it runs and what it leaves."""
+        match kind:
+            case "F":
+                peak = self.given[0](samples) + self.live[0].peak(samples) + self.copied_bytes
+                return max(0, peak - self.saved(samples) - self.results(samples))
+            case "I":
+                return self.given[1](samples) + self.live[1].peak(samples)
+            case "W":
+                return self.live[2].peak(samples)
+            case "B":
+                late = self.live[2].peak(samples) + self.kept(samples) - self.saved(samples)
+                return max(self.workspace("I", samples), late)
+            case _:
+                assert_never(kind)
+
+    def gradient_bytes(self, kind: ComputeKind) -> int:
+        """Return the bytes of gradients of parameters that a compute makes."""
+        match kind:
+            case "F":
+                return 0
+            case "I":
+                return self.gradients[0]
+            case "W":
+                return self.gradients[1]
+            case "B":
+                return sum(self.gradients)
+            case _:
+                assert_never(kind)
+
+
+def state_bytes(parameter_bytes: int, *, trained_bytes: int, optimizer_bytes: int, buffer_bytes: int) -> int:
+    """Return the bytes that a rank holds whatever it computes.
+
+    Formula:
+        parameters + gradients (as big as the trained parameters) + state of the optimizer + buffers
+    """
+    return parameter_bytes + trained_bytes + optimizer_bytes + buffer_bytes

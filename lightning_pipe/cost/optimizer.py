@@ -1,0 +1,33 @@
+"""How long does the optimizer step of a rank take, and how big is its state?
+
+    seconds = (fixed + bytes x seconds per byte + tensors x seconds per tensor) / speed of the device
+    bytes   = bytes x state bytes per byte
+
+over the trained parameters that the rank holds, each once. Affine, as measured (`core.profile.OptimizerProfile`).
+
+Left out: that the step may need memory beside its state (foreach implementations make temporaries as big as the
+parameters), and what callbacks do in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_pipe.core.profile import OptimizerProfile
+
+
+def step_s(profile: OptimizerProfile, parameter_bytes: Sequence[int], *, speed: float = 1.0) -> float:
+    """Return the seconds of a step.
+
+    Args:
+        profile: measured on a device of speed 1.
+        parameter_bytes: bytes of every trained parameter of the rank.
+        speed: speed of the rank's device.
+    """
+    bytes_s = sum(parameter_bytes) * profile.seconds_per_byte
+    return (profile.fixed_s + bytes_s + len(parameter_bytes) * profile.seconds_per_tensor) / speed
+
+
+def optimizer_state_bytes(profile: OptimizerProfile, parameter_bytes: Sequence[int]) -> int:
+    """Return the bytes of the optimizer's state."""
+    return round(sum(parameter_bytes) * profile.state_bytes_per_byte)

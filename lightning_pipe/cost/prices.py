@@ -1,0 +1,190 @@
+"""What do the parts of a program cost on a cluster? One object that answers for one cut and one layout.
+
+    prices = price(graph, cuts, layout, profile=profile, cluster=cluster)
+    simulate(program, prices)
+
+    compute     sum of the profiled seconds of its operations + seconds of a call, divided by the device's speed
+    transfer    `cost.comm`: the flows of one exchange share network cards
+    reduction   `cost.comm`: over all ranks that hold a stage of the bucket
+    step        `cost.optimizer`
+    bytes       `cost.memory`; every rank holds all buffers
+
+Left out: that computes of ranks which share a host may slow each other down, and that a device may not follow its one
+speed in every operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.profile import Profile
+from lightning_pipe.core.program import Compute, ComputeKind, Layout, Message, Program
+from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, flow_s, flows
+from lightning_pipe.cost.memory import Amount, Memory, StageMemory, state_bytes
+from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
+from lightning_pipe.cost.stage import Cutter, StageWork
+from lightning_pipe.errors import PlanError
+
+
+def price(graph: Graph, cuts: Sequence[int], layout: Layout, *, profile: Profile, cluster: Cluster) -> PlanPrices:
+    """Return the prices of a graph that is cut at these positions; `Pricer` is quicker for several cuts.
+
+    Raises:
+        PlanError: if the profile is that of another graph.
+    """
+    return Pricer(graph, profile=profile, cluster=cluster).price(cuts, layout)
+
+
+class Pricer:
+    """Price many cuts of one graph.
+
+    Args:
+        graph: with its operations and tensors.
+        profile: seconds of its operations.
+        cluster: devices and links.
+
+    Raises:
+        PlanError: if the profile is that of another graph.
+    """
+
+    def __init__(self, graph: Graph, *, profile: Profile, cluster: Cluster) -> None:
+        if profile.graph != graph.fingerprint or len(profile.seconds) != len(graph.operations):
+            raise PlanError(
+                f"The profile is of graph {profile.graph} with {len(profile.seconds)} operations, the step's graph is "
+                f"{graph.fingerprint} with {len(graph.operations)}. Measure a new profile."
+            )
+        self.graph, self.profile, self.cluster = graph, profile, cluster
+        self.cutter = Cutter(graph)
+        self.memory = Memory(graph)
+        self.seconds = np.array(profile.seconds, dtype=float).reshape(len(graph.operations), len(profile.samples))
+        self._works: dict[tuple[int, ...], tuple[StageWork, ...]] = {}
+
+    def works(self, cuts: Sequence[int]) -> tuple[StageWork, ...]:
+        """Return what every stage runs and holds."""
+        key = tuple(cuts)
+        if key not in self._works:
+            self._works[key] = self.cutter.works(key)
+        return self._works[key]
+
+    def price(self, cuts: Sequence[int], layout: Layout) -> PlanPrices:
+        """Return the prices of one cut in one layout."""
+        return PlanPrices(self, cuts, layout)
+
+
+class PlanPrices:
+    """Prices of one cut in one layout (`core.prices.Prices`).
+
+    Args:
+        pricer: graph, profile and cluster.
+        cuts: positions at which stages 1, 2, ... begin.
+        layout: ranks of each stage.
+    """
+
+    def __init__(self, pricer: Pricer, cuts: Sequence[int], layout: Layout) -> None:
+        self.works = pricer.works(cuts)
+        self.traffic = pricer.cutter.traffic(cuts)
+        self.layout = layout
+        self._pricer, self._profile, self._cluster = pricer, pricer.profile, pricer.cluster
+        self._times = {(s, kind): times for s, work in enumerate(self.works) for kind, times in self._halves(work)}
+        self._edges = {
+            (edge.direction, edge.source, edge.target): Amount(edge.bytes_per_sample, edge.fixed_bytes)
+            for edge in self.traffic.edges
+        }
+        self._compute_s: dict[tuple[int, ComputeKind, int], float] = {}
+        self._workspace: dict[tuple[int, ComputeKind, int], int] = {}
+        self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
+        self._memories: dict[int, StageMemory] = {}
+
+    def _halves(self, work: StageWork) -> list[tuple[ComputeKind, NDArray[np.float64]]]:
+        """Return the seconds of the stage's computes at the profiled numbers of samples, without those of a call."""
+        halves = (work.forward, work.input_grad, work.weight_grad)
+        f, i, w = (self._pricer.seconds[list(half.operations)].sum(axis=0) for half in halves)
+        return [("F", f), ("I", i), ("W", w), ("B", i + w)]
+
+    def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
+        """Return the seconds of a compute on `samples` samples."""
+        key = (compute.stage, compute.kind, samples)
+        if key not in self._compute_s:
+            times = self._times[compute.stage, compute.kind]
+            self._compute_s[key] = self._profile.between(times.tolist(), samples) + self._profile.call_s
+        return self._compute_s[key] / self._cluster.device(rank).speed
+
+    def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
+        """Return the seconds that a message occupies its channel while the others of its exchange are under way."""
+        replicas = len(self.layout.stages[message.source]) * len(self.layout.stages[message.target])
+        key = (message.source, message.target, message.microbatch % replicas)
+        if key not in self._flows:
+            self._flows[key] = flows(self._cluster, exchange_pairs(self.layout, *key))
+        out, into = self._flows[key].get((sender, receiver), (1, 1))
+        return flow_s(self._cluster, sender, receiver, count=self.message_bytes(message), out=out, into=into)
+
+    def reduce_s(self, bucket: int, program: Program) -> float:
+        """Return the seconds of the all-reduce of a bucket over all ranks that hold one of its stages."""
+        found = program.traffic.buckets[bucket]
+        ranks = sorted({rank for stage in found.stages for rank in program.layout.stages[stage]})
+        return all_reduce_s(self._cluster, ranks, count=found.bytes)
+
+    def step_s(self, rank: int) -> float:
+        """Return the seconds of the optimizer step of a rank."""
+        sizes = [self._pricer.graph.parameter_bytes[name] for name in self._parameters(rank, trained=True)]
+        return step_s(self._profile.optimizer, sizes, speed=self._cluster.device(rank).speed)
+
+    def saved_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes that a stage keeps from F to I, without results."""
+        return self.memory(stage).saved(samples)
+
+    def kept_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes that a stage keeps from I to W, without results."""
+        return self.memory(stage).kept(samples)
+
+    def result_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes of the step's outputs that a stage makes."""
+        return self.memory(stage).results(samples)
+
+    def workspace_bytes(self, compute: Compute, samples: int) -> int:
+        """Return the most bytes that a compute needs beyond what its stages keep while it runs."""
+        key = (compute.stage, compute.kind, samples)
+        if key not in self._workspace:
+            self._workspace[key] = self.memory(compute.stage).workspace(compute.kind, samples)
+        return self._workspace[key]
+
+    def gradient_bytes(self, compute: Compute) -> int:
+        """Return the bytes of gradients that a compute makes of parameters that no other stage holds."""
+        return self.memory(compute.stage).gradient_bytes(compute.kind)
+
+    def message_bytes(self, message: Message) -> int:
+        """Return the bytes of a message."""
+        return self._edges[message.direction, message.source, message.target](len(message.samples))
+
+    def state_bytes(self, rank: int) -> int:
+        """Return the bytes of parameters, gradients and optimizer state of a rank's stages, and of all buffers."""
+        sizes = self._pricer.graph.parameter_bytes
+        trained = [sizes[name] for name in self._parameters(rank, trained=True)]
+        return state_bytes(
+            sum(sizes[name] for name in self._parameters(rank)),
+            trained_bytes=sum(trained),
+            optimizer_bytes=optimizer_state_bytes(self._profile.optimizer, trained),
+            buffer_bytes=sum(self._pricer.graph.buffer_bytes.values()),
+        )
+
+    def memory(self, stage: int) -> StageMemory:
+        """Return the bytes of a stage."""
+        if stage not in self._memories:
+            others = (work.parameters for s, work in enumerate(self.works) if s != stage)
+            shared = frozenset(name for names in others for name in names)
+            self._memories[stage] = self._pricer.memory.stage(self.works[stage], shared=shared)
+        return self._memories[stage]
+
+    def _parameters(self, rank: int, *, trained: bool = False) -> list[str]:
+        """Return the parameters that a rank holds, each once; `trained`: those that some stage has a gradient of."""
+        own = [self.works[s] for s, ranks in enumerate(self.layout.stages) if rank in ranks]
+        held = dict.fromkeys(name for work in own for name in work.parameters)
+        if not trained:
+            return list(held)
+        differentiated = {name for work in self.works for _, name in work.gradients}
+        return [name for name in held if name in differentiated]
