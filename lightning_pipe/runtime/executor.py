@@ -78,13 +78,23 @@ class Executor:
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
 
-    def run(self, program: VerifiedProgram, job: Job, *, record: bool = False, watch: Watch | None = None) -> Outcome:
+    def run(
+        self,
+        program: VerifiedProgram,
+        job: Job,
+        *,
+        record: bool = False,
+        record_memory: bool = False,
+        watch: Watch | None = None,
+    ) -> Outcome:
         """Run this rank's part of a program while the other ranks run theirs.
 
         Args:
             program: what `verify` returned, the same on all ranks.
             job: the batch.
             record: whether to return a timeline.
+            record_memory: whether to return a timeline and what the stages held over time; counting takes time of the
+                host, so such a run is slower.
             watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
 
         Raises:
@@ -92,7 +102,8 @@ class Executor:
         """
         watch = watch or Unwatched()
         with watch.program(job.step):
-            return drive(self.walk(program, job, record=record, at=watch.at), wait=watch.wait)
+            walk = self.walk(program, job, record=record, record_memory=record_memory, at=watch.at)
+            return drive(walk, wait=watch.wait)
 
     def walk(
         self,
@@ -100,11 +111,13 @@ class Executor:
         job: Job,
         *,
         record: bool = False,
+        record_memory: bool = False,
         at: Callable[[Instruction], None] = lambda instruction: None,
     ) -> Walk[Outcome]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         self._check(program)
-        recorder = Recorder(self.rank, clock_of(self._state.device) if record else None)
+        clock = clock_of(self._state.device) if record or record_memory else None
+        recorder = Recorder(self.rank, clock, held_bytes=self._held_bytes if record_memory else None)
         self._exchange.begin(program, recorder)
         self._gradients.begin(recorder)
         results: dict[str, list[Piece]] = defaultdict(list)
@@ -122,10 +135,12 @@ class Executor:
                     started = recorder.mark()
                     self._compute(instruction, job, results)
                     recorder.add(instruction, started)
+                    recorder.note_memory()
                     self._exchange.hand_over(instruction)
                 case Send():
                     self._exchange.send(instruction)
                     recorder.add(instruction, started)
+                    recorder.note_memory()
                 case Reduce():
                     self._gradients.start(instruction)
                 case Step():
@@ -133,10 +148,19 @@ class Executor:
                 case Free():
                     self.stages[instruction.stage].free(instruction.microbatch)
                     recorder.add(instruction, started)
+                    recorder.note_memory()
                 case _:
                     assert_never(instruction)
         yield from self._exchange.finish()
-        return Outcome({name: tuple(pieces) for name, pieces in results.items()}, recorder.timeline())
+        collected = {name: tuple(pieces) for name, pieces in results.items()}
+        return Outcome(collected, recorder.timeline(), recorder.memory())
+
+    def _held_bytes(self) -> int:
+        """Return what the stages of this rank hold; memory that several share counts once."""
+        storages: dict[int, int] = {}
+        for stage in self.stages.values():
+            storages |= stage.held_storages()
+        return sum(storages.values())
 
     def _check(self, program: VerifiedProgram) -> None:
         if not isinstance(program, VerifiedProgram):
@@ -175,10 +199,18 @@ class Executor:
 
 
 def run_together(
-    executors: Sequence[Executor], program: VerifiedProgram, jobs: Sequence[Job], *, record: bool = False
+    executors: Sequence[Executor],
+    program: VerifiedProgram,
+    jobs: Sequence[Job],
+    *,
+    record: bool = False,
+    record_memory: bool = False,
 ) -> list[Outcome]:
     """Run a program on all ranks in this thread, over a local transport; one executor and one job per rank."""
-    walks = [executor.walk(program, job, record=record) for executor, job in zip(executors, jobs, strict=True)]
+    walks = [
+        executor.walk(program, job, record=record, record_memory=record_memory)
+        for executor, job in zip(executors, jobs, strict=True)
+    ]
     return drive_together(walks)
 
 

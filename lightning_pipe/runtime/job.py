@@ -50,7 +50,10 @@ class Outcome:
     Attributes:
         results: pieces of the step's outputs that this rank produced, by value name, in the order of its computes.
         timeline: events of this rank, empty unless recorded.
+        memory: (time, bytes held by the stages of this rank from then on), on the clock of the timeline; empty unless
+            recorded.
     """
 
     results: Mapping[str, tuple[Piece, ...]]
     timeline: Timeline
+    memory: tuple[tuple[float, int], ...] = ()

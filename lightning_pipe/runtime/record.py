@@ -11,6 +11,7 @@ put together. On an accelerator the clock is that of the device's events, tied t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -75,11 +76,16 @@ class CudaClock:
 
 @dataclass
 class Recorder:
-    """Collect the events of one rank during one program; `clock` None records nothing."""
+    """Collect the events of one rank during one program; `clock` None records nothing.
+
+    `held_bytes` says what the rank holds, and is asked after every instruction that changes it; None asks nobody.
+    """
 
     rank: int
     clock: Clock | None
+    held_bytes: Callable[[], int] | None = None
     _marks: list[tuple[Instruction, Mark, Mark]] = field(default_factory=list)
+    _memory: list[tuple[Mark, int]] = field(default_factory=list)
 
     def mark(self) -> Mark:
         """Return the present moment (0 when nothing is recorded)."""
@@ -89,6 +95,16 @@ class Recorder:
         """Note that an instruction that began at `start` has ended now."""
         if self.clock is not None:
             self._marks.append((instruction, start, self.clock.mark()))
+
+    def note_memory(self) -> None:
+        """Note what is held now."""
+        if self.clock is not None and self.held_bytes is not None:
+            self._memory.append((self.clock.mark(), self.held_bytes()))
+
+    def memory(self) -> tuple[tuple[float, int], ...]:
+        """Return times and the bytes held from then on."""
+        clock = self.clock
+        return tuple((clock.seconds(mark), held) for mark, held in self._memory) if clock is not None else ()
 
     def timeline(self) -> Timeline:
         """Return the events, in order of start."""

@@ -143,6 +143,16 @@ class Stage:
         """Name what is still held, as `micro-batch:value`; nothing after a whole program."""
         return tuple(f"{microbatch}:{name}" for microbatch, held in self._held.items() for name in held)
 
+    def held_storages(self) -> dict[int, int]:
+        """Return address and bytes of everything held for all micro-batches, parameters and buffers left out.
+
+        A slice of the batch stands for the whole batch, of which it is a view.
+        """
+        own = self._storages()
+        tensors = (content for held in self._held.values() for content in held.values())
+        storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
+
     def _forward(self, microbatch: int, slice_: Slice) -> None:
         program = self.program
         halves = (program.input_grad, program.weight_grad) if self._training else ()
