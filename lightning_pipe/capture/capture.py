@@ -158,7 +158,7 @@ def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str])
         tensors=described.tensors,
         gradients=described.gradients,
         results=described.results,
-        mutated=tuple(joint.mutations),
+        updates=described.updates,
         buffer_bytes={f: _bytes(nodes[n]) for n, f in joint.buffers.items()},
     )
 

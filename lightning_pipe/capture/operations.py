@@ -29,6 +29,7 @@ class Operations:
     tensors: tuple[Tensor, ...]
     gradients: tuple[tuple[int, str], ...]
     results: tuple[int, ...]
+    updates: tuple[tuple[int, str], ...]
 
 
 def operations_of(joint: JointGraph, kinds: Kinds, aliases: Mapping[str, str]) -> Operations:
@@ -75,6 +76,7 @@ class _Description:
             tensors=tuple(self._made),
             gradients=tuple((index[name], self._aliases[p]) for name, p in self._joint.gradients if name in index),
             results=tuple(index[name] for name in self._result_names() if name in index),
+            updates=tuple((index[name], state) for state, name in self._joint.mutations.items() if name in index),
         )
 
     def _result_names(self) -> list[str]:

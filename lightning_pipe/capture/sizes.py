@@ -1,8 +1,9 @@
 """How big is a value of a joint graph, as a function of the number of samples?
 
-Sizes are taken at two numbers of samples and read as a straight line. In a graph of constant size, which says nothing
-about samples, every value that depends on the batch is taken to be in proportion to it, except for gradients of
-parameters and single numbers.
+Sizes are taken at two numbers of samples and read as a straight line. A size that is none (every sample meets every
+other) is taken to be in proportion to the samples, from the captured number on. In a graph of constant size, which says
+nothing about samples, so is every value that depends on the batch, except for gradients of parameters and single
+numbers.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ class Sizes:
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
             return 0.0, _NUMBER_BYTES
+        samples = self._joint.samples
+        captured = self.count(value, samples)
         if node.name in self._varying:
-            return self.count(value, self._joint.samples) / self._joint.samples, 0
-        few, many = (self.count(value, samples) for samples in _PROBES)
+            return captured / samples, 0
+        few, many = (self.count(value, probe) for probe in _PROBES)
         per_sample = (many - few) / (_PROBES[1] - _PROBES[0])
-        return per_sample, few - round(per_sample * _PROBES[0])
+        fixed = few - round(per_sample * _PROBES[0])
+        return (per_sample, fixed) if round(per_sample * samples) + fixed == captured else (captured / samples, 0)
 
 
 _NUMBER_BYTES = 8

@@ -125,7 +125,7 @@ class Graph:
         tensors: all tensors of the step.
         gradients: (tensor, canonical name of the parameter) of every gradient of a parameter.
         results: tensors that the step hands out: loss, logged values, arguments of metrics.
-        mutated: names of buffers that the step overwrites.
+        updates: (tensor, name) of the new content of every buffer (or parameter) that the step overwrites.
         buffer_bytes: bytes of every buffer that the step reads, by name.
     """
 
@@ -140,7 +140,7 @@ class Graph:
     tensors: tuple[Tensor, ...] = ()
     gradients: tuple[tuple[int, str], ...] = ()
     results: tuple[int, ...] = ()
-    mutated: tuple[str, ...] = ()
+    updates: tuple[tuple[int, str], ...] = ()
     buffer_bytes: dict[str, int] = field(default_factory=dict)
 
     def position(self, at: str) -> int:

@@ -60,7 +60,7 @@ class Tables:
         )
         makers = [tensors[t].maker for t in graph.results if self._is_repeated(t)]
         self.repeated_results = tuple(sorted({r for maker in makers for r in (maker, *chains[maker])}))
-        mutated = frozenset(graph.mutated)
+        mutated = frozenset(state for _, state in graph.updates)
         self.overwritten = [
             (o, state)
             for o, operation in enumerate(operations)
