@@ -14,14 +14,15 @@ of a value that is joined from several messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import assert_never
 
-from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.graph import Graph, Tensor
 from lightning_pipe.core.program import ComputeKind
 from lightning_pipe.cost.stage import HalfWork, StageWork
 
@@ -72,17 +73,24 @@ class Memory:
         found = [self._graph.tensors[t] for t in tensors]
         return Amount(sum(t.bytes_per_sample for t in found), sum(t.fixed_bytes for t in found))
 
-    def live(self, half: HalfWork) -> Live:
-        """Follow the values that a half makes from operation to operation."""
+    def live(self, half: HalfWork, *, adding: int = 0) -> Live:
+        """Follow the values that a half makes from operation to operation.
+
+        Args:
+            half: one half of a stage.
+            adding: bytes needed at its end, beside its outputs.
+        """
         memory, last = self._lifetimes(half)
-        change = np.zeros((2, len(half.operations) + 1))
+        end = len(half.operations)
+        change = np.zeros((2, end + 2))
         begins = {t: i for i, o in enumerate(half.operations) for t in self._makes[o]}
         for t in {*memory.values()}:
             tensor = self._graph.tensors[t]
             size = (tensor.bytes_per_sample, tensor.fixed_bytes)
             change[:, begins[t]] += size
             change[:, last[t] + 1] -= size
-        return Live(*np.cumsum(change, axis=1)[:, :-1])
+        change[1, end:] += (adding, -adding)
+        return Live(*np.cumsum(change, axis=1))
 
     def _lifetimes(self, half: HalfWork) -> tuple[dict[int, int], dict[int, int]]:
         """Return, for what a half makes, the tensor whose memory it is, and for that the last operation to use it."""
@@ -96,7 +104,7 @@ class Memory:
                     continue  # a view of state, or of what was given
                 memory[t] = memory.get(tensor.base, t)
                 last[memory[t]] = i
-        last.update((memory[t], len(half.operations) - 1) for t in half.outputs if t in memory)
+        last.update((memory[t], len(half.operations)) for t in half.outputs if t in memory)
         return memory, last
 
     def stage(self, work: StageWork, *, shared: frozenset[str] = frozenset()) -> StageMemory:
@@ -106,21 +114,52 @@ class Memory:
             work: the stage.
             shared: parameters that other stages hold too.
         """
-        halves = (work.forward, work.input_grad, work.weight_grad)
-        own = [t for t, name in work.gradients if name not in shared]
+        first, second = self._due(work)
         return StageMemory(
             saved=self.amount(work.saved) + Amount(fixed=work.saved_state),
             kept=self.amount(work.kept) + Amount(fixed=work.kept_state),
             results=self.amount(work.results),
             given=(self.amount(work.forward.given), self.amount(work.input_grad.given)),
-            live=tuple(self.live(half) for half in halves),
-            gradients=tuple(self._gradients(half, own) for half in halves[1:]),
+            live=(
+                self.live(work.forward),
+                self.live(work.input_grad, adding=self._adding(first)),
+                self.live(work.weight_grad, adding=self._adding(second)),
+            ),
+            gradients=(self._taken_over(first, shared), self._taken_over(second, shared)),
             copied_bytes=work.saved_state,
         )
 
-    def _gradients(self, half: HalfWork, gradients: Sequence[int]) -> int:
-        outputs = set(half.outputs)
-        return self.amount(t for t in gradients if t in outputs).fixed
+    def _due(self, work: StageWork) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """Return the terms of the gradients that are complete after I, and after W, by parameter."""
+        terms: dict[str, list[int]] = defaultdict(list)
+        for t, name in work.gradients:
+            terms[name].append(t)
+        early = set(work.input_grad.outputs)
+        first = {name: found for name, found in terms.items() if early.issuperset(found)}
+        return first, {name: found for name, found in terms.items() if name not in first}
+
+    def _adding(self, due: dict[str, list[int]]) -> int:
+        """Return the most bytes that sums of several terms need at once: two while a third is added, and the last."""
+        most = before = 0
+        for name, terms in due.items():
+            size = self._graph.parameter_bytes[name]
+            most = max(most, before + size * min(len(terms) - 1, 2))
+            before = size if len(terms) > 1 else 0
+        return most
+
+    def _taken_over(self, due: dict[str, list[int]], shared: frozenset[str]) -> int:
+        """Return the bytes of gradients that have memory of just their size, which `.grad` can take over."""
+        own = [t for name, (t, *others) in due.items() if name not in shared and not others]
+        return sum(
+            tensor.fixed_bytes
+            for tensor in map(self._graph.tensors.__getitem__, own)
+            if self._memory_of(tensor).fixed_bytes == tensor.fixed_bytes and not self._memory_of(tensor).of_state
+        )
+
+    def _memory_of(self, tensor: Tensor) -> Tensor:
+        while tensor.base >= 0:
+            tensor = self._graph.tensors[tensor.base]
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -133,7 +172,7 @@ class StageMemory:
         results: what the step hands out.
         given: what arrives for F, and for I.
         live: what F, I and W have made and still need.
-        gradients: bytes of gradients of parameters that I, and that W makes.
+        gradients: bytes of gradients of parameters that I, and that W makes and `.grad` can take over.
         copied_bytes: bytes of state that F copies.
     """
 

@@ -283,12 +283,12 @@ class _Cut:
         return found
 
     def _outliving(self) -> set[int]:
-        """Return the tensors that outlive the half that makes them: read in another half, a result or a gradient."""
+        """Return the tensors that outlive the half that makes them: read in another, results, gradients, updates."""
         home, stage = self._home[self._read], self._stage[self._readers]
         away = (home != stage) | (self._made_in[self._read] != self._half[self._readers])
-        made = self._tables.maker[self._read] >= 0
-        results = {t for t in self._tables.graph.results if self._tables.maker[t] >= 0 and self._home[t] >= 0}
-        return {*self._read[away & made].tolist(), *results, *(t for t, _ in self._terms)}
+        outputs = {*self._tables.graph.results, *(t for t, _ in (*self._terms, *self._tables.graph.updates))}
+        found = {*self._read[away].tolist(), *outputs}
+        return {t for t in found if self._tables.maker[t] >= 0 and self._home[t] >= 0}
 
     def _held(self, first: int) -> list[set[int]]:
         """Return, for every stage, the memory behind what its halves from `first` on read and earlier ones have."""
