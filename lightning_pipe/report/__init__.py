@@ -1,6 +1,25 @@
-"""Show plans and timelines to people: tables, traces."""
+"""Show plans and timelines to people: tables, traces, plots, explanations."""
 
+from lightning_pipe.report.account import Account, accounts, mean_bubble, step_seconds
+from lightning_pipe.report.clocks import aligned, clock_offsets
+from lightning_pipe.report.comparison import Comparison, Memory, compare
+from lightning_pipe.report.comparison_table import comparison_table
 from lightning_pipe.report.table import plan_table, timeline_table
 from lightning_pipe.report.trace import chrome_trace, draw
 
-__all__ = ["chrome_trace", "draw", "plan_table", "timeline_table"]
+__all__ = [
+    "Account",
+    "Comparison",
+    "Memory",
+    "accounts",
+    "aligned",
+    "chrome_trace",
+    "clock_offsets",
+    "compare",
+    "comparison_table",
+    "draw",
+    "mean_bubble",
+    "plan_table",
+    "step_seconds",
+    "timeline_table",
+]

@@ -51,7 +51,7 @@ def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = No
             f"{sum(costs[start:stop]) / (sum(costs) or 1.0):.1%}",
             _samples(plan, stage, graph.samples),
         )
-    return _text(table, width)
+    return text_of(table, width)
 
 
 def _headline(plan: Plan, graph: Graph) -> str:
@@ -116,7 +116,7 @@ def timeline_table(timeline: Timeline, *, width: int = WIDTH) -> str:
             f"{timeline.bubble(rank):.1%}",
             format_seconds(timeline.idle_with_flush(rank)),
         )
-    return _text(table, width)
+    return text_of(table, width)
 
 
 def _seconds(timeline: Timeline, rank: int, kind: str) -> float:
@@ -124,7 +124,8 @@ def _seconds(timeline: Timeline, rank: int, kind: str) -> float:
     return sum(e.end - e.start for e, compute in computes if isinstance(compute, Compute) and compute.kind == kind)
 
 
-def _text(table: Table, width: int) -> str:
+def text_of(table: Table, width: int) -> str:
+    """Return a table as plain text."""
     out = StringIO()
     Console(file=out, width=width, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
