@@ -5,11 +5,13 @@ from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, Memory, compare
 from lightning_pipe.report.comparison_table import comparison_table
 from lightning_pipe.report.table import plan_table, timeline_table
-from lightning_pipe.report.trace import chrome_trace, draw
+from lightning_pipe.report.trace import Curve, Curves, chrome_trace, draw
 
 __all__ = [
     "Account",
     "Comparison",
+    "Curve",
+    "Curves",
     "Memory",
     "accounts",
     "aligned",

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from lightning_pipe.core.program import Compute, Free, Load, Message, Recv, Reduce, Samples, Send, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report import chrome_trace, draw
+from lightning_pipe.simulator import UnitPrices
+from report.runs import as_recorded, run_of
 
 MESSAGE = Message("F", 0, 1, 0, Samples(0, 2))
 TIMELINE = Timeline(
@@ -26,25 +31,77 @@ TIMELINE = Timeline(
 )
 
 
+def slices(trace: str) -> list[dict]:
+    return [event for event in json.loads(trace)["traceEvents"] if event["ph"] == "X"]
+
+
+def names(trace: str, kind: str) -> dict[tuple[int, int], str]:
+    """Return the names of processes or threads by their numbers."""
+    events = [event for event in json.loads(trace)["traceEvents"] if event["name"] == kind]
+    return {(event["pid"], event.get("tid", 0)): event["args"]["name"] for event in events}
+
+
 def test_a_trace_holds_every_event_in_microseconds():
-    events = [event for event in json.loads(chrome_trace(TIMELINE))["traceEvents"] if event["ph"] == "X"]
-    found = [(event["pid"], event["name"], event["ts"], event["dur"]) for event in events]
-    assert found == [(e.rank, str(e.instruction), e.start * 1e6, (e.end - e.start) * 1e6) for e in TIMELINE.events]
+    found = [(event["pid"], event["name"], event["ts"], event["dur"]) for event in slices(chrome_trace(TIMELINE))]
+    expected = [(e.rank, str(e.instruction), e.start * 1e6, (e.end - e.start) * 1e6) for e in TIMELINE.events]
+    assert sorted(found) == sorted(expected)
 
 
 def test_a_trace_keeps_what_overlaps_on_lanes_of_their_own():
-    trace = json.loads(chrome_trace(TIMELINE))["traceEvents"]
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in trace if event["name"] == "thread_name"}
-    lanes = {event["name"]: names[event["pid"], event["tid"]] for event in trace if event["ph"] == "X"}
+    trace = chrome_trace(TIMELINE)
+    threads = names(trace, "thread_name")
+    lanes = {event["name"]: threads[event["pid"], event["tid"]] for event in slices(trace)}
     assert lanes["0F0"] == "compute"
     assert lanes["0SEND_F0>1@1[0:2]"] == "send"
     assert lanes["1RECV_F0<0@0[0:2]"] == "receive"
     assert lanes["REDUCE0"] == "reduce"
 
 
+def test_no_thread_of_a_trace_holds_two_things_at_once():
+    trace = chrome_trace(as_recorded(run_of(((0,), (1, 2), (3,)), UnitPrices(latency=0.5, reduction=2.0))))
+    threads = defaultdict(list)
+    for event in slices(trace):
+        threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for times in threads.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(times)))
+    assert "receive 2" in names(trace, "thread_name").values(), "receives are posted ahead"
+
+
 def test_categories_are_kinds():
-    events = [event for event in json.loads(chrome_trace(TIMELINE))["traceEvents"] if event["ph"] == "X"]
-    assert [e["cat"] for e in events] == ["load", "F", "send", "receive", "F", "B", "reduce", "free", "step"]
+    kinds = {e["name"]: e["cat"] for e in slices(chrome_trace(TIMELINE))}
+    expected = ["load", "F", "send", "receive", "F", "B", "reduce", "free", "step"]
+    assert [kinds[str(event.instruction)] for event in TIMELINE.events] == expected
+
+
+def test_memory_is_a_counter_of_its_rank():
+    curves = {0: [(0.0, 10), (1.5, 30)], 1: [(2.0, 5)]}
+    events = json.loads(chrome_trace(TIMELINE, memory=curves))["traceEvents"]
+    found = [(e["pid"], e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
+    assert found == [
+        (0, "memory", 0.0, {"bytes": 10}),
+        (0, "memory", 1.5e6, {"bytes": 30}),
+        (1, "memory", 2e6, {"bytes": 5}),
+    ]
+
+
+def test_predicted_and_measured_lie_side_by_side_and_begin_together():
+    measured = Timeline(tuple(replace(e, start=100 + 2 * e.start, end=100 + 2 * e.end) for e in TIMELINE.events))
+    trace = chrome_trace(
+        measured, predicted=TIMELINE, memory={0: [(101.0, 1)]}, predicted_memory={0: [(0.5, 2)], 1: [(0.5, 3)]}
+    )
+    processes = {pid: name for (pid, _), name in names(trace, "process_name").items()}
+    assert sorted(processes.values()) == [f"rank {r} {run}" for r in range(2) for run in ("measured", "predicted")]
+    order = {e["pid"]: e["args"]["sort_index"] for e in json.loads(trace)["traceEvents"] if "sort_index" in e["name"]}
+    told = [processes[pid] for pid in sorted(order, key=order.__getitem__)]
+    assert told == [f"rank {r} {run}" for r in range(2) for run in ("predicted", "measured")]
+    starts = {processes[e["pid"]]: e["ts"] for e in slices(trace) if e["name"] == "0F0"}
+    assert starts == {"rank 0 predicted": 100e6, "rank 0 measured": 100e6}
+    counters = [e for e in json.loads(trace)["traceEvents"] if e["ph"] == "C"]
+    assert {(processes[e["pid"]], e["ts"], e["args"]["bytes"]) for e in counters} == {
+        ("rank 0 predicted", 100.5e6, 2),
+        ("rank 1 predicted", 100.5e6, 3),
+        ("rank 0 measured", 101e6, 1),
+    }
 
 
 def test_a_drawing_has_a_column_per_unit_of_time():
