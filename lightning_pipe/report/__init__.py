@@ -4,12 +4,14 @@ from lightning_pipe.report.account import Account, accounts, mean_bubble, step_s
 from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, Memory, compare
 from lightning_pipe.report.comparison_table import comparison_table
+from lightning_pipe.report.explain import Alternative, explain
 from lightning_pipe.report.plot import plot_memory, plot_timeline
 from lightning_pipe.report.table import plan_table, timeline_table
 from lightning_pipe.report.trace import Curve, Curves, chrome_trace, draw
 
 __all__ = [
     "Account",
+    "Alternative",
     "Comparison",
     "Curve",
     "Curves",
@@ -21,6 +23,7 @@ __all__ = [
     "compare",
     "comparison_table",
     "draw",
+    "explain",
     "mean_bubble",
     "plan_table",
     "plot_memory",

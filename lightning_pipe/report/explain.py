@@ -1,0 +1,186 @@
+"""Why this plan? What it gains and costs against one device, data parallel training and other plans, in plain words.
+
+All times are predictions of the same judge, so only their ratios are worth a sentence. The text is as ready to advise
+against a pipeline as for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.table import Table
+
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.report.account import Account, accounts
+from lightning_pipe.report.table import WIDTH, text_of
+from lightning_pipe.units import format_bytes, format_seconds
+
+Kind = Literal["plan", "one device", "data parallel", "runner-up", "variant"]
+
+UNEVEN = 1.1  # longest over mean computing time of the ranks, from which on the cut is worth a sentence
+NOTICEABLE = 0.01  # share below which a loss is not mentioned, and a difference of two times is none
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to train, as the judge sees it.
+
+    Attributes:
+        name: for people, e.g. `runner-up: gpipe, 8 micro-batches`.
+        kind: what it is; a `variant` is the plan with another number of micro-batches.
+        microbatches: micro-batches per batch, 1 where the batch is not cut.
+        step_s: seconds per optimizer step.
+        peak_bytes: peak memory of each rank.
+        fits: whether every rank stays below its limit.
+        bubble: mean over the ranks.
+        bytes_sent: bytes that all ranks together send per step, sums of gradients included.
+    """
+
+    name: str
+    kind: Kind
+    microbatches: int
+    step_s: float
+    peak_bytes: tuple[int, ...]
+    fits: bool
+    bubble: float
+    bytes_sent: int
+
+
+def explain(alternatives: Sequence[Alternative], *, timeline: Timeline, width: int = WIDTH) -> str:
+    """Return why a plan was chosen, or should not be used, as a few sentences and a table.
+
+    Args:
+        alternatives: exactly one of kind "plan", and any others, on the same batch.
+        timeline: the plan's simulated step.
+        width: characters per line of the table.
+    """
+    (plan,) = [alternative for alternative in alternatives if alternative.kind == "plan"]
+    others = [alternative for alternative in alternatives if alternative.kind != "plan"]
+    sentences = [
+        *(sentence for other in others for sentence in _against(plan, other)),
+        *_microbatches(plan, [other for other in others if other.kind == "variant"]),
+        *_losses(timeline),
+        _memory(plan),
+    ]
+    return "\n".join([*sentences, "", _table(plan, alternatives, width)])
+
+
+def _against(plan: Alternative, other: Alternative) -> Iterator[str]:
+    match other.kind:
+        case "one device":
+            yield _against_one_device(plan, other)
+        case "data parallel":
+            yield _against_data_parallel(plan, other)
+        case "runner-up":
+            takes = f"would take {_times(other.step_s / plan.step_s)} the time"
+            yield f"Another plan ({other.name}) {takes}{'' if other.fits else ', but does not fit'}."
+        case "plan" | "variant":
+            pass
+
+
+def _against_one_device(plan: Alternative, one: Alternative) -> str:
+    devices, gain = len(plan.peak_bytes), one.step_s / plan.step_s
+    if not one.fits:
+        return f"One device is too small: it would need {format_bytes(max(one.peak_bytes))}."
+    if gain < 1 + NOTICEABLE:
+        return f"One device is enough, and takes {_times(gain)} the time of this plan: use devices=1."
+    ideal = f"{devices} devices are not {devices} times as fast: {_why_not(plan)}" if gain < devices else ""
+    return f"{_times(gain)} as fast as one device, on {devices} ({gain / devices:.0%} of the ideal). {ideal}".strip()
+
+
+def _why_not(plan: Alternative) -> str:
+    if plan.bubble < NOTICEABLE:
+        return "stages are uneven, or the runtime and the links take their share."
+    return f"ranks are idle for {plan.bubble:.0%} of their span, at both ends of the step or waiting for each other."
+
+
+def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
+    ratio = replicas.step_s / plan.step_s
+    if not replicas.fits:
+        return f"Data parallel training does not fit: every device would need {format_bytes(max(replicas.peak_bytes))}."
+    if ratio < 1 - NOTICEABLE:
+        return (
+            f"Data parallel training would take {_times(ratio)} the time and fits: a pipeline is the wrong choice "
+            "here. Use strategy='ddp'."
+        )
+    sent = f"it sends {format_bytes(replicas.bytes_sent)} per step instead of {format_bytes(plan.bytes_sent)}"
+    return f"Data parallel training would take {_times(ratio)} the time; {sent}."
+
+
+def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterator[str]:
+    """Say what more or fewer micro-batches would do."""
+    for variant in sorted(variants, key=lambda variant: variant.microbatches):
+        amount = "more" if variant.microbatches > plan.microbatches else "fewer"
+        yield (
+            f"With {amount} micro-batches ({variant.microbatches} instead of {plan.microbatches}) the bubble would be "
+            f"{variant.bubble:.0%} instead of {plan.bubble:.0%}, and the step take "
+            f"{_times(variant.step_s / plan.step_s)} the time{'' if variant.fits else '; that does not fit'}."
+        )
+
+
+def _losses(timeline: Timeline) -> Iterator[str]:
+    """Say on what the ranks spend their time, and which of them computes longest."""
+    found = accounts(timeline)
+    shares = _shares(found)
+    parts = [f"{share:.0%} {what}" for what, share in shares if share >= NOTICEABLE]
+    if parts:
+        yield f"The ranks spend {', '.join(parts)}."
+    busy = [sum(account.computes.values()) for account in found]
+    mean = sum(busy) / len(busy) if busy else 0.0
+    if mean and max(busy) > UNEVEN * mean:
+        slowest = found[busy.index(max(busy))]
+        stages = sorted({stage for stage, _ in slowest.computes})
+        holds = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        yield (
+            f"Rank {slowest.rank} ({holds}) sets the pace: it computes {format_seconds(max(busy))}, "
+            f"{max(busy) / mean:.2f} times the mean."
+        )
+
+
+def _shares(found: Sequence[Account]) -> list[tuple[str, float]]:
+    """Return what share of the time of all ranks goes where, largest first."""
+    seconds = {
+        "computing": sum(sum(account.computes.values()) for account in found),
+        "waiting for other stages": sum(account.drain + sum(gap.late for gap in account.gaps) for account in found),
+        "waiting for messages on their way": sum(gap.transfer for account in found for gap in account.gaps),
+        "on overhead between computes": sum(gap.overhead for account in found for gap in account.gaps),
+        "waiting for sums of gradients": sum(account.reduction for account in found),
+        "in the optimizer": sum(account.optimizer for account in found),
+    }
+    total = sum(seconds.values()) or 1.0
+    return sorted(((what, part / total) for what, part in seconds.items()), key=lambda share: -share[1])
+
+
+def _memory(plan: Alternative) -> str:
+    needed = _range(plan.peak_bytes)
+    return f"It needs {needed} per device{'' if plan.fits else ', which does not fit'}."
+
+
+def _range(amounts: Sequence[int]) -> str:
+    least, most = format_bytes(min(amounts)), format_bytes(max(amounts))
+    return most if least == most else f"{least} to {most}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times"
+
+
+def _table(plan: Alternative, alternatives: Sequence[Alternative], width: int) -> str:
+    table = Table(box=box.SIMPLE)
+    table.add_column("", overflow="ellipsis", no_wrap=True)
+    for heading in ("step", "of this plan's", "bubble", "peak memory per device", "sent per step", "fits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for other in alternatives:
+        table.add_row(
+            other.name,
+            format_seconds(other.step_s),
+            f"{other.step_s / plan.step_s:.2f}",
+            f"{other.bubble:.1%}",
+            _range(other.peak_bytes),
+            format_bytes(other.bytes_sent),
+            "yes" if other.fits else "no",
+        )
+    return text_of(table, width)
