@@ -33,14 +33,21 @@ class DappleConfig:
         schedule: order of the computes.
         warmup: warm-up depth of 1F1B: "pa", "pb", "1f1b*", a depth, or one depth per stage such as "4,3,2,1".
         microbatches: micro-batches per batch; None lets the planner choose.
+        costs: what plans are judged by: "measured" times every operation and link once, "counted" counts operations
+            and bytes and supposes equal devices.
+        cluster: file or preset (`conf/cluster`) that says which devices and links there are; None measures them.
+        cache: directory where measured times are kept; None takes the user's cache directory, "off" keeps nothing.
         capture: route by which the step becomes a graph.
         batch_dim: dimension of the batch's tensors along which samples lie.
         seed: seed of the random numbers inside the step; None takes torch's own seed.
         exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
             micro-batch, in the order of one device, instead of once per step: bit-equal results for more traffic.
         deadline_s: seconds after which a wait for another rank is reported as an error.
-        trace: file to write the recorded timeline to (Perfetto JSON); None records nothing.
-        timeline_steps: optimizer steps that are recorded.
+        report: directory for plan, profile, cluster, predicted and measured timeline and memory; None writes none.
+        memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a CPU; on
+            other devices, and for a report, it always is.
+        trace: file to write the recorded timeline to (Perfetto JSON); None writes none.
+        timeline_steps: optimizer steps that are recorded at the beginning, to be compared with the prediction.
         start_method: how the processes of one host are started: "popen" runs the script again, the others are those
             of multiprocessing.
     """
@@ -51,13 +58,18 @@ class DappleConfig:
     schedule: str = "1f1b"
     warmup: str = "pa"
     microbatches: int | None = None
+    costs: str = "measured"
+    cluster: str | None = None
+    cache: str | None = None
     capture: str = "joint"
     batch_dim: int = 0
     seed: int | None = None
     exact_ties: bool = False
     deadline_s: float = 300.0
+    report: str | None = None
+    memory: bool = False
     trace: str | None = None
-    timeline_steps: int = 3
+    timeline_steps: int = 5
     start_method: str = "popen"
 
     def __post_init__(self) -> None:
@@ -93,6 +105,14 @@ class DappleConfig:
     def schedule_options(self) -> Options:
         """Return the options of the schedule."""
         return {"warmup": self.warmup} if self.schedule == "1f1b" else {}
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Return where measured times are kept, None if nowhere."""
+        if self.cache is not None:
+            return None if self.cache == "off" else Path(self.cache)
+        home = os.environ.get("XDG_CACHE_HOME")
+        return (Path(home) if home else Path.home() / ".cache") / "lightning_pipe"
 
 
 _DECIDED_BY_PLAN = ("planner", "layout", "schedule", "warmup", "microbatches")
@@ -134,11 +154,16 @@ _RULES = {
         pattern=r"pa|pb|1f1b\*|[1-9]\d*(,[1-9]\d*)*",
     ),
     "microbatches": _Rule(int, "an integer of at least 1", least=1),
+    "costs": _choice(("measured", "counted")),
+    "cluster": _Rule(str, "the path of a cluster file or the name of a preset"),
+    "cache": _Rule(str, "the path of a directory, or 'off'"),
     "capture": _choice(("joint",)),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),
     "exact_ties": _Rule(bool, "true or false"),
     "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
+    "report": _Rule(str, "the path of a directory to write"),
+    "memory": _Rule(bool, "true or false"),
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),

@@ -5,7 +5,7 @@ capture = capture_step(Request(module, "training_step", structure, samples=4))
 split = capture.split((17, 40))      # three stages
 """
 
-from lightning_pipe.capture.batch import Structure, flatten, microbatch_sizes
+from lightning_pipe.capture.batch import Structure, flatten
 from lightning_pipe.capture.capture import Capture, canonical_names, capture_step
 from lightning_pipe.capture.trace import Request, real_answers
 
@@ -16,6 +16,5 @@ __all__ = [
     "canonical_names",
     "capture_step",
     "flatten",
-    "microbatch_sizes",
     "real_answers",
 ]

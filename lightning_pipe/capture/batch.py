@@ -93,9 +93,3 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
 
     template = apply_to_collection(batch, torch.Tensor, take)
     return tensors, Structure(template, tuple(Leaf(tuple(t.shape), t.dtype) for t in tensors))
-
-
-def microbatch_sizes(samples: int, microbatches: int) -> tuple[int, ...]:
-    """Cut `samples` into at most `microbatches` sizes that differ by at most one, larger ones first."""
-    count = min(samples, microbatches)
-    return tuple(samples // count + (m < samples % count) for m in range(count))

@@ -54,3 +54,9 @@ class Plan:
         """Return ranks and sharing of the stages."""
         whole = frozenset(s for s, stage in enumerate(self.stages) if stage.share == "microbatches")
         return Layout(tuple(stage.ranks for stage in self.stages), whole)
+
+
+def microbatch_sizes(samples: int, microbatches: int) -> tuple[int, ...]:
+    """Cut `samples` into at most `microbatches` sizes that differ by at most one, larger ones first."""
+    count = min(samples, microbatches)
+    return tuple(samples // count + (m < samples % count) for m in range(count))

@@ -1,63 +1,107 @@
-"""Which cuts give every rank the same work? The planner of last resort: counted costs, one rank per stage.
+"""Which cuts give every rank the same work? The plain planner: stages in the order of the ranks, as many as asked for.
 
-Cost of a node: the time its operations and its memory traffic take on a nominal device of `_FLOPS_PER_BYTE`. Stage s
-with r replicas has 1/r of its cost. The slowest stage is minimised, its transfers at `_LINK_FACTOR` times the price of
-memory traffic included, by dynamic programming over the cheapest cut positions.
+Candidates are few: for several prices of traffic the cuts that minimise the slowest stage, by dynamic programming over
+the cheapest cut positions (the partition problem of PipeDream without replication, SOSP'19 section 3.1), each with
+several numbers of micro-batches. The simulator judges them; the fastest that fits into memory wins.
+
+Cost of a stage: its forward and backward seconds divided by replicas and speed, plus a multiple of the seconds of the
+messages at its ends.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, Share, StagePlan
+from lightning_pipe.core.program import Options
+from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.judge import Judge, Judged, Problem
 
-_FLOPS_PER_BYTE = 10.0  # balance of a nominal device; present CPUs have 5-20, GPUs about 100
-_LINK_FACTOR = 10.0  # a link is this many times slower than memory
+_TRAFFIC_PRICES = (0.0, 1.0, 3.0)  # messages hidden behind computes, exposed, and exposed on a busy link
 _MOST_POSITIONS = 400
-_MICROBATCHES_PER_STAGE = 4
+_PER_STAGE = (1, 2, 4, 8)  # micro-batches per stage that are tried
 
 
 def uniform(
-    graph: Graph,
+    problem: Problem,
     *,
     replicas: Sequence[int],
-    samples: int,
     microbatches: int | None = None,
     schedule: str = "1f1b",
-    options: dict[str, int | str] | None = None,
+    options: Options | None = None,
 ) -> Plan:
     """Cut the graph into `len(replicas)` stages of equal work; stage s takes the next `replicas[s]` ranks.
 
     Args:
-        samples: samples of a batch.
-        microbatches: micro-batches per batch; None chooses four per stage (one for a single stage), or as many as
-            there are samples.
+        problem: graph, costs and devices.
+        replicas: ranks per stage.
+        microbatches: micro-batches per batch; None lets the simulator choose among some per stage.
 
     Raises:
         PlanError: if the graph has fewer nodes than stages are wanted.
     """
-    stages = len(replicas)
-    positions = _worthwhile_positions(graph, sliced=len(set(replicas)) > 1)
+    return candidates(problem, replicas=replicas, microbatches=microbatches, schedule=schedule, options=options)[0].plan
+
+
+def candidates(
+    problem: Problem,
+    *,
+    replicas: Sequence[int],
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    options: Options | None = None,
+) -> list[Judged]:
+    """Return all candidates, the best first: those that fit into memory by their time, then the others by overflow.
+
+    Raises:
+        PlanError: if the graph has fewer nodes than stages are wanted.
+    """
+    stages, samples = len(replicas), problem.samples
+    positions = _worthwhile_positions(problem, sliced=len(set(replicas)) > 1)
     if len(positions) < stages - 1:
         raise PlanError(
-            f"The step has {len(graph.nodes)} operations, too few for {stages} stages. Use fewer devices, or replicate "
-            "stages by `layout`."
+            f"The step has {len(problem.graph.nodes)} operations, too few for {stages} stages. Use fewer devices, or "
+            "replicate stages by `layout`."
         )
-    cuts = _balanced(graph, positions, replicas)
-    if microbatches is None:
-        microbatches = min(samples, _MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
-    first = 0
-    planned = []
+    counts = [microbatches] if microbatches is not None else sorted({*_counts(stages, samples)})
+    judge = Judge(problem)
+    plans = [
+        Plan(
+            _stage_plans(problem.graph, cuts, replicas), count, schedule, dict(options or {}), problem.graph.fingerprint
+        )
+        for cuts in _cut_candidates(problem, positions, replicas, max(1, samples // max(counts)))
+        for count in counts
+    ]
+    judged = [judge.judge(plan) for plan in plans]
+    return sorted(judged, key=lambda j: (max(0, j.overflow(problem.cluster)), j.step_s))
+
+
+def _counts(stages: int, samples: int) -> Iterator[int]:
+    return (min(samples, n * stages if stages > 1 else 1) for n in _PER_STAGE)
+
+
+def _cut_candidates(
+    problem: Problem, positions: list[int], replicas: Sequence[int], samples: int
+) -> list[tuple[int, ...]]:
+    found = (_balanced(problem, positions, replicas, samples, traffic) for traffic in _TRAFFIC_PRICES)
+    return list(dict.fromkeys(found))
+
+
+def _stage_plans(graph: Graph, cuts: tuple[int, ...], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
+    first, planned = 0, []
     for s, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(graph.nodes)))):
         names = {node.name for node in graph.nodes[begin:end]}
         share: Share = "microbatches" if replicas[s] > 1 and names & set(graph.coupled) else "samples"
         ranks = tuple(range(first, first + replicas[s]))
         planned.append(StagePlan(graph.nodes[begin].name if s else "", ranks, share))
         first += replicas[s]
-    return Plan(tuple(planned), microbatches, schedule, dict(options or {}), graph.fingerprint)
+    return tuple(planned)
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
@@ -75,19 +119,20 @@ def crossing_bytes(graph: Graph) -> list[int]:
     return list(itertools.accumulate(change))
 
 
-def _costs(graph: Graph) -> list[float]:
-    return [(n.flops + n.backward_flops) / _FLOPS_PER_BYTE + n.touched_bytes for n in graph.nodes]
+def _costs(problem: Problem, samples: int) -> list[float]:
+    return [forward + backward for forward, backward in position_seconds(problem.graph, problem.profile, samples)]
 
 
-def _worthwhile_positions(graph: Graph, *, sliced: bool) -> list[int]:
+def _worthwhile_positions(problem: Problem, *, sliced: bool) -> list[int]:
     """Return the positions with the least traffic, one per slice of the work, in order.
 
     Args:
-        graph: the graph to be cut.
+        problem: the graph to be cut, with costs.
         sliced: whether stages have different numbers of replicas, so that what crosses must be sliceable.
     """
+    graph = problem.graph
     forbidden = graph.uncuttable | (graph.unsliceable if sliced else frozenset())
-    crossing, costs = crossing_bytes(graph), _costs(graph)
+    crossing, costs = crossing_bytes(graph), _costs(problem, graph.samples)
     total = sum(costs) or 1.0
     best: dict[int, int] = {}
     done = 0.0
@@ -101,28 +146,44 @@ def _worthwhile_positions(graph: Graph, *, sliced: bool) -> list[int]:
     return sorted(best.values())
 
 
-def _balanced(graph: Graph, positions: list[int], replicas: Sequence[int]) -> tuple[int, ...]:
-    """Minimise the cost of the slowest stage over these positions."""
-    crossing = [_LINK_FACTOR * b for b in crossing_bytes(graph)]
-    prefix = [0.0, *itertools.accumulate(_costs(graph))]
-    bounds = [0, *positions, len(graph.nodes)]
-    last = len(bounds) - 1
+def _balanced(
+    problem: Problem, positions: list[int], replicas: Sequence[int], samples: int, traffic: float
+) -> tuple[int, ...]:
+    """Minimise the seconds of the slowest stage over these positions, messages priced `traffic`-fold.
 
-    def cost(a: int, b: int, stage: int) -> float:
-        i, j = bounds[a], bounds[b]
-        return (prefix[j] - prefix[i] + crossing[i] + crossing[j]) / replicas[stage]
+    Args:
+        samples: samples of a micro-batch.
+    """
+    graph, cluster = problem.graph, problem.cluster
+    bounds = np.array([0, *positions, len(graph.nodes)])
+    prefix = np.array([0.0, *itertools.accumulate(_costs(problem, samples))])[bounds]
+    crossing = np.array(crossing_bytes(graph), dtype=float)[bounds] * samples / graph.samples
+    ranks = [0, *itertools.accumulate(replicas)]
 
-    best: list[float] = [cost(0, b, 0) if b else float("inf") for b in range(last + 1)]
-    choices: list[list[int]] = []
+    def message_s(boundary: int) -> NDArray[np.float64]:
+        """Return the seconds, there and back, of what crosses at every bound if stage `boundary` ends there."""
+        if not 0 <= boundary < len(replicas) - 1:
+            return np.zeros(len(bounds))
+        link = cluster.link(ranks[boundary + 1] - 1, ranks[boundary + 1])
+        seconds: NDArray[np.float64] = traffic * 2 * (link.latency_s + crossing / link.bytes_per_s)
+        return seconds
+
+    def cost(stage: int) -> NDArray[np.float64]:
+        """Return the seconds of a stage from bound a (row) to bound b (column)."""
+        speed = min(cluster.device(rank).speed for rank in range(ranks[stage], ranks[stage + 1])) * replicas[stage]
+        work = (prefix[None, :] - prefix[:, None]) / speed
+        seconds = work + message_s(stage - 1)[:, None] + message_s(stage)[None, :]
+        rising = np.arange(len(bounds))[:, None] < np.arange(len(bounds))[None, :]
+        return np.where(rising, seconds, np.inf)
+
+    best = cost(0)[0]
+    choices = []
     for stage in range(1, len(replicas)):
-        options = [
-            min(((max(best[a], cost(a, b, stage)), a) for a in range(stage, b)), default=(float("inf"), 0))
-            for b in range(last + 1)
-        ]
-        best = [value for value, _ in options]
-        choices.append([a for _, a in options])
-    cuts, b = [], last
+        slowest = np.maximum(best[:, None], cost(stage))
+        choices.append(slowest.argmin(axis=0))
+        best = slowest.min(axis=0)
+    cuts, b = [], len(bounds) - 1
     for choice in reversed(choices):
-        b = choice[b]
-        cuts.append(bounds[b])
+        b = int(choice[b])
+        cuts.append(int(bounds[b]))
     return tuple(reversed(cuts))

@@ -10,30 +10,36 @@ ranks together.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.optim import Optimizer
 
-from lightning_pipe.capture import Capture, Request, Structure, capture_step, microbatch_sizes
+from lightning_pipe.capture import Capture, Request, Structure, capture_step
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import BatchError
+from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.problem import resolve
 from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.waiting import drive
+from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.links import Links
-from lightning_pipe.strategy.planning import check_samples, cut_other, given_plan, make_plan
+from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, propose
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader, texts, without_texts
 from lightning_pipe.strategy.weights import Weights
@@ -73,6 +79,7 @@ class Turn:
         weight: share of the batch in the step's loss.
         synchronise: whether gradients are summed over ranks.
         record: whether a timeline is wanted.
+        measure_memory: whether memory is measured, which makes the step slow.
     """
 
     tensors: tuple[Content | None, ...]
@@ -80,16 +87,34 @@ class Turn:
     weight: float = 1.0
     synchronise: bool = True
     record: bool = False
+    measure_memory: bool = False
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What every rank knows after a run; the timeline is this rank's."""
+    """What is known after a run.
+
+    Attributes:
+        record: what the step said.
+        values: its outputs, on every rank.
+        samples: samples of the batch.
+        graph: fingerprint of the captured step.
+        program: what was run.
+        timeline: of this rank, if recorded.
+        held: (time, bytes that the stages of this rank held from then on), if memory was measured.
+        peak_bytes: most bytes that tensors of this rank took beyond what was there before, if memory was measured.
+        state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
+    """
 
     record: StepRecord
     values: Mapping[str, Content]
     samples: int
+    graph: str
+    program: VerifiedProgram
     timeline: Timeline
+    held: tuple[tuple[float, int], ...] = ()
+    peak_bytes: int | None = None
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +153,8 @@ class Pipeline:
         self._contexts, self._device = contexts, device
         self._steps: dict[tuple[Any, ...], list[Step]] = {}
         self._planned: _Planned | None = None
+        self._proposal: Planned | None = None
+        self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
         self._seed = 0
         self._trained = 0
@@ -137,6 +164,11 @@ class Pipeline:
     def planned(self) -> tuple[Plan, Graph] | None:
         """Return the plan and its graph, once there are any."""
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
+
+    @property
+    def proposal(self) -> Planned | None:
+        """Return the plan with what it was made for, on rank 0, once there is one."""
+        return self._proposal
 
     def samples(self, structure: Structure) -> int:
         """Return the number of samples of a batch; that of its first tensor if it cannot be cut.
@@ -151,8 +183,12 @@ class Pipeline:
             raise BatchError("The batch has no samples. Set drop_last, or let the sampler skip empty batches.")
         return next((leaf.shape[dim] for leaf in structure.leaves if len(leaf.shape) > dim), 1)
 
-    def plan_for(self, call: Call) -> None:
+    def plan_for(self, call: Call, *, optimizers: Sequence[Optimizer] = ()) -> None:
         """Make the plan for this call's step, and place parameters by it.
+
+        Args:
+            call: the call.
+            optimizers: what will step, if anything will.
 
         Raises:
             CaptureError: if the step cannot be captured.
@@ -166,10 +202,25 @@ class Pipeline:
         samples = self.samples(call.structure)
         captured = self._capture(call, self._first_slice(samples))
         graph = captured.capture.graph
-        plan = control.agreed(lambda: self._plan(graph, samples), source=0, what="the plan")
+        problem = self._costs.problem(
+            captured.capture,
+            samples=samples,
+            given=self._given,
+            optimizers=optimizers,
+            training=call.method == TRAINING,
+        )
+        candidates: list[Judged] = []  # on rank 0
+
+        def make() -> Plan:
+            assert problem is not None, "made on rank 0"
+            candidates.extend(propose(problem, config, given=self._given))
+            return candidates[0].plan
+
+        plan = control.agreed(make, source=0, what="the plan")
         check_samples(plan, samples)
         cuts = resolve(plan, graph, ranks=control.ranks)
         self._planned = _Planned(plan, graph, cuts)
+        self._proposal = Planned(plan, cuts, problem, tuple(candidates)) if problem is not None else None
         versions = {"Python": platform.python_version(), "torch": torch.__version__, "Lightning": pl.__version__}
         agree(self._links, {"plan": to_yaml(plan), **versions})
         if not self._sizes(captured.capture, samples):
@@ -204,12 +255,31 @@ class Pipeline:
             step=turn.number,
             batch_dim=dim,
         )
-        outcome = step.executor.run(program, job, record=turn.record, watch=self._links.watch)
+        peak = PeakMemory(self._device) if turn.measure_memory else None
+        before = (
+            state_bytes([*self._weights.parameters.values(), *self._weights.buffers.values()])
+            if peak is not None
+            else 0
+        )
+        with peak or contextlib.nullcontext():
+            outcome = step.executor.run(
+                program, job, record=turn.record, record_memory=turn.measure_memory, watch=self._links.watch
+            )
         collected = drive(step.results.collect(program, outcome, step.names), wait=self._links.watch.wait)
         if training:
             self._trained += 1
             self._reduced = turn.synchronise
-        return Ran(step.capture.record, collected.values, samples, outcome.timeline)
+        return Ran(
+            step.capture.record,
+            collected.values,
+            samples,
+            step.capture.graph.fingerprint,
+            program,
+            outcome.timeline,
+            outcome.memory,
+            peak.bytes if peak is not None else None,
+            before,
+        )
 
     def _step(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
         """Return the captured step for a call, and the micro-batches of its batch."""
@@ -304,11 +374,6 @@ class Pipeline:
     def _plan_now(self) -> Plan:
         assert self._planned is not None, "planned before anything is run"
         return self._planned.plan
-
-    def _plan(self, graph: Graph, samples: int) -> Plan:
-        if self._given is not None:
-            return self._given
-        return make_plan(graph, self._config, samples=samples, ranks=self._links.control.ranks)
 
     def _sizes(self, capture: Capture, samples: int) -> tuple[int, ...]:
         """Return the micro-batches of a batch: as many as planned, fewer where the graph needs it; () if none fit."""

@@ -5,13 +5,16 @@ Also here: how a plan meets graphs other than the one that it was made for (vali
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.planner.judge import Judged, Problem, judge
 from lightning_pipe.planner.problem import transfer_cuts
-from lightning_pipe.planner.uniform import uniform
+from lightning_pipe.planner.uniform import candidates
 
 
 def given_plan(config: DappleConfig) -> Plan | None:
@@ -23,25 +26,44 @@ def given_plan(config: DappleConfig) -> Plan | None:
     return None if config.plan is None else load_yaml(Plan, config.plan)
 
 
-def make_plan(graph: Graph, config: DappleConfig, *, samples: int, ranks: int) -> Plan:
-    """Plan for this graph as the configuration says.
+@dataclass(frozen=True)
+class Planned:
+    """What rank 0 knows of the plan.
+
+    Attributes:
+        plan: the plan.
+        cuts: its cuts.
+        problem: what it was made for.
+        judged: the plan as judged, then the planner's other candidates, best first.
+    """
+
+    plan: Plan
+    cuts: tuple[int, ...]
+    problem: Problem
+    judged: tuple[Judged, ...]
+
+
+def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> list[Judged]:
+    """Judge the given plan, or let the planner that the configuration names make some; the best comes first.
 
     Raises:
-        PlanError: if the layout does not fit the ranks, or the graph is too small.
+        PlanError: if the plan does not fit, the layout does not fit the ranks, or the graph is too small.
     """
+    if given is not None:
+        return [judge(given, problem)]
+    ranks = problem.cluster.ranks
     replicas = config.replicas or (1,) * ranks
     if sum(replicas) != ranks:
         raise PlanError(
             f"layout={config.layout!r} asks for {sum(replicas)} ranks, the trainer has {ranks}. Change `layout` or "
             "`devices` (times `num_nodes`)."
         )
-    return uniform(
-        graph,
+    return candidates(
+        problem,
         replicas=replicas,
-        samples=samples,
         microbatches=config.microbatches,
         schedule=config.schedule,
-        options=dict(config.schedule_options),
+        options=config.schedule_options,
     )
 
 

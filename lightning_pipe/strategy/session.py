@@ -7,6 +7,7 @@ the first batch; elsewhere by the first batch itself, which every rank loads.
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,17 +26,18 @@ from lightning_pipe.capture import Request, Structure, flatten, real_answers
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import BatchError
-from lightning_pipe.report import chrome_trace, plan_table
+from lightning_pipe.report import Comparison, comparison_table, plan_table
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Awaited, Feed
+from lightning_pipe.strategy.findings import findings, write_report, write_trace
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.optimizer import Groups
 from lightning_pipe.strategy.peek import look_where_iterated, peek
 from lightning_pipe.strategy.pipeline import TRAINING, Call, Pipeline, Turn
 from lightning_pipe.strategy.precision import Clipper
+from lightning_pipe.strategy.recording import Recording
 from lightning_pipe.strategy.weights import Weights
 
 
@@ -71,14 +73,16 @@ class Session:
         )
         self._metrics = MetricsAlone(module)
         self._shared: tuple[Any, Structure] | None = None
-        self._recorded: list[Timeline] = []
-        self._steps_to_record = config.timeline_steps if config.trace is not None else 0
+        self._recording: Recording | None = None
+        self.comparison: Comparison | None = None
         self._example = module.example_input_array
         self._metrics.begin()
 
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Train with these optimizers, over parameters of the whole module."""
         self._optimizers = optimizers
+        if _records(self._config, ranks=self._links.control.ranks):
+            self._recording = Recording(self._config, device=self._device, optimizers=optimizers)
         self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
         for groups in self.groups:
             clipper = Clipper(groups, weights=self.weights, control=self._links.control, device=self._device)
@@ -133,14 +137,21 @@ class Session:
                 "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
             )
         leaves = tuple(tensors) if self._feed.loads else (None,) * len(tensors)
-        record = method == TRAINING and self._steps_to_record > 0
-        turn = Turn(leaves, number=number, weight=weight, synchronise=synchronise, record=record)
+        recording = self._recording if method == TRAINING else None
+        if recording is not None and not recording.active:
+            self._tell(recording)
+            recording = self._recording = None
+        turn = Turn(
+            leaves,
+            number=number,
+            weight=weight,
+            synchronise=synchronise,
+            record=recording is not None,
+            measure_memory=recording is not None and recording.measures_memory,
+        )
         ran = self._pipeline.run(Call(method, structure, arguments), turn)
-        if record:
-            self._recorded.append(ran.timeline)
-            self._steps_to_record -= synchronise
-            if self._steps_to_record == 0:
-                self._write_trace()
+        if recording is not None:
+            recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module)
 
     def end(self, *, healthy: bool) -> None:
@@ -149,8 +160,9 @@ class Session:
         Args:
             healthy: whether all ranks come here; only then the whole trained module can be put together.
         """
-        if healthy and self._recorded and self._steps_to_record:
-            self._write_trace()
+        if healthy and self._recording is not None:
+            self._tell(self._recording)
+        self._recording = None
         if healthy:
             self.weights.restore()
         else:
@@ -169,7 +181,7 @@ class Session:
         return self._shared[1]
 
     def _plan(self, call: Call) -> None:
-        self._pipeline.plan_for(call)
+        self._pipeline.plan_for(call, optimizers=self._optimizers)
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
         self.weights.move(self._device)
@@ -183,18 +195,25 @@ class Session:
             self._module.example_input_array = None
         _report(plan, replace(graph, samples=self._pipeline.samples(call.structure)))
 
-    def _write_trace(self) -> None:
-        """Collect the timelines of all ranks and write them to one file."""
-        mine = [event for timeline in self._recorded for event in timeline.events]
-        control = self._links.control
-        events: list[Event] = []
-        for rank in range(control.ranks):
-            events += control.to_first(mine, source=rank, what="the timelines") or []
-        if control.rank == 0 and self._config.trace is not None:
-            path = Path(self._config.trace)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(chrome_trace(Timeline(tuple(events))), encoding="utf-8")
-            rank_zero_info(f"Wrote the timeline of {len(self._recorded)} steps to {path}; open it in ui.perfetto.dev.")
+    def _tell(self, recording: Recording) -> None:
+        """Compare what was recorded with what was predicted, and say it; on all ranks together."""
+        recorded = recording.finish(self._links.control, host=socket.gethostname())
+        planned = self._pipeline.proposal
+        if recorded is None or planned is None:
+            return
+        found = findings(planned, recorded)
+        if found is not None:
+            self.comparison = found.comparison
+            rank_zero_info(comparison_table(found.comparison))
+        if self._config.trace is not None:
+            write_trace(Path(self._config.trace), recorded, found)
+        if self._config.report is not None:
+            write_report(Path(self._config.report), planned, recorded, found)
+
+
+def _records(config: DappleConfig, *, ranks: int) -> bool:
+    """Say whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
+    return config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
 
 
 def _contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:

@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.capture import Capture, Request, capture_step, flatten, microbatch_sizes, real_answers
+from lightning_pipe.capture import Capture, Request, capture_step, flatten, real_answers
+from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.step import Recording, recording_calls
 from lightning_pipe.planner.problem import resolve
+from lightning_pipe.planner.judge import counted_problem
 from lightning_pipe.planner.uniform import uniform
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import Job
@@ -104,7 +106,8 @@ def pipeline(module: pl.LightningModule, name: str, *, layout: str, schedule: st
     """Programs on ranks of one process; gradients are brought to `module`, parameters back to the ranks."""
     capture = captured(name, dropout)
     replicas = [int(n) for n in layout.split("-")]
-    plan = uniform(capture.graph, replicas=replicas, samples=BATCH, microbatches=MICROBATCHES, schedule=schedule)
+    problem = counted_problem(capture.graph, ranks=sum(replicas), samples=BATCH)
+    plan = uniform(problem, replicas=replicas, microbatches=MICROBATCHES, schedule=schedule)
     split = capture.split(resolve(plan, capture.graph, ranks=sum(replicas)), exact_ties=True)
     check_slices(split, plan.layout)
     hub, modules = Hub(), [copy.deepcopy(module) for _ in range(sum(replicas))]
@@ -194,7 +197,8 @@ def test_dropout_gives_the_same_losses_under_every_unreplicated_layout(name):
 def test_tied_gradients_that_are_added_once_per_step_differ_by_rounding_only():
     """The default: bit-equal but for the tied parameter, whose two sums are added in another order."""
     capture = captured("gpt_tied", 0.0)
-    plan = uniform(capture.graph, replicas=[1, 1], samples=BATCH, microbatches=MICROBATCHES)
+    problem = counted_problem(capture.graph, ranks=2, samples=BATCH)
+    plan = uniform(problem, replicas=[1, 1], microbatches=MICROBATCHES)
     split = capture.split(resolve(plan, capture.graph, ranks=2))
     tied = {
         p

@@ -18,17 +18,16 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import World
-from strategy.fits import Case, Losses, assert_same, fit, fit_as_pipeline, fitted, make_trainer
+from strategy.fits import Case, Losses, assert_same, dapple, fit, fit_as_pipeline, fitted, make_trainer
 
 TWO = {"layout": "1-1", "microbatches": 2}
 NAME = "parameter_groups"
 
 
 def strategy(options: dict[str, Any] | None) -> Any:
-    return "auto" if options is None else DappleStrategy(**options)
+    return "auto" if options is None else dapple(**options)
 
 
 class Logging(pl.LightningModule):
@@ -230,7 +229,7 @@ def test_a_summary_with_an_example_input_and_a_test_after_training() -> None:
 
 def trace(folder: str) -> None:
     options = {**TWO, "trace": f"{folder}/new/trace.json", "timeline_steps": 2}
-    make_trainer(DappleStrategy(**options), max_epochs=1).fit(make_module(NAME), make_loader(NAME))
+    make_trainer(dapple(**options), max_epochs=1).fit(make_module(NAME), make_loader(NAME))
 
 
 def test_the_timeline_of_all_ranks_is_written_once(tmp_path: Path) -> None:

@@ -10,17 +10,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import World
-from strategy.fits import Losses, assert_same, fitted, make_trainer
+from strategy.fits import Losses, assert_same, dapple, fitted, make_trainer
 
 F64 = {"dtype": torch.float64}
 
 
 def train(name: str, options: dict[str, Any] | None, *, epochs: int, save: str | None = None, load: str | None = None):
     """Fit, from a checkpoint if one is given, and save one afterwards if wanted; a worker function."""
-    strategy = "auto" if options is None else DappleStrategy(**options)
+    strategy = "auto" if options is None else dapple(**options)
     module, losses = make_module(name, **F64).train(), Losses()
     trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[losses])
     torch.manual_seed(5)
@@ -37,7 +36,7 @@ def best_checkpoint(folder: str) -> tuple[str, list[str]]:
         folder, filename="{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True
     )
     trainer = make_trainer(
-        DappleStrategy(layout="1-1", microbatches=2), max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True
+        dapple(layout="1-1", microbatches=2), max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True
     )
     trainer.fit(
         make_module("dict_batch", **F64), make_loader("dict_batch", **F64), make_loader("dict_batch", seed=1, **F64)

@@ -18,9 +18,8 @@ from lightning_pipe.runtime.watch import Unwatched
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.data import Feed, checksum
 from lightning_pipe.strategy.peek import look_where_iterated, peek
-from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import Raised, World
-from strategy.fits import Losses, make_trainer
+from strategy.fits import Losses, dapple, make_trainer
 
 SAMPLES, WIDTH = 11, 3
 READ: list[int] = []
@@ -131,7 +130,7 @@ def fit(loader: str, options: dict[str, Any] | None, *, seed: int = 1, module: t
     READ.clear()
     pl.seed_everything(seed, verbose=False)
     losses, net = Losses(), module()
-    trainer = make_trainer("auto" if options is None else DappleStrategy(**options), max_epochs=2, callbacks=[losses])
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses])
     trainer.fit(net, {**LOADERS, **MORE}[loader](), [DataLoader(Rows(), 5), DataLoader(Rows(), 4)])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return losses.losses, [p.detach().sum().item() for p in net.parameters()], metrics, list(READ)
@@ -217,7 +216,7 @@ class TimeFirst(Net):
 def fit_time_first(options: dict[str, Any] | None) -> tuple[Any, ...]:
     READ.clear()
     losses, net = Losses(), TimeFirst()
-    trainer = make_trainer("auto" if options is None else DappleStrategy(**options), max_epochs=1, callbacks=[losses])
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[losses])
     trainer.fit(net, MORE["time first"]())
     return losses.losses, [p.detach().sum().item() for p in net.parameters()]
 

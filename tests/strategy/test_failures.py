@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
-from strategy.fits import make_trainer
+from strategy.fits import dapple, make_trainer
 
 
 def fit(options: dict[str, Any], callbacks: tuple[pl.Callback, ...] = (), batch_size: int = 8) -> None:
-    trainer = make_trainer(DappleStrategy(**options), max_epochs=1, callbacks=list(callbacks))
+    trainer = make_trainer(dapple(**options), max_epochs=1, callbacks=list(callbacks))
     trainer.fit(make_module("dict_batch"), make_loader("dict_batch", batch_size=batch_size))
 
 
@@ -60,7 +59,7 @@ def test_an_error_in_a_hook_of_one_rank_ends_all(rank: int, hook: str) -> None:
 
 
 def fit_validated(options: dict[str, Any], callbacks: tuple[pl.Callback, ...]) -> None:
-    trainer = make_trainer(DappleStrategy(**options), max_epochs=1, callbacks=list(callbacks))
+    trainer = make_trainer(dapple(**options), max_epochs=1, callbacks=list(callbacks))
     trainer.fit(make_module("dict_batch"), make_loader("dict_batch"), make_loader("dict_batch"))
 
 
@@ -75,7 +74,7 @@ class Broken(torch.utils.data.Dataset):
 
 
 def fit_broken() -> None:
-    trainer = make_trainer(DappleStrategy(microbatches=2), max_epochs=1)
+    trainer = make_trainer(dapple(microbatches=2), max_epochs=1)
     trainer.fit(make_module("parameter_groups"), torch.utils.data.DataLoader(Broken(), batch_size=2))
 
 
@@ -105,7 +104,7 @@ class Branching(pl.LightningModule):
 def fit_branching(large_from: int) -> float:
     batches = torch.ones(8, 2)
     batches[large_from:] = 20
-    trainer = make_trainer(DappleStrategy(layout="1-1", microbatches=2), max_epochs=1)
+    trainer = make_trainer(dapple(layout="1-1", microbatches=2), max_epochs=1)
     torch.manual_seed(0)
     trainer.fit(Branching(), DataLoader(batches, 4))
     return trainer.fit_loop.epoch_loop.global_step
@@ -131,7 +130,7 @@ class Uneven(Branching):
 def fit_uneven(microbatches: int | None) -> list[float]:
     batches = [{"nodes": torch.ones(3 + n, 2), "edges": torch.ones(7 - n)} for n in range(2)]
     module = Uneven()
-    make_trainer(DappleStrategy(microbatches=microbatches), max_epochs=1).fit(module, DataLoader(batches, None))
+    make_trainer(dapple(microbatches=microbatches), max_epochs=1).fit(module, DataLoader(batches, None))
     return [p.sum().item() for p in module.parameters()]
 
 
@@ -145,7 +144,7 @@ def test_batches_that_cannot_be_cut_are_trained_whole_or_refused() -> None:
 
 def fit_nothing(limit: int) -> list[bool]:
     module = make_module("dict_batch")
-    trainer = make_trainer(DappleStrategy(), max_epochs=1, limit_train_batches=limit)
+    trainer = make_trainer(dapple(), max_epochs=1, limit_train_batches=limit)
     trainer.fit(module, make_loader("dict_batch"), make_loader("dict_batch"))
     return [p.is_meta for p in module.parameters()]
 

@@ -16,7 +16,7 @@ from lightning_pipe.errors import ConfigError, UnsupportedError
 from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
-from strategy.fits import make_trainer
+from strategy.fits import dapple, make_trainer
 
 NAME = "parameter_groups"
 
@@ -53,7 +53,7 @@ CALLBACKS = {
 
 
 def fit(module: pl.LightningModule, **trainer: Any) -> None:
-    make_trainer(DappleStrategy(), max_epochs=1, **trainer).fit(module, make_loader(NAME))
+    make_trainer(dapple(), max_epochs=1, **trainer).fit(module, make_loader(NAME))
 
 
 @pytest.mark.parametrize("words", MODULES)
@@ -69,7 +69,7 @@ def test_a_callback_that_needs_the_whole_module_is_refused(name: str) -> None:
 
 
 def fit_saving_on_exception(callback: type, folder: str) -> None:
-    trainer = make_trainer(DappleStrategy(), max_epochs=1, callbacks=[callback(folder)], enable_checkpointing=True)
+    trainer = make_trainer(dapple(), max_epochs=1, callbacks=[callback(folder)], enable_checkpointing=True)
     trainer.fit(make_module(NAME), make_loader(NAME))
 
 
@@ -110,7 +110,7 @@ class Clipping(pl.Callback):
 
 
 def warnings_of(callbacks: list[pl.Callback]) -> list[str]:
-    trainer = make_trainer(DappleStrategy(layout="1-1"), max_epochs=1, callbacks=callbacks, gradient_clip_val=1.0)
+    trainer = make_trainer(dapple(layout="1-1"), max_epochs=1, callbacks=callbacks, gradient_clip_val=1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(make_module(NAME), make_loader(NAME))

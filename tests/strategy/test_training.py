@@ -9,10 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import World
-from strategy.fits import Case, Fitted, Losses, assert_same, fit, fit_as_pipeline, fitted, make_trainer
+from strategy.fits import Case, Fitted, Losses, assert_same, dapple, fit, fit_as_pipeline, fitted, make_trainer
 
 ROUNDING = 1e-9
 TWO = {"layout": "1-1", "microbatches": 2}
@@ -41,7 +40,7 @@ def test_options_of_the_trainer_mean_the_same(trainer: dict[str, Any], layout: s
 
 def test_clipping_scales_by_the_very_norm_of_one_device() -> None:
     case = Case("unet_skips", {"microbatches": 2}, {"gradient_clip_val": 0.05}, dtype=torch.float32)
-    expected = fit(case, DappleStrategy(**case.options))
+    expected = fit(case, dapple(**case.options))
     for found in World(2).run(fit_as_pipeline, replace(case, options=TWO)):
         assert all(torch.equal(found.parameters[name], value) for name, value in expected.parameters.items())
 
@@ -50,7 +49,7 @@ def test_clipping_scales_by_the_very_norm_of_one_device() -> None:
 @pytest.mark.parametrize("name", ["custom_function", "unet_skips"])  # the sum of a tied gradient changes its order
 def test_neither_layout_nor_schedule_changes_a_bit_not_even_of_dropout(name: str, options: dict[str, Any]) -> None:
     alone = Case(name, {"microbatches": 4, "seed": 3}, epochs=1, dtype=torch.float32, dropout=0.3)
-    expected = fit(alone, DappleStrategy(**alone.options))
+    expected = fit(alone, dapple(**alone.options))
     case = replace(alone, options={**alone.options, **options})
     for found in World(len(options["layout"]) // 2 + 1).run(fit_as_pipeline, case):
         assert found.losses == expected.losses
@@ -99,7 +98,7 @@ class OwnSteps(pl.Callback):
 
 def hooks(options: dict[str, Any] | None) -> list[str]:
     watcher = OwnSteps()
-    strategy = "auto" if options is None else DappleStrategy(**options)
+    strategy = "auto" if options is None else dapple(**options)
     trainer = make_trainer(strategy, max_steps=2, accumulate_grad_batches=2, callbacks=[watcher], limit_val_batches=0)
     trainer.fit(make_module("dict_batch"), make_loader("dict_batch"))
     return watcher.calls
@@ -116,7 +115,7 @@ def evaluate(
     options: dict[str, Any] | None,
 ) -> tuple[list[dict[str, float]], list[torch.Tensor], list[dict[str, float]]]:
     """Validate before training, predict and validate after it; a worker function."""
-    strategy = "auto" if options is None else DappleStrategy(**options)
+    strategy = "auto" if options is None else dapple(**options)
     module = make_module("gpt_tied", dtype=torch.float64)
     loader, other = (make_loader("gpt_tied", seed=s, dtype=torch.float64) for s in (0, 1))
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[Losses()])

@@ -12,8 +12,9 @@ import zlib
 import pytest
 import torch
 
-from lightning_pipe.capture import Request, capture_step, flatten, microbatch_sizes, real_answers
+from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.capture import Capture
+from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.runtime.executor import Executor, run_together

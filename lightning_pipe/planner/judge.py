@@ -1,0 +1,163 @@
+"""How good is a plan? The simulator says: the same program that would run, priced with the problem's costs.
+
+    judged = judge(plan, problem)
+    judged.step_s, judged.bubble, judged.peak_bytes, judged.overflow()
+
+Nothing is judged that has not been verified. Costs of a cut are worked out once and shared by all plans that cut alike
+(`Judge`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pipe.core.cluster import Cluster, Device, Host, Link
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.prices import Prices
+from lightning_pipe.core.profile import Profile
+from lightning_pipe.core.program import Layout, Order, Traffic, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.cost.counted import counted
+from lightning_pipe.cost.prices import Pricer
+from lightning_pipe.planner.problem import resolve
+from lightning_pipe.schedule.forward_only import forward_only
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import order_of
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a planner is asked: one batch of `samples` samples of this graph, on these devices.
+
+    Attributes:
+        graph: the step.
+        profile: seconds of its operations.
+        cluster: devices and links; every rank is used.
+        samples: samples of a batch.
+        training: whether the step has a backward and ends with an optimizer step.
+    """
+
+    graph: Graph
+    profile: Profile
+    cluster: Cluster
+    samples: int
+    training: bool = True
+
+
+_NOMINAL_MEMORY = 1 << 62  # nothing is known, so nothing is too big
+_NOMINAL_LINK = Link(latency_s=20e-6, bytes_per_s=5e9)  # a process on the same host
+
+
+def nominal_cluster(ranks: int) -> Cluster:
+    """Return equal nominal devices on one host, for when nothing is to be measured."""
+    device = Device("nominal", _NOMINAL_MEMORY)
+    host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK)
+    return Cluster((host,))
+
+
+def counted_problem(graph: Graph, *, ranks: int, samples: int, training: bool = True) -> Problem:
+    """Return the problem of counted costs on nominal devices."""
+    return Problem(graph, counted(graph), nominal_cluster(ranks), samples, training)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan with what the simulator says of it.
+
+    Attributes:
+        plan: the plan.
+        cuts: positions at which its stages 1, 2, ... begin.
+        program: the program of one batch.
+        prices: its prices.
+        timeline: predicted times.
+        curves: predicted memory of every rank.
+    """
+
+    plan: Plan
+    cuts: tuple[int, ...]
+    program: VerifiedProgram
+    prices: Prices
+    timeline: Timeline
+    curves: tuple[MemoryCurve, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Return the predicted seconds of a batch, optimizer step included."""
+        return self.timeline.makespan
+
+    @property
+    def bubble(self) -> float:
+        """Return the mean bubble of the ranks."""
+        ranks = self.timeline.ranks
+        return sum(self.timeline.bubble(rank) for rank in ranks) / len(ranks)
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Return the predicted peak of every rank."""
+        return tuple(curve.peak_total_bytes for curve in self.curves)
+
+    def overflow(self, cluster: Cluster) -> int:
+        """Return by how many bytes the fullest rank exceeds its memory; 0 or less if the plan fits."""
+        return max(peak - cluster.device(rank).memory_bytes for rank, peak in enumerate(self.peak_bytes))
+
+
+class Judge:
+    """Judge plans of one problem.
+
+    Args:
+        problem: costs and devices.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
+        self._traffic: dict[tuple[int, ...], Traffic] = {}
+        self._prices: dict[tuple[tuple[int, ...], Layout], Prices] = {}
+
+    def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None) -> Judged:
+        """Lower, verify, price and simulate a plan.
+
+        Args:
+            plan: the plan.
+            sizes: samples of the micro-batches; by default the batch in equal parts.
+
+        Raises:
+            PlanError: if the plan does not fit graph or ranks.
+        """
+        problem = self._problem
+        cuts = resolve(plan, problem.graph, ranks=problem.cluster.ranks)
+        layout = plan.layout
+        if cuts not in self._traffic:
+            self._traffic[cuts] = self._pricer.cutter.traffic(cuts)
+        if (cuts, layout) not in self._prices:
+            self._prices[cuts, layout] = self._pricer.price(cuts, layout)
+        prices = self._prices[cuts, layout]
+        sizes = sizes or microbatch_sizes(problem.samples, plan.microbatches)
+        order = _order(plan, len(sizes), training=problem.training)
+        program = verify(
+            lower(
+                order,
+                layout=layout,
+                sizes=sizes,
+                traffic=self._traffic[cuts],
+                training=problem.training,
+                synchronise=problem.training,
+            )
+        )
+        timeline = simulate(program, prices)
+        curves = memory_curves(timeline, program=program, prices=prices)
+        return Judged(plan, cuts, program, prices, timeline, curves)
+
+
+def _order(plan: Plan, count: int, *, training: bool) -> Order:
+    if not training:
+        return forward_only(plan.layout, count)
+    return order_of(plan.schedule, layout=plan.layout, microbatches=count, options=plan.options)
+
+
+def judge(plan: Plan, problem: Problem) -> Judged:
+    """Judge one plan; see `Judge`."""
+    return Judge(problem).judge(plan)

@@ -1,0 +1,138 @@
+"""What are plans judged by? Seconds and bytes of the step's operations, of the links and of the optimizer.
+
+Measured on all ranks together, once per fit: ranks with the same kind of device share the operations among them, and
+measure at the same time, so that what they have in common (caches, memory bandwidth) is as busy as in training. Rank 0
+puts the problem together. Where nothing is to be measured, costs are counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipe.capture import Capture
+from lightning_pipe.config import DappleConfig, conf_dir
+from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster_file import check_ranks, find_cluster
+from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.program import Layout
+from lightning_pipe.planner.judge import Problem, counted_problem
+from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
+from lightning_pipe.profiler.links import Handle, probe_links
+from lightning_pipe.runtime.waiting import Wait
+from lightning_pipe.strategy.links import Links
+from lightning_pipe.strategy.step import slices
+from lightning_pipe.units import format_seconds
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_MOST_PER_STAGE = 8  # micro-batches per stage up to which planners go
+
+
+class Costs:
+    """Find out, on all ranks together, what plans of this module cost.
+
+    Args:
+        config: options.
+        links: to the other ranks.
+        device: where this rank computes.
+    """
+
+    def __init__(self, config: DappleConfig, links: Links, *, device: torch.device) -> None:
+        self._config, self._links, self._device = config, links, device
+
+    def problem(
+        self,
+        capture: Capture,
+        *,
+        samples: int,
+        given: Plan | None,
+        optimizers: Sequence[Optimizer],
+        training: bool,
+    ) -> Problem | None:
+        """Return what a planner is asked, on rank 0; None elsewhere.
+
+        Args:
+            capture: the step.
+            samples: samples of a batch.
+            given: the plan, if the user has given one.
+            optimizers: what will step.
+            training: whether the step has a backward.
+
+        Raises:
+            ClusterError: if the cluster file is wrong or has another number of devices.
+        """
+        control = self._links.control
+        problem = counted_problem(capture.graph, ranks=control.ranks, samples=samples, training=training)
+        described = control.agreed(self._given_cluster, source=0, what="the cluster file")
+        if described is not None:
+            problem = replace(problem, cluster=described)
+        if not self._measures(training):
+            return problem if control.rank == 0 else None
+        started = time.perf_counter()
+        facts = self._facts()
+        if described is None:
+            problem = replace(problem, cluster=self._probed(facts))
+        profile = self._profile(capture, self._sizes(capture, samples, given), optimizers, facts)
+        if control.rank > 0 or profile is None:
+            return None
+        log.info(
+            "Measured %d operations on %s within %.0f %%, %d links: %s",
+            len(profile.seconds), profile.device, 100 * profile.spread, len(problem.cluster.links),
+            format_seconds(time.perf_counter() - started),
+        )  # fmt: skip
+        return replace(problem, profile=profile)
+
+    def _measures(self, training: bool) -> bool:
+        """Say whether anything is measured: not for evaluation, nor where there is nothing to plan."""
+        config = self._config
+        wanted = self._links.control.ranks > 1 or config.report is not None
+        return training and wanted and config.costs == "measured"
+
+    def _given_cluster(self) -> Cluster | None:
+        name = self._config.cluster
+        if name is None:
+            return None
+        cluster = find_cluster(name, presets=conf_dir() / "cluster")
+        check_ranks(cluster, self._links.control.ranks, source=name)
+        return cluster
+
+    def _facts(self) -> list[DeviceFacts]:
+        """Return what every rank knows of its device, on all ranks."""
+        mine = describe_device(self._device, host=socket.gethostname())
+        return self._gathered(mine, "the devices")
+
+    def _probed(self, facts: Sequence[DeviceFacts]) -> Cluster:
+        def wait(handle: Handle, what: str) -> None:
+            self._links.watch.wait(Wait(handle, what))
+
+        hosts = hosts_of(facts)
+        measured = probe_links(self._links.transport, hosts=hosts, device=self._device, wait=wait)
+        return build_cluster(facts, measured)
+
+    def _gathered(self, mine: T, what: str) -> list[T]:
+        """Return the values of all ranks, by rank, on all ranks."""
+        control = self._links.control
+        told = [control.to_first(mine, source=rank, what=what) for rank in range(control.ranks)]
+        return control.broadcast([value for value in told if value is not None], source=0, what=what)
+
+    def _sizes(self, capture: Capture, samples: int, given: Plan | None) -> tuple[int, ...]:
+        """Return the numbers of samples at which operations are timed, rising: those that plans will ask for."""
+        config, ranks = self._config, self._links.control.ranks
+        if given is not None:
+            asked = slices(given.layout, microbatch_sizes(samples, given.microbatches))
+        else:
+            replicas = config.replicas or (1,) * ranks
+            counts = (config.microbatches,) if config.microbatches is not None else (len(replicas), len(replicas) * 8)
+            layout = Layout(tuple(tuple(range(count)) for count in replicas))
+            asked = {size for count in counts for size in slices(layout, microbatch_sizes(samples, count))}
+        fitting = sorted(size for size in asked if not capture.misfit(size)) or [capture.graph.samples]
+        return tuple(sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]}))

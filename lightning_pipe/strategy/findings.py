@@ -1,0 +1,117 @@
+"""What does the user get to see of plan, prediction and measurement? Tables in the log, files if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_pipe.core.cluster_file import save_cluster
+from lightning_pipe.core.serial import save_json, save_yaml
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.cost.prices import price
+from lightning_pipe.planner.alternatives import alternatives
+from lightning_pipe.planner.judge import Problem
+from lightning_pipe.report import (
+    Comparison,
+    Memory,
+    chrome_trace,
+    compare,
+    comparison_table,
+    explain,
+    plot_memory,
+    plot_timeline,
+)
+from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
+from lightning_pipe.strategy.planning import Planned
+from lightning_pipe.strategy.recording import Recorded
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Prediction and measurement of the first steps.
+
+    Attributes:
+        comparison: of times and, where measured, of memory.
+        predicted: the simulated step.
+        curves: its memory, by rank.
+    """
+
+    comparison: Comparison
+    predicted: Timeline
+    curves: tuple[MemoryCurve, ...]
+
+
+def findings(planned: Planned, recorded: Recorded) -> Findings | None:
+    """Compare what was recorded with the prediction for the same program.
+
+    None if nothing was measured before, so that the prediction is for nominal devices, or if the step that ran is not
+    the one that was planned (it was captured again).
+    """
+    problem = planned.problem
+    if problem.profile.source != "measured" or recorded.graph != problem.graph.fingerprint:
+        return None
+    program, layout = recorded.program, planned.plan.layout
+    prices = price(problem.graph, planned.cuts, layout, profile=problem.profile, cluster=problem.cluster)
+    predicted = simulate(program, prices)
+    curves = memory_curves(predicted, program=program, prices=prices)
+    expected = [Memory(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
+    comparison = compare(
+        predicted,
+        recorded.comparable,
+        layout=layout,
+        predicted_memory=expected if recorded.memory else (),
+        measured_memory=recorded.memory,
+    )
+    return Findings(comparison, predicted, curves)
+
+
+def reasons(planned: Planned) -> str:
+    """Explain a plan that was made among several."""
+    best, *others = planned.judged
+    return explain(alternatives(planned.problem, best, others), timeline=best.timeline)
+
+
+def write_trace(path: Path, recorded: Recorded, found: Findings | None) -> None:
+    """Write the recorded steps, and the predicted one, for Perfetto."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    events = Timeline(tuple(event for timeline in recorded.timelines for event in timeline.events))
+    predicted = found.predicted if found is not None else None
+    path.write_text(chrome_trace(events, memory=recorded.held, predicted=predicted), encoding="utf-8")
+    rank_zero_info(f"Wrote the timeline of {len(recorded.timelines)} steps to {path}; open it in ui.perfetto.dev.")
+
+
+def write_report(folder: Path, planned: Planned, recorded: Recorded, found: Findings | None) -> None:
+    """Write everything that is known to a directory.
+
+    `plan.yaml`, `cluster.yaml` and `profile.json` can be given to other runs; `report.txt` is what the log says;
+    `timeline.json` is for Perfetto. With matplotlib there are `timeline.png` and `memory.png` too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    save_yaml(planned.plan, folder / "plan.yaml")
+    save_cluster(planned.problem.cluster, folder / "cluster.yaml")
+    save_json(planned.problem.profile, folder / "profile.json")
+    tables = [reasons(planned)] if planned.judged else []
+    if found is not None:
+        tables.append(comparison_table(found.comparison))
+    (folder / "report.txt").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+    write_trace(folder / "timeline.json", recorded, found)
+    if find_spec("matplotlib") is None:
+        rank_zero_info(
+            "matplotlib is not installed, so the report has no pictures: pip install 'lightning-pipe[plots]'."
+        )
+    elif found is not None:
+        _write_plots(folder, planned.problem, recorded, found)
+
+
+def _write_plots(folder: Path, problem: Problem, recorded: Recorded, found: Findings) -> None:
+    plot_timeline(recorded.comparable[-1], folder / "timeline.png", predicted=found.predicted)
+    limits = {rank: problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)}
+    plot_memory(_totals(found.curves), folder / "memory.png", limits=limits, title="predicted")
+
+
+def _totals(curves: Sequence[MemoryCurve]) -> dict[int, tuple[tuple[float, int], ...]]:
+    return {rank: tuple(zip(curve.times, curve.total_bytes, strict=True)) for rank, curve in enumerate(curves)}
