@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.graph import Graph, Tensor
 from lightning_pipe.core.plan import Plan, Share, StagePlan
 from lightning_pipe.core.program import Options
 from lightning_pipe.cost.stage import position_seconds
@@ -104,19 +104,29 @@ def _stage_plans(graph: Graph, cuts: tuple[int, ...], replicas: Sequence[int]) -
     return tuple(planned)
 
 
-def crossing_bytes(graph: Graph) -> list[int]:
-    """Return, per cut position, the bytes of forward values produced before it and used after it."""
-    position = {node.name: k for k, node in enumerate(graph.nodes)}
-    last_use: dict[str, int] = {}
-    for k, node in enumerate(graph.nodes):
-        for name in node.inputs:
-            last_use[name] = k
+def crossing_bytes(graph: Graph, samples: int) -> list[int]:
+    """Return, per cut position, the bytes that cross it for a micro-batch: values forward and gradients backward.
+
+    Values that an operation before the position makes and one behind it reads, in forward or backward, and gradients
+    the other way round. What is repeated where it is read does not cross, nor do terms of a parameter's gradient.
+    """
     change = [0] * (len(graph.nodes) + 1)
-    for name, end in last_use.items():
-        if name in position:
-            change[position[name] + 1] += graph.nodes[position[name]].output_bytes
-            change[end + 1] -= graph.nodes[position[name]].output_bytes
+    spans = [[_place(graph, tensor)] * 2 for tensor in graph.tensors]
+    for operation in graph.operations:
+        if operation.phase == "repeated" or operation.adds_terms:
+            continue
+        for t in operation.reads:
+            at = max(0, operation.at)
+            spans[t] = [min(spans[t][0], at), max(spans[t][1], at)]
+    for tensor, (first, last) in zip(graph.tensors, spans, strict=True):
+        if tensor.maker < 0 or graph.operations[tensor.maker].phase != "repeated":
+            change[first + 1] += tensor.size(samples)
+            change[last + 1] -= tensor.size(samples)
     return list(itertools.accumulate(change))
+
+
+def _place(graph: Graph, tensor: Tensor) -> int:
+    return max(0, graph.operations[tensor.maker].at) if tensor.maker >= 0 else 0
 
 
 def _costs(problem: Problem, samples: int) -> list[float]:
@@ -132,7 +142,7 @@ def _worthwhile_positions(problem: Problem, *, sliced: bool) -> list[int]:
     """
     graph = problem.graph
     forbidden = graph.uncuttable | (graph.unsliceable if sliced else frozenset())
-    crossing, costs = crossing_bytes(graph), _costs(problem, graph.samples)
+    crossing, costs = crossing_bytes(graph, graph.samples), _costs(problem, graph.samples)
     total = sum(costs) or 1.0
     best: dict[int, int] = {}
     done = 0.0
@@ -157,7 +167,7 @@ def _balanced(
     graph, cluster = problem.graph, problem.cluster
     bounds = np.array([0, *positions, len(graph.nodes)])
     prefix = np.array([0.0, *itertools.accumulate(_costs(problem, samples))])[bounds]
-    crossing = np.array(crossing_bytes(graph), dtype=float)[bounds] * samples / graph.samples
+    crossing = np.array(crossing_bytes(graph, samples), dtype=float)[bounds]
     ranks = [0, *itertools.accumulate(replicas)]
 
     def message_s(boundary: int) -> NDArray[np.float64]:
@@ -165,7 +175,7 @@ def _balanced(
         if not 0 <= boundary < len(replicas) - 1:
             return np.zeros(len(bounds))
         link = cluster.link(ranks[boundary + 1] - 1, ranks[boundary + 1])
-        seconds: NDArray[np.float64] = traffic * 2 * (link.latency_s + crossing / link.bytes_per_s)
+        seconds: NDArray[np.float64] = traffic * (2 * link.latency_s + crossing / link.bytes_per_s)
         return seconds
 
     def cost(stage: int) -> NDArray[np.float64]:
