@@ -1,16 +1,19 @@
-"""By how much do the clocks of hosts differ? Read off the messages that the ranks exchanged.
+"""By how much do the clocks of hosts differ? Read off the messages and sums that the ranks recorded.
 
-A message cannot arrive before it was sent, and a sum cannot end on any rank before every rank has posted it. Between
-the clocks of two hosts a and b, with d(a>b) the least "arrival on b's clock minus sending on a's clock" over all their
-messages:
+A message cannot arrive before it was sent. Between the clocks of two hosts a and b, with d(a>b) the least "arrival on
+b's clock minus sending on a's clock" over all their messages:
 
     d(a>b) = least delay from a to b + clock of b - clock of a
     clock of b - clock of a = (d(a>b) - d(b>a)) / 2            if the least delays are alike in both directions
 
 after Cristian (1989) and the clock filter of NTP (Mills 1991). The error is at most half of the least round trip
-d(a>b) + d(b>a). Hosts are joined into a tree, those with the least round trips first. Drift is left out: a step is
-short. Where messages go one way only, the clocks are changed only if a message would arrive before it was sent, and by
-no more than that.
+d(a>b) + d(b>a). Hosts are joined into a tree, those with the least round trips first; then by sums; then by messages
+that go one way only:
+
+    sums        the last sum that two hosts share ends on both at once, as both wait for it before their step
+    one way     clocks are changed only if a message would arrive before it was sent, and by no more than that
+
+Drift is left out: a step is short.
 
 Legend: a, b hosts.
 """
@@ -20,27 +23,62 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import permutations
+from statistics import median
 from typing import TypeAlias
 
 from lightning_pipe.core.program import Message, Recv, Reduce, Send
 from lightning_pipe.core.timeline import Event, Timeline
 
-Delays: TypeAlias = Mapping[tuple[int, int], float]  # host that sent, host that saw it -> least difference of clocks
+Pair: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Signs:
+    """What tells about two clocks, by ordered pair of hosts (a, b).
+
+    Attributes:
+        delays: least arrival on b minus sending on a.
+        ends: ends of sums on b minus those on a.
+    """
+
+    delays: Mapping[Pair, float]
+    ends: Mapping[Pair, Sequence[float]]
+
+    def round_trip(self, pair: Pair) -> float:
+        """Return the least seconds from a to b and back, infinite if messages go one way only."""
+        return self.delays.get(pair, math.inf) + self.delays.get((pair[1], pair[0]), math.inf)
+
+    def doubt(self, pair: Pair) -> tuple[bool, bool, float]:
+        """Return how little a pair is to be believed."""
+        round_trip = self.round_trip(pair)
+        return math.isinf(round_trip), pair not in self.ends, round_trip
+
+    def difference(self, a: int, b: int) -> float:
+        """Return by how much the clock of host b is ahead of that of host a."""
+        there, back = self.delays.get((a, b), math.inf), self.delays.get((b, a), math.inf)
+        if math.isfinite(there + back):
+            return (there - back) / 2
+        if (a, b) in self.ends:
+            return median(self.ends[a, b])
+        return min(0.0, there) if math.isfinite(there) else max(0.0, -back)
 
 
 def clock_offsets(timelines: Sequence[Timeline], *, hosts: Sequence[int]) -> tuple[float, ...]:
     """Return by how many seconds the clock of each rank is ahead of that of rank 0's host.
 
+    A host that shares no message or sum with the others keeps its clock.
+
     Args:
         timelines: recorded timelines of all ranks, one per program that was run.
         hosts: host of each rank; ranks of one host share a clock. Any numbers.
     """
-    delays = _least_delays(timelines, hosts)
+    signs = _signs(timelines, hosts)
     offsets = {hosts[0]: 0.0}
-    while step := _nearest(delays, offsets):
-        known, new = step
-        offsets[new] = offsets[known] + _difference(known, new, delays)
+    while pair := _nearest(signs, offsets):
+        known, new = pair
+        offsets[new] = offsets[known] + signs.difference(known, new)
     return tuple(offsets.get(host, 0.0) for host in hosts)
 
 
@@ -54,14 +92,25 @@ def aligned(timeline: Timeline, offsets: Sequence[float]) -> Timeline:
     return Timeline(tuple(shifted(event) for event in timeline.events))
 
 
-def _least_delays(timelines: Sequence[Timeline], hosts: Sequence[int]) -> Delays:
-    least: dict[tuple[int, int], float] = defaultdict(lambda: math.inf)
+def _nearest(signs: _Signs, offsets: Mapping[int, float]) -> Pair | None:
+    """Return the most believable pair of a host in the tree and one outside; None if nothing joins them."""
+    pairs = {pair for a, b in (*signs.delays, *signs.ends) for pair in ((a, b), (b, a))}
+    leaving = sorted(pair for pair in pairs if pair[0] in offsets and pair[1] not in offsets)
+    return min(leaving, key=signs.doubt, default=None)
+
+
+def _signs(timelines: Sequence[Timeline], hosts: Sequence[int]) -> _Signs:
+    delays: dict[Pair, float] = {}
+    ends: dict[Pair, list[float]] = defaultdict(list)
     for timeline in timelines:
-        for sent, seen in [*_messages(timeline), *_sums(timeline)]:
-            pair = (hosts[sent.rank], hosts[seen.rank])
+        for sent, received in _messages(timeline):
+            pair = (hosts[sent.rank], hosts[received.rank])
             if pair[0] != pair[1]:
-                least[pair] = min(least[pair], seen.end - sent.start)
-    return dict(least)
+                delays[pair] = min(delays.get(pair, math.inf), received.end - sent.start)
+        for here, there in _last_sums(timeline):
+            if hosts[here.rank] != hosts[there.rank]:
+                ends[hosts[here.rank], hosts[there.rank]].append(there.end - here.end)
+    return _Signs(delays, dict(ends))
 
 
 def _messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
@@ -77,33 +126,14 @@ def _messages(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
                 yield sent, event
 
 
-def _sums(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
-    """Pair the posting of every sum on each rank with its end on every other rank."""
-    buckets: dict[int, dict[int, Event]] = defaultdict(dict)
+def _last_sums(timeline: Timeline) -> Iterator[tuple[Event, Event]]:
+    """Pair the ends of the last sum that two ranks share, in both orders."""
+    sums: dict[int, dict[int, Event]] = defaultdict(dict)  # bucket -> rank -> its last piece
     for event in timeline.events:
         if isinstance(event.instruction, Reduce):
-            buckets[event.instruction.bucket].setdefault(event.rank, event)  # of a bucket in pieces the first
-    for members in buckets.values():
-        yield from ((a, b) for a in members.values() for b in members.values() if a is not b)
-
-
-def _nearest(delays: Delays, offsets: Mapping[int, float]) -> tuple[int, int] | None:
-    """Return the host in the tree and the one outside with the least round trip; None if nothing joins them."""
-
-    def round_trip(pair: tuple[int, int]) -> float:
-        there, back = delays.get(pair, math.inf), delays.get((pair[1], pair[0]), math.inf)
-        return there + back
-
-    pairs = {pair for a, b in delays for pair in ((a, b), (b, a)) if pair[0] in offsets and pair[1] not in offsets}
-    return min(sorted(pairs), key=round_trip, default=None)
-
-
-def _difference(a: int, b: int, delays: Delays) -> float:
-    """Return by how much the clock of host b is ahead of that of host a."""
-    there, back = delays.get((a, b)), delays.get((b, a))
-    if there is not None and back is not None:
-        return (there - back) / 2
-    if there is not None:
-        return min(0.0, there)
-    assert back is not None, "the pair comes from a message"
-    return max(0.0, -back)
+            known = sums[event.instruction.bucket].get(event.rank, event)
+            sums[event.instruction.bucket][event.rank] = max(known, event, key=lambda piece: piece.end)
+    last: dict[Pair, tuple[Event, Event]] = {}
+    for _, members in sorted(sums.items()):
+        last.update({(a, b): (members[a], members[b]) for a, b in permutations(members, 2)})
+    yield from last.values()

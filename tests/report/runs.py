@@ -29,13 +29,15 @@ LAYOUTS = [((0,), (1,), (2,)), ((0, 1), (2,)), ((0,), (1,), (0,)), ((0,), (1, 2)
 
 @dataclass(frozen=True)
 class Shaped(UnitPrices):
-    """Unit prices with exceptions: factors by (stage, kind) and seconds by (sender, receiver)."""
+    """Unit prices with exceptions: factors by (stage, kind) and by rank, and seconds by (sender, receiver)."""
 
     factors: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    ranks: Mapping[int, float] = field(default_factory=dict)
     links: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
-        return super().compute_s(compute, rank, samples) * self.factors.get((compute.stage, compute.kind), 1.0)
+        factor = self.factors.get((compute.stage, compute.kind), 1.0) * self.ranks.get(rank, 1.0)
+        return super().compute_s(compute, rank, samples) * factor
 
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
         return self.links.get((sender, receiver), self.latency)

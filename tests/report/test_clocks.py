@@ -37,6 +37,11 @@ def test_the_error_is_at_most_half_of_the_round_trip():
     assert second - AHEAD[1] == pytest.approx((there - back) / 2)
 
 
+def test_a_sum_ends_at_once_on_ranks_that_compute_for_different_times():
+    run = as_recorded(run_of(((0, 1, 2),), Shaped(ranks={1: 3.0, 2: 1.5})))
+    assert clock_offsets([wrong(run, (0, 1, 2))], hosts=(0, 1, 2)) == pytest.approx(AHEAD[:3])
+
+
 def test_the_quickest_of_all_steps_counts():
     slow, quick = (as_recorded(run_of(((0,), (1,)), Shaped(links=links))) for links in ({(0, 1): 5.0}, {}))
     steps = [wrong(without_sums(step), (0, 1)) for step in (slow, quick, slow)]
