@@ -19,7 +19,7 @@ FAST = Link(latency_s=0.0, bytes_per_s=1e12)
 
 
 def layers(seconds: list[float], widths: list[float], *, samples: int = 16) -> tuple[Graph, Profile]:
-    """Return a chain whose layer k takes `seconds[k]` per sample (a third of it forward) and makes `widths[k]` bytes."""
+    """Return a chain: layer k takes `seconds[k]` per sample, a third of it forward, and makes `widths[k]` bytes."""
     sketch, times = Sketch(len(seconds), samples=samples), []
     made = [sketch.batch(per_sample=1)]
     for k, width in enumerate(widths):
