@@ -12,7 +12,8 @@ Gradients of parameters are in the state from the beginning. What the first back
 gradients; what later ones make is memory beside them, until it is added. So the curve holds for a batch that begins
 without gradients.
 
-What is sent and saved counts in both places. Events of no length use no memory.
+What is sent and saved counts in both places, and so does what two stages of one rank keep of what one handed to the
+other. Events of no length use no memory.
 
 Legend: s stage, m micro-batch.
 """

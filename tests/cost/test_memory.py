@@ -1,0 +1,99 @@
+"""Liveness on graphs that can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost.sketches import WEIGHT, WIDTH, Sketch, chain
+from lightning_pipe.cost.memory import Memory
+from lightning_pipe.cost.stage import stage_works
+
+
+def memory_of(graph, cuts=()):
+    memory = Memory(graph)
+    return [memory.stage(work) for work in stage_works(graph, cuts)]
+
+
+def test_a_forward_needs_what_it_was_given_and_two_values_of_a_chain_at_a_time():
+    sketch = Sketch(4)
+    x = sketch.batch()
+    for k in range(4):
+        x = sketch.forward(f"h{k}", k, x)
+    (memory,) = memory_of(sketch.graph())
+    assert memory.workspace("F", 5) == 3 * WIDTH * 5, "the field of the batch, an input, an output"
+
+
+def test_a_view_needs_no_memory_and_keeps_its_base_alive():
+    sketch = Sketch(4)
+    big = sketch.forward("big", 0, sketch.batch("x", per_sample=0), size=(100, 0))
+    view = sketch.forward("view", 1, big, base=big, size=(100, 0))
+    other = sketch.forward("other", 2, view, size=(10, 0))
+    sketch.forward("last", 3, view, other, size=(10, 0))
+    (memory,) = memory_of(sketch.graph())
+    assert memory.workspace("F", 1) == 120
+
+
+def test_what_a_forward_leaves_is_not_its_workspace():
+    saved = WIDTH * 4  # x, h_0, h_1 and h_2
+    (memory,) = memory_of(chain(3))
+    assert memory.saved(1) == saved
+    assert memory.results(1) == 4
+    assert memory.workspace("F", 1) == 0
+
+
+def test_all_gradients_of_parameters_are_there_when_the_weight_half_ends():
+    (memory,) = memory_of(chain(3))
+    assert memory.workspace("W", 1) == 3 * WEIGHT + WIDTH, "the last gradient of an activation, before the next is made"
+    assert memory.gradient_bytes("W") == 3 * WEIGHT
+    assert memory.gradient_bytes("B") == 3 * WEIGHT
+    assert memory.gradient_bytes("F") == memory.gradient_bytes("I") == 0
+
+
+def test_the_input_half_needs_what_arrived_and_what_it_makes():
+    memory = memory_of(chain(4), (1, 3))[1]
+    assert memory.workspace("I", 2) == 2 * 3 * WIDTH, "d_h_2 arrived, d_h_1 is kept, d_h_0 is sent"
+    assert memory.kept(2) == 2 * 4 * WIDTH
+
+
+def test_a_whole_backward_needs_the_more_of_its_halves():
+    memory = memory_of(chain(4), (1, 3))[1]
+    more = memory.workspace("W", 2) + memory.kept(2) - memory.saved(2)
+    assert memory.workspace("B", 2) == max(memory.workspace("I", 2), more) == more
+
+
+@pytest.mark.parametrize(("terms", "sums"), [(1, 0), (2, 1), (3, 2), (5, 2)])
+def test_a_gradient_of_several_terms_needs_room_for_their_sum(terms, sums):
+    sketch = Sketch(2)
+    h = sketch.forward("h", 0, sketch.batch(), parameters=("w",))
+    sketch.gradients += [(sketch.gradient("w", 0, h), "w") for _ in range(terms)]
+    (memory,) = memory_of(sketch.graph())
+    assert memory.workspace("W", 1) == WEIGHT * (terms + sums)
+    assert memory.gradient_bytes("W") == (WEIGHT if terms == 1 else 0)
+
+
+def test_a_gradient_that_is_part_of_something_larger_is_not_taken_over():
+    sketch = Sketch(2)
+    h = sketch.forward("h", 0, sketch.batch(), parameters=("w", "v"))
+    both = sketch.backward("both", 0, h, size=(0, 2 * WEIGHT))
+    sketch.gradients += [(sketch.gradient(name, 0, both, base=both), name) for name in ("w", "v")]
+    (memory,) = memory_of(sketch.graph())
+    assert memory.workspace("W", 1) == 2 * WEIGHT
+    assert memory.gradient_bytes("W") == 0
+
+
+def test_a_gradient_that_other_stages_add_to_is_not_taken_over():
+    graph = chain(2)
+    (work,) = stage_works(graph, ())
+    assert Memory(graph).stage(work, shared=frozenset({"w_0"})).gradient_bytes("W") == WEIGHT
+
+
+def test_new_content_of_state_is_there_until_the_forward_ends():
+    sketch = Sketch(3)
+    x = sketch.batch("x", per_sample=0)
+    new = sketch.forward("new", 0, x, size=(0, 24))
+    sketch.forward("a", 1, x, size=(0, 5))
+    sketch.forward("b", 2, x, size=(0, 5))
+    graph = sketch.graph()
+    assert memory_of(graph)[0].workspace("F", 1) == 24
+    sketch.updates.append((new, "mean"))
+    assert memory_of(sketch.graph())[0].workspace("F", 1) == 29

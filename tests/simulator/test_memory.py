@@ -1,0 +1,164 @@
+"""What a rank uses over time: held values, buffers, workspace and state, each in its own series."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from lightning_pipe.core.program import Bucket, Compute, Edge, Free, Layout, Recv, Reduce, Send, Step, Traffic
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.forward_only import forward_only
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.simulator import MemoryCurve, UnitPrices, memory_curves, simulate
+
+
+@dataclass(frozen=True)
+class Bytes(UnitPrices):
+    """Prices with bytes of everything."""
+
+    saved: int = 0
+    kept: int = 0
+    result: int = 0
+    workspace: tuple[tuple[str, int], ...] = ()
+    gradient: int = 0
+    message: int = 0
+    state: int = 0
+
+    def kept_bytes(self, stage, samples):
+        return self.kept
+
+    def result_bytes(self, stage, samples):
+        return self.result
+
+    def workspace_bytes(self, compute, samples):
+        return dict(self.workspace).get(compute.kind, 0)
+
+    def gradient_bytes(self, compute):
+        return self.gradient if compute.kind == "W" else 0
+
+    def message_bytes(self, message):
+        return self.message * len(message.samples)
+
+    def state_bytes(self, rank):
+        return self.state
+
+
+def program_of(stages, *, m=2, schedule="gpipe", training=True, split=True, size=1):
+    layout = Layout(stages)
+    edges = [e for s in range(len(stages) - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
+    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 100) for s in range(len(stages))))
+    order = order_of(schedule, layout=layout, microbatches=m) if training else forward_only(layout, m)
+    return verify(lower(order, layout=layout, sizes=(size,) * m, traffic=traffic, training=training, split=split))
+
+
+def curves_of(program, prices) -> tuple[Timeline, tuple[MemoryCurve, ...]]:
+    timeline = simulate(program, prices)
+    return timeline, memory_curves(timeline, program=program, prices=prices)
+
+
+def at(curve: MemoryCurve, series: str, time: float) -> int:
+    """Return what a series says right after a time."""
+    before = [value for moment, value in zip(curve.times, getattr(curve, series), strict=True) if moment <= time]
+    return before[-1] if before else 0
+
+
+def when(timeline: Timeline, rank: int, instruction):
+    (event,) = (e for e in timeline.events if e.rank == rank and e.instruction == instruction)
+    return event
+
+
+@pytest.mark.parametrize(("saved", "kept"), [(10, 4), (4, 10), (7, 7), (7, 0)])
+def test_saved_is_held_until_the_input_half_ends_and_kept_until_free(saved, kept):
+    program = program_of(((0,),), m=1)
+    timeline, (curve,) = curves_of(program, Bytes(1.0, 1.0, 1.0, saved=saved, kept=kept))
+    assert when(timeline, 0, Free(0, 0)).start == 3.0
+    assert [at(curve, "held_bytes", t) for t in (0.0, 1.5, 2.0, 2.5, 3.0)] == [saved, saved, kept, kept, 0]
+
+
+def test_a_backward_in_one_piece_holds_saved_until_its_end():
+    program = program_of(((0,),), m=1, split=False)
+    _, (curve,) = curves_of(program, Bytes(1.0, 1.0, 1.0, saved=10, kept=4))
+    assert [at(curve, "held_bytes", t) for t in (0.0, 2.9, 3.0)] == [10, 10, 0]
+
+
+def test_results_stay_to_the_end_of_the_batch():
+    program = program_of(((0,),), m=2)
+    timeline, (curve,) = curves_of(program, Bytes(result=3, saved=10, kept=10))
+    assert [at(curve, "held_bytes", t) for t in (0.0, 1.0, timeline.makespan - 0.1)] == [13, 26, 16]
+    assert curve.held_bytes[-1] == 0
+
+
+def test_a_forward_only_program_holds_results_and_what_is_under_way():
+    program = program_of(((0,), (1,)), m=3, training=False)
+    _, curves = curves_of(program, Bytes(result=3, latency=0.5))
+    assert [curve.peak_bytes for curve in curves] == [9, 9]
+    assert [curve.peak_in_flight for curve in curves] == [1, 1]
+
+
+def test_workspace_is_there_while_its_compute_runs():
+    program = program_of(((0,),), m=2)
+    timeline, (curve,) = curves_of(program, Bytes(workspace=(("F", 5), ("I", 6), ("W", 7))))
+    for event in timeline.computes(0):
+        middle = (event.start + event.end) / 2
+        assert at(curve, "workspace_bytes", middle) == {"F": 5, "I": 6, "W": 7}[event.instruction.kind]
+    assert curve.workspace_bytes[-1] == 0
+
+
+def test_first_gradients_become_those_of_the_parameters_and_later_ones_are_memory_beside_them():
+    program = program_of(((0,),), m=2)
+    timeline, (curve,) = curves_of(program, Bytes(workspace=(("W", 9),), gradient=8, state=100))
+    first, second = (
+        when(timeline, 0, Compute(0, "W", m))
+        for m in sorted(range(2), key=lambda m: when(timeline, 0, Compute(0, "W", m)).start)
+    )
+    assert at(curve, "workspace_bytes", first.start) == 1
+    assert at(curve, "workspace_bytes", second.start) == 9
+    assert curve.peak_total_bytes == 109
+
+
+def test_a_receive_has_its_buffer_from_posting_to_use_and_a_sent_value_lives_until_it_has_arrived():
+    """Messages take five times as long as a forward; the second is posted with the first, before any compute."""
+    program = program_of(((0,), (1,)), m=2, training=False)
+    timeline, (first, second) = curves_of(program, Bytes(latency=5.0, message=10))
+    arrivals = [event.end for event in timeline.events if isinstance(event.instruction, Recv)]
+    sends = [event.end for event in timeline.events if isinstance(event.instruction, Send)]
+    assert arrivals == sends == [6.0, 11.0]
+    assert at(second, "buffer_bytes", 0.0) == 20, "both are posted at once"
+    assert [at(second, "buffer_bytes", t) for t in (5.9, 6.0, 10.9, 11.0)] == [20, 10, 10, 0]
+    assert [at(first, "buffer_bytes", t) for t in (0.5, 1.0, 2.0, 6.0, 11.0)] == [0, 10, 20, 10, 0]
+
+
+def test_what_one_stage_hands_to_another_on_its_rank_lives_between_their_computes():
+    """0F0 1F0 1I0 1W0 0I0 0W0: the activation is taken at once, the gradient lives while 1W0 runs."""
+    program = program_of(((0,), (0,)), m=1)
+    timeline, (curve,) = curves_of(program, Bytes(message=10))
+    assert not [event for event in timeline.events if isinstance(event.instruction, Send)]
+    assert when(timeline, 0, Compute(1, "W", 0)).start == 3.0
+    assert [at(curve, "buffer_bytes", t) for t in (1.5, 2.5, 3.0, 3.9, 4.0)] == [0, 0, 10, 10, 0]
+
+
+def test_gradients_under_reduction_are_a_copy_until_the_step():
+    program = program_of(((0, 1),), m=1, size=2)
+    timeline, curves = curves_of(program, Bytes(reduction=10.0, step=1.0))
+    last = timeline.computes(0)[-1].end
+    assert when(timeline, 0, Reduce(0)).start == last and when(timeline, 0, Step()).start == last + 10.0
+    for curve in curves:
+        assert [at(curve, "buffer_bytes", t) for t in (last - 0.1, last, last + 9.9, last + 10.0)] == [0, 100, 100, 0]
+
+
+@pytest.mark.parametrize("stages", [((0,), (1,)), ((0, 1), (2,)), ((0,), (1,), (0,)), ((0,), (0,))])
+def test_the_total_is_the_sum_of_the_series_and_the_state(stages):
+    prices = Bytes(
+        latency=0.3, saved=10, kept=4, result=2, workspace=(("F", 5), ("W", 7)), gradient=3, message=6, state=50
+    )
+    _, curves = curves_of(program_of(stages, m=3, schedule="1f1b", size=2), prices)
+    for curve in curves:
+        series = zip(curve.held_bytes, curve.buffer_bytes, curve.workspace_bytes, strict=True)
+        assert curve.total_bytes == tuple(50 + sum(parts) for parts in series)
+        assert curve.peak_total_bytes == max(curve.total_bytes) >= 50 + curve.peak_bytes
+        assert all(a <= b for a, b in pairwise(curve.times))
+        assert curve.total_bytes[-1] == 50
