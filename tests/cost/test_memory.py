@@ -33,6 +33,16 @@ def test_a_view_needs_no_memory_and_keeps_its_base_alive():
     assert memory.workspace("F", 1) == 120
 
 
+def test_views_of_state_and_of_what_was_given_need_no_memory():
+    sketch = Sketch(3)
+    x = sketch.batch()
+    view = sketch.forward("view", 0, x, base=x)
+    weight = sketch.make("weight", "repeated", -1, size=(0, 1000), of_state=True, parameters=("w",))
+    sketch.forward("out", 1, view, weight)
+    (memory,) = memory_of(sketch.graph())
+    assert memory.workspace("F", 1) == 2 * WIDTH, "the field of the batch and the output"
+
+
 def test_what_a_forward_leaves_is_not_its_workspace():
     saved = WIDTH * 4  # x, h_0, h_1 and h_2
     (memory,) = memory_of(chain(3))
