@@ -40,8 +40,6 @@ class Profile:
         samples: numbers of samples at which times were taken, rising, at least one.
         seconds: for every operation its seconds at each of `samples`, glue (Python between operations) included.
         call_s: seconds that a compute takes beyond its operations: hand-over of inputs, bookkeeping.
-        add_s_per_byte, add_s_per_tensor: seconds for adding the gradient of a micro-batch to that of earlier ones, per
-            byte and per parameter.
         spread: median over the operations of (upper quartile - lower quartile) / median of the repeated measurements.
         source: `measured` or `counted`.
         optimizer: cost of the optimizer step.
@@ -52,8 +50,6 @@ class Profile:
     samples: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     call_s: float = 0.0
-    add_s_per_byte: float = 0.0
-    add_s_per_tensor: float = 0.0
     spread: float = 0.0
     source: str = "measured"
     optimizer: OptimizerProfile = OptimizerProfile()

@@ -3,8 +3,7 @@
     prices = price(graph, cuts, layout, profile=profile, cluster=cluster)
     simulate(program, prices)
 
-    compute     (sum of the profiled seconds of its operations + seconds of a call + seconds for adding its gradients
-                to those of earlier micro-batches) / the device's speed
+    compute     sum of the profiled seconds of its operations + seconds of a call, divided by the device's speed
     transfer    `cost.comm`: the flows of one exchange share network cards
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
     step        `cost.optimizer`
@@ -97,7 +96,6 @@ class PlanPrices:
             for edge in self.traffic.edges
         }
         self._compute_s: dict[tuple[int, ComputeKind, int], float] = {}
-        self._adding: dict[tuple[int, ComputeKind], float] = {}
         self._workspace: dict[tuple[int, ComputeKind, int], int] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
         self._memories: dict[int, StageMemory] = {}
@@ -114,30 +112,7 @@ class PlanPrices:
         if key not in self._compute_s:
             times = self._times[compute.stage, compute.kind]
             self._compute_s[key] = self._profile.between(times.tolist(), samples) + self._profile.call_s
-        added = self._adding_s(compute.stage, compute.kind) if self._adds(compute) else 0.0
-        return (self._compute_s[key] + added) / self._cluster.device(rank).speed
-
-    def _adds(self, compute: Compute) -> bool:
-        """Say whether a compute adds its gradients to those of an earlier micro-batch of its rank."""
-        in_turn = compute.stage in self.layout.whole
-        return compute.microbatch >= (len(self.layout.stages[compute.stage]) if in_turn else 1)
-
-    def _adding_s(self, stage: int, kind: ComputeKind) -> float:
-        """Return the seconds for adding the gradients of parameters that a compute makes: each goes through memory."""
-        if (stage, kind) not in self._adding:
-            work, graph = self.works[stage], self._pricer.graph
-            halves = {
-                "F": (),
-                "I": (work.input_grad,),
-                "W": (work.weight_grad,),
-                "B": (work.input_grad, work.weight_grad),
-            }
-            made = {operation for half in halves[kind] for operation in half.operations}
-            names = {name for tensor, name in work.gradients if graph.tensors[tensor].maker in made}
-            sizes = [graph.parameter_bytes[name] for name in names]
-            profile = self._profile
-            self._adding[stage, kind] = profile.add_s_per_byte * sum(sizes) + profile.add_s_per_tensor * len(sizes)
-        return self._adding[stage, kind]
+        return self._compute_s[key] / self._cluster.device(rank).speed
 
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
         """Return the seconds that a message occupies its channel while the others of its exchange are under way."""

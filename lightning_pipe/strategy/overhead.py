@@ -1,13 +1,9 @@
-"""What does a compute cost beyond its operations? The runtime's own work.
-
-The executor's is measured on a stage that does nothing; that of adding gradients on tensors that fill no cache.
-"""
+"""What does a compute cost beyond its operations? The executor's own work, measured on a stage that does nothing."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -42,37 +38,6 @@ def compute_overhead_s(device: torch.device) -> float:
         return (time.perf_counter() - started) / computes
 
     return statistics.median([run() for _ in range(1 + _RUNS)][1:])
-
-
-@dataclass(frozen=True)
-class Adding:
-    """What adding one gradient to another costs."""
-
-    s_per_byte: float
-    s_per_tensor: float
-
-
-def adding_gradients(device: torch.device) -> Adding:
-    """Return the seconds for adding gradients, per byte and per parameter: medians over some runs."""
-    many = _adding_s(torch.zeros(_TINY, device=device), torch.zeros(_TINY, device=device))
-    large = _adding_s(torch.zeros(_LARGE, device=device), torch.zeros(_LARGE, device=device))
-    per_byte = max(0.0, large - many) / (_LARGE * 4)
-    return Adding(per_byte, many)
-
-
-_TINY, _LARGE = 64, 4 * 2**20  # elements; the large ones, 16 MiB, come from memory as gradients of a whole stage do
-_ADDITIONS = 20
-
-
-def _adding_s(sum_: torch.Tensor, gradient: torch.Tensor) -> float:
-    seconds = []
-    for _ in range(1 + _ADDITIONS):
-        started = time.perf_counter()
-        sum_.add_(gradient)
-        if sum_.is_cuda:
-            torch.cuda.synchronize(sum_.device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
 
 
 _EMPTY = StageProgram(
