@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from benchmarks.models import MODELS, loader
+from benchmarks.fits import fit
+from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from lightning_pipe import DappleStrategy
 
@@ -68,11 +64,6 @@ class Clock(pl.Callback):
 
 def cases(model: str, steps: int) -> list[Row]:
     """Fit all cases of a model; on all ranks, rank 0 returns the rows."""
-    rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
-    for name in ("lightning.pytorch", "lightning_pipe"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     grid = [(schedule, m) for schedule in SCHEDULES for m in MICROBATCHES]
     rows = [case(model, schedule, m, steps) for schedule, m in grid]
     return [row for row in rows if row is not None]
@@ -80,24 +71,11 @@ def cases(model: str, steps: int) -> list[Row]:
 
 def case(model: str, schedule: str, microbatches: int, steps: int) -> Row | None:
     """Fit one case; None on other ranks than the first."""
-    torch.manual_seed(0)
     strategy = DappleStrategy(
         **SCHEDULES[schedule], microbatches=microbatches, timeline_steps=WARM_UP + steps, cache="off", memory=True
     )
     clock = Clock()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=strategy,
-        plugins=[TorchElasticEnvironment()],
-        max_epochs=1,
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(MODELS[model].make(), loader(MODELS[model], batch_size=BATCH, batches=WARM_UP + steps))
+    fit(model, strategy, batch_size=BATCH, steps=WARM_UP + steps, callback=clock)
     found = strategy.comparison
     if found is None:
         return None

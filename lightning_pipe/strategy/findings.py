@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_pipe.core.cluster_file import save_cluster
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
+from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.judge import Problem
 from lightning_pipe.report import (
@@ -22,12 +25,14 @@ from lightning_pipe.report import (
     compare,
     comparison_table,
     explain,
+    plan_table,
     plot_memory,
     plot_timeline,
 )
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
 from lightning_pipe.strategy.planning import Planned
 from lightning_pipe.strategy.recording import Recorded
+from lightning_pipe.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,28 @@ class Findings:
     comparison: Comparison
     predicted: Timeline
     curves: tuple[MemoryCurve, ...]
+
+
+def introduce(planned: Planned, graph: Graph) -> None:
+    """Show the plan, and, if costs were measured, why it was chosen and whether it fits.
+
+    Args:
+        planned: the plan.
+        graph: its graph, with the samples of the whole batch.
+    """
+    problem = planned.problem
+    if problem.profile.source != "measured":
+        rank_zero_info(plan_table(planned.plan, graph))
+        return
+    largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
+    seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
+    rank_zero_info(f"{plan_table(planned.plan, graph, seconds=seconds)}\n\n{reasons(planned)}")
+    missing = planned.judged[0].overflow(problem.cluster)
+    if missing > 0:
+        rank_zero_warn(
+            f"The plan is predicted to exceed the memory of a device by {format_bytes(missing)}. Use more devices, "
+            "smaller batches, or more micro-batches with schedule='1f1b' and warmup='pa'."
+        )
 
 
 def findings(planned: Planned, recorded: Recorded) -> Findings | None:

@@ -27,10 +27,10 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError
-from lightning_pipe.report import Comparison, comparison_table, plan_table
+from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Awaited, Feed
-from lightning_pipe.strategy.findings import findings, write_report, write_trace
+from lightning_pipe.strategy.findings import findings, introduce, write_report, write_trace
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.optimizer import Groups
@@ -77,6 +77,11 @@ class Session:
         self.comparison: Comparison | None = None
         self._example = module.example_input_array
         self._metrics.begin()
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan, once it is made."""
+        return None if self._pipeline.planned is None else self._pipeline.planned[0]
 
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Train with these optimizers, over parameters of the whole module."""
@@ -193,7 +198,11 @@ class Session:
             private.skip_hook_before_transfer(self._module, Awaited)
         if self._links.control.ranks > 1:  # a summary would run the whole module on it, which no rank has
             self._module.example_input_array = None
-        _report(plan, replace(graph, samples=self._pipeline.samples(call.structure)))
+        whole = replace(graph, samples=self._pipeline.samples(call.structure))
+        planned = self._pipeline.proposal
+        if planned is not None:  # on rank 0
+            introduce(planned, whole)
+        _warn_of_mixing(plan, graph)
 
     def _tell(self, recording: Recording) -> None:
         """Compare what was recorded with what was predicted, and say it; on all ranks together."""
@@ -245,9 +254,8 @@ def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...
     return answers
 
 
-def _report(plan: Plan, graph: Graph) -> None:
-    """Show the plan once, and warn of what micro-batches change."""
-    rank_zero_info(plan_table(plan, graph))
+def _warn_of_mixing(plan: Plan, graph: Graph) -> None:
+    """Warn of what micro-batches change."""
     mixed = dict.fromkeys(node.module or node.op for node in graph.nodes if node.name in graph.coupled)
     if mixed and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
         rank_zero_warn(

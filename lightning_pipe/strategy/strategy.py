@@ -27,7 +27,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 
 from lightning_pipe.config import DappleConfig, read_config
+from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.report import Comparison
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.links import Links, connect_ranks
@@ -94,6 +96,16 @@ class DappleStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Return False: Lightning asks in order to shard samplers and to reduce logged values; both are done here."""
         return False
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan of the last fit (or validate, test, predict), once it is made."""
+        return None if self._session is None else self._session.plan
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return how the first steps of the last fit went beside their prediction; on rank 0, once it is known."""
+        return None if self._session is None else self._session.comparison
 
     @property
     def root_device(self) -> torch.device:

@@ -1,0 +1,40 @@
+"""How does a benchmark fit a module on ranks that exist already? Call it on each of them (`benchmarks.ranks`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from benchmarks.models import MODELS, loader
+from lightning_pipe import DappleStrategy
+
+
+def fit(
+    model: str, strategy: DappleStrategy, *, batch_size: int, steps: int, callback: pl.Callback | None = None
+) -> None:
+    """Fit a model of `benchmarks.models` for some steps, quietly; on all ranks of the process group together."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_RANK="0")
+    for name in ("lightning.pytorch", "lightning_pipe"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        plugins=[TorchElasticEnvironment()],
+        max_epochs=1,
+        callbacks=callback,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(MODELS[model].make(), loader(MODELS[model], batch_size=batch_size, batches=steps))

@@ -1,0 +1,106 @@
+"""Costs are measured before the first step and compared after it; wrong descriptions of a cluster are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lightning_pipe.core.cluster_file import load_cluster
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.profile import Profile
+from lightning_pipe.core.serial import load_json, load_yaml
+from lightning_pipe.errors import ClusterError
+from lightning_pipe.strategy.strategy import DappleStrategy
+from models.parity import make_loader, make_module
+from ranks.world import World
+from strategy.fits import dapple, make_trainer
+
+NAME = "gpt_tied"
+
+
+def measured(folder: str) -> dict[str, tuple[float, float]] | None:
+    """Fit with measured costs and a report; return predicted and measured figures where there are any."""
+    strategy = DappleStrategy(report=f"{folder}/report", cache=f"{folder}/cache", timeline_steps=4)
+    make_trainer(strategy, max_epochs=2).fit(make_module(NAME), make_loader(NAME))
+    found = strategy.comparison
+    if found is None:
+        return None
+    figures = {"step": found.step, "bubble": found.bubble, **{f"saved {m.rank}": m.saved for m in found.memory}}
+    figures |= {f"{s.stage}{kind}": figure for s in found.stages for kind, figure in s.computes.items()}
+    return {name: (figure.predicted, figure.measured) for name, figure in figures.items()}
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory) -> tuple[Path, dict[str, tuple[float, float]]]:
+    folder = tmp_path_factory.mktemp("measured")
+    of_first, of_second = World(2).run(measured, str(folder))
+    assert of_second is None
+    return folder, of_first
+
+
+def test_the_first_steps_are_predicted_and_measured(reported):
+    _, figures = reported
+    assert {"step", "bubble", "saved 0", "saved 1", "0F", "0W", "1F", "1I", "1W"} <= set(figures)
+    for name, (predicted, found) in figures.items():
+        assert math.isfinite(predicted) and math.isfinite(found) and min(predicted, found) >= 0, name
+    assert min(figures["step"]) > 0
+
+
+def test_saved_tensors_are_predicted_to_a_few_per_cent(reported):
+    """The batch itself, a few KiB, counts as a whole where a slice of it is kept."""
+    _, figures = reported
+    for rank in (0, 1):
+        predicted, found = figures[f"saved {rank}"]
+        assert predicted == pytest.approx(found, rel=0.05), rank
+
+
+def test_a_report_holds_what_other_runs_can_use(reported):
+    folder, _ = reported
+    report = folder / "report"
+    plan = load_yaml(Plan, report / "plan.yaml")
+    profile = load_json(Profile, report / "profile.json")
+    cluster = load_cluster(report / "cluster.yaml")
+    assert plan.graph == profile.graph and profile.source == "measured"
+    assert cluster.ranks == 2 and cluster.link(0, 1).bytes_per_s > 0
+    names = {
+        event["args"]["name"]
+        for event in json.loads((report / "timeline.json").read_text())["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    assert names == {f"rank {rank} {run}" for rank in (0, 1) for run in ("predicted", "measured")}
+    said = (report / "report.txt").read_text()
+    assert "one device" in said and "DDP" in said
+    for picture in ("timeline.png", "memory.png"):
+        assert (report / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def fit_with(options: dict[str, str]) -> str:
+    """Return the error that a fit with these options ends with."""
+    with pytest.raises(ClusterError) as error:
+        make_trainer(dapple(**options), max_epochs=1).fit(make_module(NAME), make_loader(NAME))
+    return str(error.value)
+
+
+CLUSTER = """
+hosts:
+- name: a
+  devices: [{kind: x, count: %s, memory: 1 GiB}]
+  inside: {latency: 1 us, bandwidth: %s}
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "bandwidth", "says"),
+    [
+        (3, "1 GB/s", "3 devices on 1 hosts, but the trainer has 2 ranks"),
+        (2, "-1 GB/s", "-1 GB/s"),
+    ],
+)
+def test_a_wrong_cluster_is_refused_on_every_rank(tmp_path: Path, count: int, bandwidth: str, says: str):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER % (count, bandwidth))
+    for said in World(2).run(fit_with, {"cluster": str(path)}):
+        assert says in said and "cluster.yaml" in said, said
