@@ -93,7 +93,7 @@ class Executor:
             program: what `verify` returned, the same on all ranks.
             job: the batch.
             record: whether to return a timeline.
-            record_memory: whether to return a timeline and what the stages held over time; counting takes time of the
+            record_memory: whether to return a timeline and what the stages kept over time; counting takes time of the
                 host, so such a run is slower.
             watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
 
@@ -117,7 +117,7 @@ class Executor:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         self._check(program)
         clock = clock_of(self._state.device) if record or record_memory else None
-        recorder = Recorder(self.rank, clock, held_bytes=self._held_bytes if record_memory else None)
+        recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
         self._exchange.begin(program, recorder)
         self._gradients.begin(recorder)
         results: dict[str, list[Piece]] = defaultdict(list)
@@ -155,11 +155,11 @@ class Executor:
         collected = {name: tuple(pieces) for name, pieces in results.items()}
         return Outcome(collected, recorder.timeline(), recorder.memory())
 
-    def _held_bytes(self) -> int:
-        """Return what the stages of this rank hold; memory that several share counts once."""
+    def _saved_bytes(self) -> int:
+        """Return what the stages of this rank keep for I and W; memory that several share counts once."""
         storages: dict[int, int] = {}
         for stage in self.stages.values():
-            storages |= stage.held_storages()
+            storages |= stage.saved_storages()
         return sum(storages.values())
 
     def _check(self, program: VerifiedProgram) -> None:

@@ -84,6 +84,7 @@ class Stage:
         self._loss = values[loss] if loss is not None else None
         self._held: dict[int, dict[str, Content]] = defaultdict(dict)
         self._results: dict[int, dict[str, Content]] = {}
+        self._slices: dict[int, dict[int, tuple[int, int]]] = {}  # storage of the batch -> address and bytes of a slice
         self._pending: dict[int, tuple[Half, ...]] = {}
         self._sends: Sends = Counter()
         self._training = True
@@ -93,6 +94,7 @@ class Stage:
         """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
         self._held.clear()
         self._results.clear()
+        self._slices.clear()
         self._pending.clear()
         self._sends = Counter(sends)
         self._training = training
@@ -100,6 +102,8 @@ class Stage:
     def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
         """Take the stage's samples of the batch leaves that it reads, by index of the leaf."""
         self._held[microbatch].update({name: leaves[index] for name, index in self.program.leaves.items()})
+        tensors = (leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+        self._slices[microbatch] = {_storage(leaf): (leaf.data_ptr(), leaf.nbytes) for leaf in tensors}
 
     def receive(self, microbatch: int, contents: Mapping[str, Content]) -> None:
         """Take values of other stages, for the stage's samples, by name."""
@@ -138,20 +142,28 @@ class Stage:
         """Drop everything still held of a micro-batch."""
         self._held.pop(microbatch, None)
         self._pending.pop(microbatch, None)
+        self._slices.pop(microbatch, None)
 
     def left(self) -> tuple[str, ...]:
         """Name what is still held, as `micro-batch:value`; nothing after a whole program."""
         return tuple(f"{microbatch}:{name}" for microbatch, held in self._held.items() for name in held)
 
-    def held_storages(self) -> dict[int, int]:
-        """Return address and bytes of everything held for all micro-batches, parameters and buffers left out.
+    def saved_storages(self) -> dict[int, int]:
+        """Return address and bytes of all memory that waits for I and W, parameters and buffers left out.
 
-        A slice of the batch stands for the whole batch, of which it is a view.
+        A slice of the batch counts for itself, although its memory is that of the batch.
         """
         own = self._storages()
-        tensors = (content for held in self._held.values() for content in held.values())
-        storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
-        return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
+        found: dict[int, int] = {}
+        for microbatch, held in self._held.items():
+            slices = self._slices.get(microbatch, {})
+            saved = (held[name] for name in self._awaited(microbatch) if name in held)
+            for tensor in (content for content in saved if isinstance(content, torch.Tensor)):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    address, size = slices.get(storage.data_ptr(), (storage.data_ptr(), storage.nbytes()))
+                    found[address] = size
+        return found
 
     def _forward(self, microbatch: int, slice_: Slice) -> None:
         program = self.program
@@ -225,9 +237,7 @@ class Stage:
     def _drop(self, microbatch: int) -> None:
         """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""
         held = self._held[microbatch]
-        needed = {name for half in self._pending.get(microbatch, ()) for name in half.inputs}
-        if self.program.weight_grad in self._pending.get(microbatch, ()):
-            needed.update(name for names in self._due["W"].values() for name in names)
+        needed = self._awaited(microbatch)
         for direction, target in self.program.sends:
             if (direction, target, microbatch) in self._sends:
                 needed.update(self.program.sends[direction, target])
@@ -235,6 +245,14 @@ class Stage:
             del held[name]
         if not held:
             del self._held[microbatch]
+
+    def _awaited(self, microbatch: int) -> set[str]:
+        """Return the names that pending halves read, and those of gradients that wait for W."""
+        pending = self._pending.get(microbatch, ())
+        names = {name for half in pending for name in half.inputs}
+        if self.program.weight_grad in pending:
+            names.update(name for due in self._due["W"].values() for name in due)
+        return names
 
     def _accumulate(
         self, due: Mapping[str, Sequence[str]], held: Mapping[str, Content], *, kept: Iterable[Content]

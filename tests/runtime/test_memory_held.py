@@ -34,21 +34,20 @@ KEPT = StageProgram(
 )
 
 
-def test_a_stage_holds_whole_storages_once_and_without_parameters() -> None:
+def test_a_stage_keeps_whole_storages_once_and_without_parameters() -> None:
     weight = torch.ones(100)
     stage = Stage(KEPT, {}, state=State({"weight": weight}, {}, CPU))
     stage.begin(Counter({("F", 1, 0): 1, ("B", -1, 0): 1}), training=True)
     x = torch.ones(4, 100)
     stage.receive(0, {"x": x})
     stage.compute("F", 0, SLICE)
-    assert sum(stage.held_storages().values()) == 3 * 1600, "x and y, and all of x + w, of which a row is kept"
-    stage.outgoing("F", 1, 0)
-    assert sum(stage.held_storages().values()) == 2 * 1600
+    assert sum(stage.saved_storages().values()) == 2 * 1600, "x, and all of x + w, of which a row is kept; y is sent"
     stage.receive(1, {"x": x[2:]})
-    assert sum(stage.held_storages().values()) == 2 * 1600, "the second micro-batch is a view of the first"
+    stage.compute("F", 1, SLICE)
+    assert sum(stage.saved_storages().values()) == 3 * 1600 - 800, "x of the second micro-batch is a view of the first"
     stage.free(0)
     stage.free(1)
-    assert stage.held_storages() == {}
+    assert stage.saved_storages() == {}
 
 
 def outcomes_of(case: Case, **record: bool) -> list[Outcome]:
@@ -77,7 +76,7 @@ def test_memory_rises_from_the_first_compute_and_falls_to_nothing(case: Case) ->
 
 
 def test_nothing_is_counted_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stage, "held_storages", None)
+    monkeypatch.setattr(Stage, "saved_storages", None)
     case = CASES["1-1-1"]
     for record in (False, True):
         assert all(outcome.memory == () for outcome in outcomes_of(case, record=record))
