@@ -21,6 +21,10 @@ class Prices(Protocol):
         """Return the seconds that a message occupies its channel, latency included."""
         ...
 
+    def post_s(self, message: Message) -> float:
+        """Return the seconds for which the posting of a message keeps its sender from computing."""
+        ...
+
     def reduce_s(self, bucket: int, program: Program) -> float:
         """Return the seconds of the all-reduce of a bucket."""
         ...

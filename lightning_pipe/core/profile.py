@@ -40,6 +40,8 @@ class Profile:
         samples: numbers of samples at which times were taken, rising, at least one.
         seconds: for every operation its seconds at each of `samples`, glue (Python between operations) included.
         call_s: seconds that a compute takes beyond its operations: hand-over of inputs, bookkeeping.
+        value_s: the same for every tensor that it is given or leaves.
+        post_s, post_s_per_byte: seconds for which posting a message keeps the sender from computing.
         spread: median over the operations of (upper quartile - lower quartile) / median of the repeated measurements.
         source: `measured` or `counted`.
         optimizer: cost of the optimizer step.
@@ -50,6 +52,9 @@ class Profile:
     samples: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     call_s: float = 0.0
+    value_s: float = 0.0
+    post_s: float = 0.0
+    post_s_per_byte: float = 0.0
     spread: float = 0.0
     source: str = "measured"
     optimizer: OptimizerProfile = OptimizerProfile()

@@ -3,7 +3,7 @@
     prices = price(graph, cuts, layout, profile=profile, cluster=cluster)
     simulate(program, prices)
 
-    compute     sum of the profiled seconds of its operations + seconds of a call, divided by the device's speed
+    compute     (sum of the profiled seconds of its operations + seconds of a call) / the device's speed
     transfer    `cost.comm`: the flows of one exchange share network cards
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
     step        `cost.optimizer`
@@ -111,8 +111,23 @@ class PlanPrices:
         key = (compute.stage, compute.kind, samples)
         if key not in self._compute_s:
             times = self._times[compute.stage, compute.kind]
-            self._compute_s[key] = self._profile.between(times.tolist(), samples) + self._profile.call_s
+            called = self._profile.call_s + self._profile.value_s * self._values(compute.stage, compute.kind)
+            self._compute_s[key] = self._profile.between(times.tolist(), samples) + called
         return self._compute_s[key] / self._cluster.device(rank).speed
+
+    def _values(self, stage: int, kind: ComputeKind) -> int:
+        """Count the tensors that a compute is given and leaves."""
+        work = self.works[stage]
+        kept = len(work.saved)
+        match kind:
+            case "F":
+                return len(work.forward.given) + len(work.forward.outputs) + len(work.parameters)
+            case "I":
+                return kept + len(work.input_grad.outputs)
+            case "W":
+                return kept + len(work.weight_grad.outputs)
+            case "B":
+                return self._values(stage, "I") + self._values(stage, "W")
 
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
         """Return the seconds that a message occupies its channel while the others of its exchange are under way."""
@@ -122,6 +137,10 @@ class PlanPrices:
             self._flows[key] = flows(self._cluster, exchange_pairs(self.layout, *key))
         out, into = self._flows[key].get((sender, receiver), (1, 1))
         return flow_s(self._cluster, sender, receiver, count=self.message_bytes(message), out=out, into=into)
+
+    def post_s(self, message: Message) -> float:
+        """Return the seconds for which the posting of a message keeps its sender from computing."""
+        return self._profile.post_s + self._profile.post_s_per_byte * self.message_bytes(message)
 
     def reduce_s(self, bucket: int, program: Program) -> float:
         """Return the seconds of the all-reduce of a bucket over all ranks that hold one of its stages."""

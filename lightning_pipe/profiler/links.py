@@ -7,21 +7,28 @@
     t1| <---------- tiny ------- |                t1 - t0 = there (n bytes) + back (a tiny message)
 
 The trip of a tiny message is twice the latency; what larger messages take beyond it is their bytes over the bandwidth
-of this direction. A reduction is timed by all its members, whose mean counts. Nothing that shares a host is measured at
+of this direction. On CPUs the sender computes meanwhile, as it does in training: there messages need the cores that
+computes need. How long the sender is kept by posting a message is measured by the way.
+
+A reduction is timed by all its members, whose mean counts. Nothing that shares a host is measured at
 the same time: network cards and buses would be shared. Every wait goes through the caller's `wait`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
+from statistics import median
 from typing import Protocol, TypeAlias
 
 import torch
 
 from lightning_pipe.core.cluster import Link, PairLink, Reduction
-from lightning_pipe.profiler.fit import Line, fit_line
+from lightning_pipe.profiler.fit import fit_line
 
 EVERY_PAIR_UP_TO = 8  # ranks, or hosts
 _HEADER = torch.int64
@@ -71,10 +78,13 @@ class LinkFacts:
     Attributes:
         links: measured pairs, in both directions.
         reductions: measured groups.
+        post_s, post_s_per_byte: for how long posting a message keeps its sender, at most over the pairs.
     """
 
     links: tuple[PairLink, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    post_s: float = 0.0
+    post_s_per_byte: float = 0.0
 
 
 def probe_links(transport: Transport, *, hosts: Sequence[int], device: torch.device, wait: WaitFor) -> LinkFacts:
@@ -98,11 +108,13 @@ def probe_links(transport: Transport, *, hosts: Sequence[int], device: torch.dev
     both_ways = sorted({channel for a, b in pairs for channel in ((a, b), (b, a))})
     transport.open(channels=both_ways, groups=[everyone, *groups])
     probe = _Probe(transport, device=device, wait=wait, everyone=everyone)
-    of_pairs = zip(pairs, probe.measure(pairs, hosts, probe.pair), strict=True)
+    of_pairs = probe.measure(pairs, hosts, probe.pair)
     of_groups = zip(groups, probe.measure(groups, hosts, probe.reduction), strict=True)
     return LinkFacts(
-        tuple(PairLink(a, b, Link(line.fixed_s / 2, line.bytes_per_s)) for (a, b), line in of_pairs),
-        tuple(Reduction(group, line.fixed_s, line.bytes_per_s) for group, line in of_groups),
+        tuple(PairLink(a, b, Link(m.fixed_s / 2, m.bytes_per_s)) for (a, b), m in zip(pairs, of_pairs, strict=True)),
+        tuple(Reduction(group, m.fixed_s, m.bytes_per_s) for group, m in of_groups),
+        post_s=max(m.post_s for m in of_pairs),
+        post_s_per_byte=max(m.post_s_per_byte for m in of_pairs),
     )
 
 
@@ -194,6 +206,16 @@ class _Landed:
         return self.handle.landed()
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What one rank tells the others of a pair or group."""
+
+    fixed_s: float
+    bytes_per_s: float
+    post_s: float = 0.0
+    post_s_per_byte: float = 0.0
+
+
 class _Probe:
     """One rank's part of the measurements."""
 
@@ -201,35 +223,40 @@ class _Probe:
         self._transport, self._device, self._wait, self._everyone = transport, device, wait, everyone
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)
         self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._posted: dict[int, list[float]] = defaultdict(list)  # bytes -> seconds that posting took
 
     def measure(
-        self, units: Sequence[tuple[int, ...]], hosts: Sequence[int], one: Callable[[tuple[int, ...]], Line | None]
-    ) -> list[Line]:
-        """Return the lines of all units, on all ranks; `one` measures a unit of this rank, and tells one of them."""
-        table = torch.zeros(len(units), 2, dtype=torch.float64, device=self._device)
+        self, units: Sequence[tuple[int, ...]], hosts: Sequence[int], one: Callable[[tuple[int, ...]], _Measured | None]
+    ) -> list[_Measured]:
+        """Return what was measured of all units, on all ranks; `one` measures a unit and tells one of its ranks."""
+        table = torch.zeros(len(units), len(fields(_Measured)), dtype=torch.float64, device=self._device)
         for together in rounds(units, hosts):
             for index in together:
-                line = one(units[index]) if self._transport.rank in units[index] else None
-                if line is not None:
-                    table[index] = torch.tensor([line.fixed_s, line.bytes_per_s], dtype=torch.float64)
+                measured = one(units[index]) if self._transport.rank in units[index] else None
+                if measured is not None:
+                    table[index] = torch.tensor(astuple(measured), dtype=torch.float64)
             self._sum(torch.zeros(1, device=self._device), self._everyone, "the end of a round of measurements")
         self._sum(table, self._everyone, "what the other ranks have measured")
-        return [Line(fixed_s, bytes_per_s) for fixed_s, bytes_per_s in table.tolist()]
+        return [_Measured(*row) for row in table.tolist()]
 
-    def pair(self, pair: tuple[int, ...]) -> Line | None:
+    def pair(self, pair: tuple[int, ...]) -> _Measured | None:
         """Measure from the first to the second; the first knows."""
         sender, receiver = pair
         if self._transport.rank == receiver:
             self._answer(sender)
             return None
-        line = fit_line(lambda count: self._trip(receiver, count))
+        self._posted.clear()
+        with computing(self._device):
+            line = fit_line(lambda count: self._trip(receiver, count))
         self._send(torch.zeros(1, dtype=_HEADER, device=self._device), receiver)
-        return line
+        least, most = min(self._posted), max(self._posted)
+        post_s, whole_s = median(self._posted[least]), median(self._posted[most])
+        return _Measured(line.fixed_s, line.bytes_per_s, post_s, max(0.0, whole_s - post_s) / max(1, most - least))
 
-    def reduction(self, group: tuple[int, ...]) -> Line | None:
+    def reduction(self, group: tuple[int, ...]) -> _Measured | None:
         """Measure the all-reduce of a group; all members know, the first tells."""
         line = fit_line(lambda count: self._reduce(group, count))
-        return line if self._transport.rank == group[0] else None
+        return _Measured(line.fixed_s, line.bytes_per_s) if self._transport.rank == group[0] else None
 
     def _trip(self, receiver: int, count: int) -> float:
         """Send this many bytes, and return the seconds until the answer has come."""
@@ -238,7 +265,9 @@ class _Probe:
         self._receive(self._token, receiver)
         answer = self._transport.receive([self._token], peer=receiver)
         start = time.perf_counter()
-        self._send(message, receiver)
+        posted = self._transport.send([message], peer=receiver)
+        self._posted[count].append(time.perf_counter() - start)
+        self._finish(posted, f"a measured message to rank {receiver}")
         self._finish(answer, f"the answer of rank {receiver} to a measured message")
         return time.perf_counter() - start
 
@@ -283,3 +312,28 @@ class _Probe:
         self._wait(_Landed(handle), what)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # only copies of what has landed: nothing that waits for a peer
+
+
+@contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Let a thread of this process multiply matrices, if it computes on cores that messages need too."""
+    if device.type == "cuda":
+        yield
+        return
+    stop = threading.Event()
+    matrix = torch.zeros(_ROWS, _ROWS, device=device)
+
+    def compute() -> None:
+        while not stop.is_set():
+            torch.mm(matrix, matrix)
+
+    thread = threading.Thread(target=compute, name="computing while a link is measured", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+_ROWS = 256  # of the matrices; a product takes about a millisecond, as operations of a stage do

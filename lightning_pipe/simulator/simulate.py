@@ -7,10 +7,12 @@ Assumptions:
                channels do not share bandwidth, and moving does not slow computes down
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
                computes and messages
-    Step       waits for all reductions of its rank
+    Send       keeps its rank busy while it posts (`Prices.post_s`)
+    Step       waits for the computes and reductions of all ranks, since the results of a batch (loss, logged values)
+               are exchanged before any optimizer steps
 
-Loading, posting and freeing take no time. The result is the longest path through the program: every instruction is
-visited once.
+Loading, posting of receives and freeing take no time. The result is the longest path through the program: every
+instruction is visited once.
 
 Legend: s stage, m micro-batch, r rank.
 """
@@ -89,10 +91,11 @@ class _Run:
         match instruction:
             case Compute():
                 return self._compute(instruction, rank)
-            case Send(_, peer):
+            case Send(message, peer):
                 channel = self._channels[rank, peer]
                 channel.sends.append((now, instruction))
                 self._move(channel, (rank, peer))
+                self._clock[rank] += self._prices.post_s(message)
             case Recv(message, peer):
                 channel = self._channels[peer, rank]
                 use = (rank, message.target, message.direction, message.microbatch)
@@ -153,6 +156,6 @@ class _Run:
                 self.events[rank].append(Event(rank, Reduce(bucket), start, end))
         if not (self._program.training and self._program.synchronise):
             return
-        for rank, clock in enumerate(self._clock):
-            start = max(clock, free[rank])
+        start = max(*self._clock, *free)
+        for rank in range(len(self._clock)):
             self.events[rank].append(Event(rank, Step(), start, start + self._prices.step_s(rank)))

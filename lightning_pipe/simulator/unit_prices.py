@@ -45,6 +45,10 @@ class UnitPrices:
         """Return the latency."""
         return self.latency
 
+    def post_s(self, message: Message) -> float:
+        """Return nothing."""
+        return 0.0
+
     def reduce_s(self, bucket: int, program: Program) -> float:
         """Return the seconds of a reduction."""
         return self.reduction

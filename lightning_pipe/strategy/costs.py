@@ -22,12 +22,17 @@ from lightning_pipe.config import DappleConfig, conf_dir
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.cluster_file import check_ranks, find_cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Layout
 from lightning_pipe.planner.judge import Problem, counted_problem
+from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
-from lightning_pipe.profiler.links import Handle, probe_links
+from lightning_pipe.profiler.links import Handle, LinkFacts, computing, probe_links
+from lightning_pipe.profiler.operators import Operators
+from lightning_pipe.profiler.optimizer import profile_optimizer
 from lightning_pipe.runtime.waiting import Wait
 from lightning_pipe.strategy.links import Links
+from lightning_pipe.strategy.overhead import compute_overhead
 from lightning_pipe.strategy.step import slices
 from lightning_pipe.units import format_seconds
 
@@ -79,17 +84,18 @@ class Costs:
             return problem if control.rank == 0 else None
         started = time.perf_counter()
         facts = self._facts()
+        measured = self._probed(facts)
         if described is None:
-            problem = replace(problem, cluster=self._probed(facts))
+            problem = replace(problem, cluster=build_cluster(facts, measured))
         profile = self._profile(capture, self._sizes(capture, samples, given), optimizers, facts)
         if control.rank > 0 or profile is None:
             return None
         log.info(
-            "Measured %d operations on %s within %.0f %%, %d links: %s",
-            len(profile.seconds), profile.device, 100 * profile.spread, len(problem.cluster.links),
-            format_seconds(time.perf_counter() - started),
+            "Measured %d operations on %s, and the links of %d ranks, in %s.",
+            len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
         )  # fmt: skip
-        return replace(problem, profile=profile)
+        posting = {"post_s": measured.post_s, "post_s_per_byte": measured.post_s_per_byte}
+        return replace(problem, profile=replace(profile, **posting))
 
     def _measures(self, training: bool) -> bool:
         """Say whether anything is measured: not for evaluation, nor where there is nothing to plan."""
@@ -110,13 +116,43 @@ class Costs:
         mine = describe_device(self._device, host=socket.gethostname())
         return self._gathered(mine, "the devices")
 
-    def _probed(self, facts: Sequence[DeviceFacts]) -> Cluster:
+    def _probed(self, facts: Sequence[DeviceFacts]) -> LinkFacts:
         def wait(handle: Handle, what: str) -> None:
             self._links.watch.wait(Wait(handle, what))
 
-        hosts = hosts_of(facts)
-        measured = probe_links(self._links.transport, hosts=hosts, device=self._device, wait=wait)
-        return build_cluster(facts, measured)
+        return probe_links(self._links.transport, hosts=hosts_of(facts), device=self._device, wait=wait)
+
+    def _profile(
+        self, capture: Capture, sizes: tuple[int, ...], optimizers: Sequence[Optimizer], facts: Sequence[DeviceFacts]
+    ) -> Profile | None:
+        """Return the seconds of operations on rank 0's kind of device, on rank 0; None elsewhere."""
+        control, cache = self._links.control, self._config.cache_dir
+        sharers = [rank for rank, fact in enumerate(facts) if fact.kind == facts[0].kind]
+        operators = Operators(capture, device=self._device, sizes=sizes)
+        mine: dict[str, Timing] = {}
+        known = control.broadcast(
+            load_timings(cache, self._device) if cache is not None and control.rank == 0 else {},
+            source=0,
+            what="operations that were timed before",
+        )
+        if control.rank in sharers:
+            share = (sharers.index(control.rank), len(sharers))
+            mine = operators.measure(known, share=share, progress=control.rank == 0)
+        with computing(self._device):  # until the last rank has measured, as cores and caches are busy in training
+            told = [control.to_first(mine, source=rank, what="the times of operations") for rank in sharers]
+            control.sum(torch.zeros(1), what="the end of the measurements")
+        if control.rank > 0:
+            return None
+        found = {name: timing for timings in told if timings is not None for name, timing in timings.items()}
+        if cache is not None and found:
+            store_timings(cache, self._device, found)
+        overhead = compute_overhead(self._device)
+        return replace(
+            operators.assemble({**known, **found}),
+            call_s=overhead.call_s,
+            value_s=overhead.value_s,
+            optimizer=_of_optimizers(optimizers, self._device),
+        )
 
     def _gathered(self, mine: T, what: str) -> list[T]:
         """Return the values of all ranks, by rank, on all ranks."""
@@ -136,3 +172,8 @@ class Costs:
             asked = {size for count in counts for size in slices(layout, microbatch_sizes(samples, count))}
         fitting = sorted(size for size in asked if not capture.misfit(size)) or [capture.graph.samples]
         return tuple(sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]}))
+
+
+def _of_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> OptimizerProfile:
+    """Measure the optimizer; there is one at most."""
+    return profile_optimizer(optimizers[0], device=device) if optimizers else OptimizerProfile()
