@@ -34,8 +34,8 @@ from benchmarks.chain import (
     chain_executor,
     chain_job,
     chain_program,
-    chain_split,
     nap,
+    sleeping_split,
 )
 from benchmarks.ranks import run_ranks
 from lightning_pipe.core.program import Layout, Options, VerifiedProgram
@@ -116,7 +116,7 @@ def measure(cases: Sequence[Case]) -> tuple[Overheads, list[list[Timeline]]]:
 def _runs(case: Case, transport: Transport, *, start: Callable[[], None] = lambda: None) -> list[Timeline]:
     program = case.program()
     connect(transport, [program])
-    executor = chain_executor(case.layout, chain_split(case.prices), transport)
+    executor = chain_executor(case.layout, sleeping_split(case.prices), transport)
     job = chain_job(program, case.prices.bytes_per_sample)
     recorded = []
     for _ in range(RUNS + 1):  # the first opens connections

@@ -31,7 +31,7 @@ from lightning_pipe import DappleStrategy
 RANKS = 2
 SCHEDULES = {"gpipe": {"schedule": "gpipe"}, "1f1b pa": {"warmup": "pa"}, "1f1b pb": {"warmup": "pb"}}
 MICROBATCHES = (2, 4, 8)
-BATCH = 16
+BATCH = 32
 WARM_UP = 2  # steps that are not compared: the first, and the one whose memory is measured
 
 

@@ -40,7 +40,7 @@ class Profile:
         samples: numbers of samples at which times were taken, rising, at least one.
         seconds: for every operation its seconds at each of `samples`, glue (Python between operations) included.
         call_s: seconds that a compute takes beyond its operations: hand-over of inputs, bookkeeping.
-        value_s: the same for every tensor that it is given or leaves.
+        message_s: seconds until a message without bytes has arrived, from the end of the compute that made it.
         post_s, post_s_per_byte: seconds for which posting a message keeps the sender from computing.
         spread: median over the operations of (upper quartile - lower quartile) / median of the repeated measurements.
         source: `measured` or `counted`.
@@ -52,7 +52,7 @@ class Profile:
     samples: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     call_s: float = 0.0
-    value_s: float = 0.0
+    message_s: float = 0.0
     post_s: float = 0.0
     post_s_per_byte: float = 0.0
     spread: float = 0.0

@@ -111,23 +111,8 @@ class PlanPrices:
         key = (compute.stage, compute.kind, samples)
         if key not in self._compute_s:
             times = self._times[compute.stage, compute.kind]
-            called = self._profile.call_s + self._profile.value_s * self._values(compute.stage, compute.kind)
-            self._compute_s[key] = self._profile.between(times.tolist(), samples) + called
+            self._compute_s[key] = self._profile.between(times.tolist(), samples) + self._profile.call_s
         return self._compute_s[key] / self._cluster.device(rank).speed
-
-    def _values(self, stage: int, kind: ComputeKind) -> int:
-        """Count the tensors that a compute is given and leaves."""
-        work = self.works[stage]
-        kept = len(work.saved)
-        match kind:
-            case "F":
-                return len(work.forward.given) + len(work.forward.outputs) + len(work.parameters)
-            case "I":
-                return kept + len(work.input_grad.outputs)
-            case "W":
-                return kept + len(work.weight_grad.outputs)
-            case "B":
-                return self._values(stage, "I") + self._values(stage, "W")
 
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
         """Return the seconds that a message occupies its channel while the others of its exchange are under way."""
@@ -136,7 +121,9 @@ class PlanPrices:
         if key not in self._flows:
             self._flows[key] = flows(self._cluster, exchange_pairs(self.layout, *key))
         out, into = self._flows[key].get((sender, receiver), (1, 1))
-        return flow_s(self._cluster, sender, receiver, count=self.message_bytes(message), out=out, into=into)
+        moving_s = flow_s(self._cluster, sender, receiver, count=self.message_bytes(message), out=out, into=into)
+        handing_s = self._profile.message_s - self._cluster.link(sender, receiver).latency_s
+        return moving_s + max(0.0, handing_s)
 
     def post_s(self, message: Message) -> float:
         """Return the seconds for which the posting of a message keeps its sender from computing."""

@@ -32,7 +32,7 @@ from lightning_pipe.profiler.operators import Operators
 from lightning_pipe.profiler.optimizer import profile_optimizer
 from lightning_pipe.runtime.waiting import Wait
 from lightning_pipe.strategy.links import Links
-from lightning_pipe.strategy.overhead import compute_overhead
+from lightning_pipe.strategy.rehearsal import rehearse
 from lightning_pipe.strategy.step import slices
 from lightning_pipe.units import format_seconds
 
@@ -88,14 +88,20 @@ class Costs:
         if described is None:
             problem = replace(problem, cluster=build_cluster(facts, measured))
         profile = self._profile(capture, self._sizes(capture, samples, given), optimizers, facts)
-        if control.rank > 0 or profile is None:
+        rehearsed = rehearse(self._links, self._device)
+        if control.rank > 0 or profile is None or rehearsed is None:
             return None
         log.info(
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
             len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
         )  # fmt: skip
-        posting = {"post_s": measured.post_s, "post_s_per_byte": measured.post_s_per_byte}
-        return replace(problem, profile=replace(profile, **posting))
+        runtime = {
+            "call_s": rehearsed.call_s,
+            "message_s": rehearsed.message_s,
+            "post_s": measured.post_s,
+            "post_s_per_byte": measured.post_s_per_byte,
+        }
+        return replace(problem, profile=replace(profile, **runtime))
 
     def _measures(self, training: bool) -> bool:
         """Say whether anything is measured: not for evaluation, nor where there is nothing to plan."""
@@ -146,13 +152,8 @@ class Costs:
         found = {name: timing for timings in told if timings is not None for name, timing in timings.items()}
         if cache is not None and found:
             store_timings(cache, self._device, found)
-        overhead = compute_overhead(self._device)
-        return replace(
-            operators.assemble({**known, **found}),
-            call_s=overhead.call_s,
-            value_s=overhead.value_s,
-            optimizer=_of_optimizers(optimizers, self._device),
-        )
+        optimizer = _of_optimizers(optimizers, self._device)
+        return replace(operators.assemble({**known, **found}), optimizer=optimizer)
 
     def _gathered(self, mine: T, what: str) -> list[T]:
         """Return the values of all ranks, by rank, on all ranks."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, chain_program, chain_split
+from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, chain_program, sleeping_split
 from lightning_pipe.core.program import Compute, Layout, Options, Recv, Send, Step
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report import accounts, step_seconds
@@ -39,7 +39,7 @@ def recorded(layout: Layout, schedule: str) -> Timeline:
     program = program_of(layout, schedule)
     transport = process_group_transport(CPU, deadline_s=20)
     connect(transport, [program])
-    executor = chain_executor(layout, chain_split(PRICES, no_sleep), transport)
+    executor = chain_executor(layout, sleeping_split(PRICES, no_sleep), transport)
     timeline = executor.run(program, chain_job(program, 64), record=True).timeline
     transport.close()
     return timeline
