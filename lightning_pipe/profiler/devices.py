@@ -65,13 +65,19 @@ def describe_device(device: torch.device, *, host: str) -> DeviceFacts:
     """
     benchmark_s = benchmark(device)
     if device.type != "cuda":
-        threads = torch.get_num_threads()
-        kind = f"{_cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
-        return DeviceFacts(host, kind, "host", _available_bytes(), benchmark_s)
+        return DeviceFacts(host, device_kind(device), "host", _available_bytes(), benchmark_s)
     properties = torch.cuda.get_device_properties(device)
     free, _ = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
-    return DeviceFacts(host, properties.name, str(properties.uuid), free + own, benchmark_s)
+    return DeviceFacts(host, device_kind(device), str(properties.uuid), free + own, benchmark_s)
+
+
+def device_kind(device: torch.device) -> str:
+    """Return the model of a GPU, or of the CPU with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).name
+    threads = torch.get_num_threads()
+    return f"{_cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def benchmark(device: torch.device) -> float:

@@ -1,0 +1,129 @@
+"""Where are measured times kept, and for what do they hold?
+
+One JSON file for every kind of device and version of torch, in a directory that the caller names:
+
+    {"device": {...}, "timings": {"digest of a signature": [seconds, spread], ...}}
+
+It may be deleted at any time; times that are missing are measured again. Files are replaced as a whole, so that readers
+never see half of one; of two processes that write at the same time, one may lose what it added. A file that cannot be
+read, or a directory that cannot be written, is said once and does not stop anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_pipe.profiler.devices import device_kind
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1  # raised when what is measured changes
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one call takes.
+
+    Attributes:
+        seconds: the median.
+        spread: (upper quartile - lower quartile) / median of the repetitions.
+    """
+
+    seconds: float
+    spread: float
+
+
+Timings = Mapping[str, Timing]  # by digest
+
+
+def digest(name: str) -> str:
+    """Return the key under which a time is kept."""
+    return hashlib.blake2b(name.encode(), digest_size=10).hexdigest()
+
+
+def conditions(device: torch.device) -> dict[str, str | int | bool]:
+    """Return what times depend on besides the call."""
+    found: dict[str, str | int | bool] = {
+        "format": _FORMAT,
+        "device": device_kind(device),
+        "torch": str(torch.__version__),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if device.type != "cuda":
+        mkldnn: Any = torch.backends.mkldnn
+        return found | {"mkldnn": mkldnn.enabled, "float32_matmul": mkldnn.matmul.fp32_precision}
+    cudnn: Any = torch.backends.cudnn
+    return found | {
+        "cuda": str(torch.version.cuda),
+        "cudnn": cudnn.enabled,
+        "cudnn_benchmark": cudnn.benchmark,
+        "float32_convolution": cudnn.conv.fp32_precision,
+        "float32_matmul": torch.backends.cuda.matmul.fp32_precision,
+    }
+
+
+def cache_file(directory: Path, device: torch.device) -> Path:
+    """Return the file of a device."""
+    return directory / f"{device.type}-{digest(json.dumps(conditions(device), sort_keys=True))}.json"
+
+
+def load_timings(directory: Path, device: torch.device) -> dict[str, Timing]:
+    """Return the known times of a device by digest; none where there is no file, or one that cannot be read."""
+    path = cache_file(directory, device)
+    try:
+        return _read(path, device)
+    except FileNotFoundError:
+        return {}
+    except _UNREADABLE as error:
+        log.warning("%s with measured times cannot be read (%r); it will be written anew.", path, error)
+        return {}
+
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Timing]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content["device"] != conditions(device):
+        raise ValueError(f"it is of {content['device']}")
+    return {name: Timing(float(seconds), float(spread)) for name, (seconds, spread) in content["timings"].items()}
+
+
+def store_timings(directory: Path, device: torch.device, timings: Timings) -> None:
+    """Add times to those that are kept; calls that could not be timed are left out."""
+    path = cache_file(directory, device)
+    known: dict[str, Timing] = {}
+    with contextlib.suppress(*_UNREADABLE):  # `load_timings` has said so
+        known = _read(path, device)
+    merged = {**known, **{name: timing for name, timing in timings.items() if timing.seconds}}
+    rows = {name: [timing.seconds, timing.spread] for name, timing in sorted(merged.items())}
+    content = json.dumps({"device": conditions(device), "timings": rows}, indent=0)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _replace(path, content)
+    except OSError as error:
+        log.warning("Measured times cannot be kept in %s (%s); they will be measured again next time.", path, error)
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a file as a whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.replace(name, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

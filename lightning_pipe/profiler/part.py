@@ -1,0 +1,91 @@
+"""How often is a part of a course run, and what do the repetitions say?
+
+A part is run once to see how long it takes. If that is short, a longer part is taken, in which every call is met more
+often, since its neighbours matter: the first step of a recurrent network finds other caches than the next ones. The
+time of a call is the mean over where it is met of the median over the repetitions there: means, because the seconds of
+a stage are a sum. Rounds lie apart in time, so that a disturbance that lasts for one of them does not reach the median.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from lightning_pipe.profiler.cache import Timing
+from lightning_pipe.profiler.course import Course
+from lightning_pipe.profiler.walk import Tools, Walk
+
+_PART_S = 0.05  # of one run of a part: calls are met as often as this allows, at least once, and at most
+_MOST_INSTANCES = 32
+_ROUND_S = 0.25  # of repetitions in a round
+_RUNS = (5, 30)  # repetitions in a round, as many as fit
+_LONG_S = 1.0  # a part that takes longer is measured in one round only, by
+_LONG_RUNS = 3
+
+
+class Part:
+    """What is measured of some calls of a course.
+
+    Args:
+        course: all calls.
+        signatures: those that are wanted.
+        tools: maker, clock, memory.
+    """
+
+    def __init__(self, course: Course, signatures: Iterable[str], tools: Tools) -> None:
+        self._course, self._signatures, self._tools = course, frozenset(signatures), tools
+        self._chosen: tuple[int, ...] = ()
+        self._runs: list[list[float]] = []
+        self._is_done = False
+
+    def measure(self, progress: Callable[[float], None]) -> None:
+        """Measure one round.
+
+        Args:
+            progress: is told the share of the round that was done.
+        """
+        if self._is_done:
+            progress(1.0)
+            return
+        walk, first = self._warm() if self._chosen else self._choose()
+        self._is_done = sum(first) > _LONG_S
+        least, most = _RUNS
+        runs = _LONG_RUNS if self._is_done else min(max(math.ceil(_ROUND_S / sum(first)), least), most)
+        self._runs.append(first)
+        progress(1 / runs)
+        for _ in range(runs - 1):
+            self._runs.append(walk.run())
+            progress(1 / runs)
+
+    def _choose(self) -> tuple[Walk, list[float]]:
+        """Choose what is run, by how long it takes."""
+        self._chosen = self._course.part(self._signatures, instances=1)
+        walk, first = self._warm()
+        instances = min(int(_PART_S / sum(first)), _MOST_INSTANCES)
+        if instances <= 1:
+            return walk, first
+        self._chosen = self._course.part(self._signatures, instances=instances)
+        return self._warm()
+
+    def _warm(self) -> tuple[Walk, list[float]]:
+        """Return a walk that has been run twice, and what the second run took."""
+        walk = Walk(self._course, self._chosen, self._tools)
+        walk.run()
+        return walk, walk.run()
+
+    def timings(self) -> Iterator[tuple[str, Timing]]:
+        """Yield the signature and the time of every call that was wanted."""
+        lower, middle, upper = np.percentile(np.array(self._runs), (25, 50, 75), axis=0)
+        places: dict[str, list[int]] = defaultdict(list)
+        for place, i in enumerate(self._chosen):
+            places[self._course.items[i].call.signature].append(place)
+        for name in self._signatures:
+            own = places[name]
+            spread = (upper[own] - lower[own]) / np.maximum(middle[own], _TICK_S)
+            yield name, Timing(float(middle[own].mean()), float(np.median(spread)))
+
+
+_TICK_S = 1e-9  # no call is quicker
