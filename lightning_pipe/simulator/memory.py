@@ -1,11 +1,11 @@
 """How much memory do the ranks use, and when? The bytes of a timeline, by what they are for.
 
     state       parameters, their gradients, optimizer state, buffers of the module: always
-    held        saved, from the start of F to the end of I (or B); kept, from there to Free; results of the step, from
-                the start of F to the end
-    buffers     a receive, from the moment that the rank's list posts it to the compute that takes it; what was sent,
-                from the compute that made it until the message has arrived; what one stage hands to another on the same
-                rank, between their computes; gradients being reduced, from `Reduce` to `Step`
+    held        saved, from the start of F to the end of I (or B); kept, from there to Free
+    buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
+                posts it to the compute that takes it; what was sent, from the compute that made it until the message
+                has arrived; what one stage hands to another on the same rank, between their computes; gradients being
+                reduced, from `Reduce` to `Step`
     workspace   of each compute, while it runs
 
 Gradients of parameters are in the state from the beginning. What the first backward of a stage makes becomes these
@@ -52,8 +52,8 @@ class MemoryCurve:
 
     Attributes:
         times: seconds at which an amount changes, rising.
-        held_bytes: bytes kept for backward computes and as results from each of these times on.
-        buffer_bytes: bytes of messages and reductions from each of these times on.
+        held_bytes: bytes kept for backward computes from each of these times on.
+        buffer_bytes: bytes of results, messages and reductions from each of these times on.
         workspace_bytes: bytes that the running compute needs beside them from each of these times on.
         in_flight: micro-batches (of all stages of the rank together) kept from each of these times on.
         state_bytes: bytes that are always there.
@@ -180,7 +180,7 @@ class _Rank:
         yield _Use("held", forward.start, end, min(saved, kept))
         yield _Use("held", forward.start, change, saved - min(saved, kept))
         yield _Use("held", change, end, kept - min(saved, kept))
-        yield _Use("held", forward.start, self._last, self._prices.result_bytes(stage, samples))
+        yield _Use("buffers", forward.start, self._last, self._prices.result_bytes(stage, samples))
         yield _Use("in_flight", forward.start, end, 1)
 
     def _workspace(self, event: Event, *, is_first: bool) -> _Use:

@@ -88,14 +88,14 @@ def test_a_backward_in_one_piece_holds_saved_until_its_end():
 def test_results_stay_to_the_end_of_the_batch():
     program = program_of(((0,),), m=2)
     timeline, (curve,) = curves_of(program, Bytes(result=3, saved=10, kept=10))
-    assert [at(curve, "held_bytes", t) for t in (0.0, 1.0, timeline.makespan - 0.1)] == [13, 26, 16]
-    assert curve.held_bytes[-1] == 0
+    assert [at(curve, "buffer_bytes", t) for t in (0.0, 1.0, timeline.makespan - 0.1)] == [3, 6, 6]
+    assert curve.peak_bytes == 20 and curve.buffer_bytes[-1] == 0
 
 
 def test_a_forward_only_program_holds_results_and_what_is_under_way():
     program = program_of(((0,), (1,)), m=3, training=False)
-    _, curves = curves_of(program, Bytes(result=3, latency=0.5))
-    assert [curve.peak_bytes for curve in curves] == [9, 9]
+    timeline, curves = curves_of(program, Bytes(result=3, latency=0.5))
+    assert [at(curve, "buffer_bytes", timeline.makespan - 0.1) for curve in curves] == [9, 9]
     assert [curve.peak_in_flight for curve in curves] == [1, 1]
 
 

@@ -50,7 +50,6 @@ def test_the_first_steps_are_predicted_and_measured(reported):
 
 
 def test_saved_tensors_are_predicted_to_a_few_per_cent(reported):
-    """The batch itself, a few KiB, counts as a whole where a slice of it is kept."""
     _, figures = reported
     for rank in (0, 1):
         predicted, found = figures[f"saved {rank}"]
