@@ -146,6 +146,7 @@ _LINK_SLOW = "Is the link slower than it was measured, or shared by several rank
 _LINK_FAST = "Was the link measured while other ranks used it?"
 _HOST_SLOW = "The host is late with its work between computes (posting, loading): is it short of cores?"
 _HOST_FAST = "The host does less between computes than was predicted."
+_BETWEEN_SLOW = "Sums of gradients and results lie there, and hooks, callbacks and loggers, which are not predicted."
 _STEP_SLOW = "Does the optimizer, or a hook around it, do more than when it was profiled?"
 _STEP_FAST = "Does the optimizer do less than when it was profiled?"
 
@@ -160,5 +161,6 @@ def _suspects(comparison: Comparison) -> Iterator[_Suspect]:
         subject = f"waiting for messages on their way from stage {link.source} to stage {link.target}"
         yield _Suspect(subject, link.transfer, _LINK_SLOW, _LINK_FAST)
     for rank in comparison.ranks:
-        yield _Suspect(f"the sum of gradients on rank {rank.rank}", rank.reduction, _LINK_SLOW, _LINK_FAST)
+        between = f"what lies between the last compute of rank {rank.rank} and its optimizer step"
+        yield _Suspect(between, rank.reduction, _BETWEEN_SLOW, _LINK_FAST)
         yield _Suspect(f"the optimizer step of rank {rank.rank}", rank.optimizer, _STEP_SLOW, _STEP_FAST)

@@ -170,8 +170,8 @@ def _times(ratio: float) -> str:
 
 def _table(plan: Alternative, alternatives: Sequence[Alternative], width: int) -> str:
     table = Table(box=box.SIMPLE)
-    table.add_column("", overflow="ellipsis", no_wrap=True)
-    for heading in ("step", "of this plan's", "bubble", "peak memory per device", "sent per step", "fits"):
+    table.add_column("", overflow="fold")
+    for heading in ("step", "ratio", "bubble", "peak per device", "sent per step", "fits"):
         table.add_column(heading, justify="right", no_wrap=True)
     for other in alternatives:
         table.add_row(
