@@ -2,9 +2,10 @@
 
     seconds of a step = fixed_s + seconds_per_tensor * parameters + seconds_per_byte * their bytes
 
-from three sets of parameters: a single tiny one, many tiny ones, a few large ones. The bytes of state per byte of
-parameters are those that the large ones have after some steps. The user's optimizer is only read: its class, and the
-options of its first group.
+from three sets of parameters: a single tiny one, many tiny ones, and a sample of forms like the user's, as large ones
+take longer per byte (what a step makes in between no longer fits the caches). The bytes of state per byte of parameters
+are those that the sample has after some steps. The user's optimizer is only read: its class, the options of its first
+group, and the forms of its parameters.
 
 Left out: options that differ between groups, and what a step does every so many steps only.
 """
@@ -12,7 +13,9 @@ Left out: options that differ between groups, and what a step does every so many
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,12 +23,13 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipe.capture.randomness import undisturbed
 from lightning_pipe.core.profile import OptimizerProfile
 
 log = logging.getLogger(__name__)
 
 _MANY, _TINY = 100, 64  # parameters, and elements of each
-_FEW, _LARGE = 4, 2**20
+_SAMPLE_BYTES = 32 * 2**20  # of the sample at most
 _STEPS = 7
 _WARM_UPS = 2  # the first step makes the state
 
@@ -41,10 +45,11 @@ def profile_optimizer(optimizer: Optimizer, *, device: torch.device) -> Optimize
         device: where parameters will be.
     """
     try:
-        one_s, _ = _step(optimizer, (_TINY,), device)
-        many_s, _ = _step(optimizer, (_TINY,) * _MANY, device)
-        large_s, large = _step(optimizer, (_LARGE,) * _FEW, device)
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        with undisturbed(device):  # some optimizers draw noise
+            one_s, _ = _step(optimizer, [(_TINY,)], device)
+            many_s, _ = _step(optimizer, [(_TINY,)] * _MANY, device)
+            sample_s, sample = _step(optimizer, _sample(optimizer), device)
+    except Exception as error:  # of the user's own class, maybe: whatever it is, training goes on
         log.warning(
             "A step of %s cannot be timed apart from training, so it is predicted to take no time: %s",
             type(optimizer).__name__,
@@ -53,20 +58,30 @@ def profile_optimizer(optimizer: Optimizer, *, device: torch.device) -> Optimize
         return OptimizerProfile(state_bytes_per_byte=_state_per_byte(optimizer))
     per_tensor = max(0.0, (many_s - one_s) / (_MANY - 1))
     fixed = max(0.0, one_s - per_tensor)
-    size = sum(parameter.nbytes for parameter in _parameters(large))
+    parameters = _parameters(sample)
     return OptimizerProfile(
-        seconds_per_byte=max(0.0, large_s - fixed - _FEW * per_tensor) / size,
+        seconds_per_byte=max(0.0, sample_s - fixed - len(parameters) * per_tensor) / sum(p.nbytes for p in parameters),
         seconds_per_tensor=per_tensor,
         fixed_s=fixed,
-        state_bytes_per_byte=_state_per_byte(large),
+        state_bytes_per_byte=_state_per_byte(sample),
     )
 
 
-def _step(like: Optimizer, sizes: Sequence[int], device: torch.device) -> tuple[float, Optimizer]:
-    """Return the seconds of a step over parameters of these sizes, and the optimizer that made it."""
+def _sample(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    """Return shapes of some of the user's parameters, drawn always alike; one that is cut down if all are huge."""
+    parameters = _parameters(optimizer)
+    small = [p for p in parameters if p.nbytes <= _SAMPLE_BYTES]
+    random.Random(0).shuffle(small)
+    total = itertools.accumulate(p.nbytes for p in small)
+    fitting = [tuple(p.shape) for p, size in zip(small, total, strict=True) if size <= _SAMPLE_BYTES]
+    return fitting or [(_SAMPLE_BYTES // parameters[0].element_size(),)]
+
+
+def _step(like: Optimizer, shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[float, Optimizer]:
+    """Return the seconds of a step over parameters of these shapes, and the optimizer that made it."""
     group = like.param_groups[0]
     dtype = next((p.dtype for p in group["params"] if p.is_floating_point()), torch.float32)
-    parameters = [torch.nn.Parameter(torch.full((size,), 0.5, dtype=dtype, device=device)) for size in sizes]
+    parameters = [torch.nn.Parameter(torch.full(shape, 0.5, dtype=dtype, device=device)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
     known = inspect.signature(type(like)).parameters  # groups hold more: AdamW's say that its decay is decoupled
@@ -93,8 +108,8 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _state_per_byte(optimizer: Optimizer) -> float:
-    """Return the bytes of state per byte of the parameters that have one; 0 if there is none yet."""
+    """Return the bytes of state per byte of the parameters that have one, counters left out; 0 if there is none yet."""
     state = {parameter: values for parameter, values in optimizer.state.items() if isinstance(parameter, torch.Tensor)}
-    kept = sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor))
+    kept = sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor) and v.ndim)
     size = sum(parameter.nbytes for parameter in state)
     return kept / size if size else 0.0
