@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ class Timing:
     """How long one call takes.
 
     Attributes:
-        seconds: the median.
+        seconds: the median; not a number if it could not be run.
         spread: (upper quartile - lower quartile) / median of the repetitions.
     """
 
@@ -106,7 +107,7 @@ def store_timings(directory: Path, device: torch.device, timings: Timings) -> No
     known: dict[str, Timing] = {}
     with contextlib.suppress(*_UNREADABLE):  # `load_timings` has said so
         known = _read(path, device)
-    merged = {**known, **{name: timing for name, timing in timings.items() if timing.seconds}}
+    merged = {**known, **{name: timing for name, timing in timings.items() if not math.isnan(timing.seconds)}}
     rows = {name: [timing.seconds, timing.spread] for name, timing in sorted(merged.items())}
     content = json.dumps({"device": conditions(device), "timings": rows}, indent=0)
     try:

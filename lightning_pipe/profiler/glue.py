@@ -9,12 +9,13 @@ with seconds and operations summed over the windows. On the CPU this is Python b
 longer company does to caches and memory, less what setting marks costs; it may be slightly negative. On CUDA it is also
 how long the device waits for the program.
 
-Windows lie spread over the graph. One that needs more memory than the limit, or takes so long that glue does not matter,
+Windows lie spread over the graph. One that needs more memory than the limit, or takes so long that glue does not count,
 is left out; without any, glue counts as nothing.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from bisect import bisect_left
@@ -149,7 +150,7 @@ class _Window:
             whole_forward, whole_backward = self._run_functions()
             if whole_forward + whole_backward > _LONG_S:
                 return (0.0, 0), (0.0, 0)
-            own = dict(zip((items[i].operation for i in chosen), walk.run(), strict=True))
+            own = {items[i].operation: s for i, s in zip(chosen, walk.run(), strict=True) if not math.isnan(s)}
             forward.append(whole_forward - sum(own.get(o, 0.0) for o in self._forward))
             backward.append(whole_backward - sum(own.get(o, 0.0) for o in self._backward))
             total += 2 * (whole_forward + whole_backward)

@@ -18,6 +18,7 @@ in common (caches, memory bandwidth) is as busy as in training:
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -132,13 +133,13 @@ class Operators:
             timings: of all calls.
         """
         columns = [self._column(n, timings) for n in self.sizes]
-        spreads = [timings[digest(name)].spread for course in self._courses.values() for name in course.signatures]
+        found = [timings[digest(name)] for course in self._courses.values() for name in course.signatures]
         return Profile(
             graph=self._capture.graph.fingerprint,
             device=device_kind(self._device),
             samples=self.sizes,
             seconds=tuple(zip(*columns, strict=True)),
-            spread=statistics.median(spreads),
+            spread=statistics.median(t.spread for t in found if not math.isnan(t.seconds)),
         )
 
     def _column(self, samples: int, timings: Timings) -> list[float]:
@@ -148,7 +149,8 @@ class Operators:
         graph = self._capture.graph
         seconds = [0.0] * len(graph.operations)
         for name, operation in course.charges():
-            seconds[operation] += by_name[name]
+            if not math.isnan(by_name[name]):
+                seconds[operation] += by_name[name]
         glue = known_glue(graph, samples, timings)
         return [
             max(own + glue.of(operation.phase), _LEAST_SHARE * own) if own else 0.0

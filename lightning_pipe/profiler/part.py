@@ -51,9 +51,10 @@ class Part:
             progress(1.0)
             return
         walk, first = self._warm() if self._chosen else self._choose()
-        self._is_done = sum(first) > _LONG_S
+        run_s = _total_s(first)
+        self._is_done = run_s > _LONG_S
         least, most = _RUNS
-        runs = _LONG_RUNS if self._is_done else min(max(math.ceil(_ROUND_S / sum(first)), least), most)
+        runs = _LONG_RUNS if self._is_done else min(max(math.ceil(_ROUND_S / run_s), least), most)
         self._runs.append(first)
         progress(1 / runs)
         for _ in range(runs - 1):
@@ -64,7 +65,7 @@ class Part:
         """Choose what is run, by how long it takes."""
         self._chosen = self._course.part(self._signatures, instances=1)
         walk, first = self._warm()
-        instances = min(int(_PART_S / sum(first)), _MOST_INSTANCES)
+        instances = min(int(_PART_S / _total_s(first)), _MOST_INSTANCES)
         if instances <= 1:
             return walk, first
         self._chosen = self._course.part(self._signatures, instances=instances)
@@ -86,6 +87,11 @@ class Part:
             own = places[name]
             spread = (upper[own] - lower[own]) / np.maximum(middle[own], _TICK_S)
             yield name, Timing(float(middle[own].mean()), float(np.median(spread)))
+
+
+def _total_s(seconds: list[float]) -> float:
+    """Return the seconds of all calls that could be run."""
+    return max(float(np.nansum(seconds)), _TICK_S)
 
 
 _TICK_S = 1e-9  # no call is quicker

@@ -10,6 +10,7 @@ within the limit, or within what its largest call needs.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -63,7 +64,7 @@ class Walk:
         self._failed: set[str] = set()
 
     def run(self) -> list[float]:
-        """Run all once and return their seconds; those of a call that cannot be run are 0."""
+        """Run all once and return their seconds; those of a call that cannot be run are not a number."""
         clock, marks = self._tools.clock, []
         lacks_inputs = self._is_tight or not self._given
         values = dict(self._given)
@@ -75,7 +76,7 @@ class Walk:
             clock.before(number)
             marks.append(self._run(call, values))
         clock.finish()
-        return [clock.between(*mark) if mark is not None else 0.0 for mark in marks]
+        return [clock.between(*mark) if mark is not None else math.nan for mark in marks]
 
     def _run(self, call: _Call, values: Values) -> tuple[Any, Any] | None:
         """Make one call, and return the marks before and after."""
