@@ -5,7 +5,8 @@
 
 Every case is an ordinary fit on two processes: the strategy profiles the module, probes the link, predicts, trains,
 records. Step time is that of the program (from its first load to the end of the last optimizer step), the median over
-the recorded steps; beside it stands the time between two batches as the trainer sees it. Saved tensors are those that
+the recorded steps; beside it stands the time between two batches as the trainer sees it. Figures are medians over
+several fits of each case, which lie minutes apart, since machines change their speed. Saved tensors are those that
 stages keep for their backward; memory in all is every tensor of the process (allocations seen by torch's profiler in
 one step, above the parameters and optimizer state that were there).
 """
@@ -17,7 +18,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -62,11 +63,23 @@ class Clock(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
-def cases(model: str, steps: int) -> list[Row]:
-    """Fit all cases of a model; on all ranks, rank 0 returns the rows."""
+def cases(model: str, runs: int, steps: int) -> list[Row]:
+    """Fit all cases of a model several times, in turn; on all ranks, rank 0 returns the rows."""
     grid = [(schedule, m) for schedule in SCHEDULES for m in MICROBATCHES]
-    rows = [case(model, schedule, m, steps) for schedule, m in grid]
-    return [row for row in rows if row is not None]
+    found = [[case(model, schedule, m, steps) for schedule, m in grid] for _ in range(runs)]
+    return [median_row([row for row in rows if row is not None]) for rows in zip(*found, strict=True) if all(rows)]
+
+
+def median_row(rows: list[Row]) -> Row:
+    """Return the medians of all figures of one case."""
+    figures = {
+        name: statistics.median(getattr(row, name) for row in rows)
+        for name in ("predicted_s", "measured_s", "between_batches_s")
+    }
+    memory = tuple(
+        tuple(statistics.median(row.memory[rank][k] for row in rows) for k in range(4)) for rank in range(RANKS)
+    )
+    return replace(rows[0], **figures, memory=memory)
 
 
 def case(model: str, schedule: str, microbatches: int, steps: int) -> Row | None:
@@ -121,11 +134,16 @@ def lines(rows: Iterable[Row]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=7, help="recorded steps per case")
+    parser.add_argument("--runs", type=int, default=5, help="fits per case, each with a profile of its own")
+    parser.add_argument("--steps", type=int, default=3, help="recorded steps per fit")
     args = parser.parse_args()
     torch.set_num_threads(1)
     quiet = noise()
-    rows = [row for model in args.models for row in run_ranks(RANKS, cases, model, args.steps, deadline_s=900)[0]]
+    rows = [
+        row
+        for model in args.models
+        for row in run_ranks(RANKS, cases, model, args.runs, args.steps, deadline_s=1800)[0]
+    ]
     print("\n".join(lines(rows)))
     errors = [abs(row.step_error) for row in rows]
     saved = [abs(p / m - 1) for row in rows for p, m, _, _ in row.memory]

@@ -37,7 +37,7 @@ class Timing:
     """How long one call takes.
 
     Attributes:
-        seconds: the median; not a number if it could not be run.
+        seconds: what it typically takes (`profiler.part`); not a number if it could not be run.
         spread: (upper quartile - lower quartile) / median of the repetitions.
     """
 

@@ -2,8 +2,9 @@
 
 A part is run once to see how long it takes. If that is short, a longer part is taken, in which every call is met more
 often, since its neighbours matter: the first step of a recurrent network finds other caches than the next ones. The
-time of a call is the mean over where it is met of the median over the repetitions there: means, because the seconds of
-a stage are a sum. Rounds lie apart in time, so that a disturbance that lasts for one of them does not reach the median.
+time of a call is the mean over where it is met, and over all repetitions but the slowest tenth: means, because the
+seconds of a stage are a sum, and medians of times that are now and then longer add up to less than the median of the
+sum. Rounds lie apart in time, so that a disturbance that lasts for one of them does not count fully.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _ROUND_S = 0.25  # of repetitions in a round
 _RUNS = (5, 30)  # repetitions in a round, as many as fit
 _LONG_S = 1.0  # a part that takes longer is measured in one round only, by
 _LONG_RUNS = 3
+_SLOWEST = 0.1  # of the repetitions, which do not count
 
 
 class Part:
@@ -79,14 +81,16 @@ class Part:
 
     def timings(self) -> Iterator[tuple[str, Timing]]:
         """Yield the signature and the time of every call that was wanted."""
-        lower, middle, upper = np.percentile(np.array(self._runs), (25, 50, 75), axis=0)
+        runs = np.sort(np.array(self._runs), axis=0)
+        typical = runs[: math.ceil(len(runs) * (1 - _SLOWEST))].mean(axis=0)
+        lower, middle, upper = np.percentile(runs, (25, 50, 75), axis=0)
         places: dict[str, list[int]] = defaultdict(list)
         for place, i in enumerate(self._chosen):
             places[self._course.items[i].call.signature].append(place)
         for name in self._signatures:
             own = places[name]
             spread = (upper[own] - lower[own]) / np.maximum(middle[own], _TICK_S)
-            yield name, Timing(float(middle[own].mean()), float(np.median(spread)))
+            yield name, Timing(float(typical[own].mean()), float(np.median(spread)))
 
 
 def _total_s(seconds: list[float]) -> float:

@@ -97,7 +97,7 @@ class Costs:
         )  # fmt: skip
         runtime = {
             "call_s": rehearsed.call_s,
-            "message_s": rehearsed.message_s,
+            "message_s": max(0.0, rehearsed.message_s - rehearsed.message_bytes / _slowest_link(measured)),
             "post_s": measured.post_s,
             "post_s_per_byte": measured.post_s_per_byte,
         }
@@ -178,3 +178,8 @@ class Costs:
 def _of_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> OptimizerProfile:
     """Measure the optimizer; there is one at most."""
     return profile_optimizer(optimizers[0], device=device) if optimizers else OptimizerProfile()
+
+
+def _slowest_link(measured: LinkFacts) -> float:
+    """Return the bytes per second of the slowest measured link."""
+    return min((pair.link.bytes_per_s for pair in measured.links), default=float("inf"))

@@ -2,22 +2,24 @@
 
 Before there is a plan, the ranks run a chain of one small stage each, over the transport of the training: every compute
 works for about a millisecond on memory of its own, so that caches and cores are as busy as in training, and hands on a
-tiny tensor. What is not work is the runtime:
+small tensor. What is not work is the runtime:
 
-    call_s      median over computes of: its duration - its work + the gap between what it needed and its start
-    message_s   median over messages that a rank waited for of: arrival - end of the compute that made it
+    call_s      of a compute: its duration - its work + the gap between what it needed and its start
+    message_s   of a message that a rank waited for: arrival - end of the compute that made it - its bytes / bandwidth
 
-(`report.account` has the picture.) Left out: that stages with many tensors take a little longer to hand them over.
+(`report.account` has the picture.) Both are means of all but the slowest tenth, as they are parts of sums. Left out:
+that stages with many tensors take a little longer to hand them over.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -39,15 +41,17 @@ ELEMENT_BYTES = 4  # float32
 _MICROBATCHES = 12
 _RUNS = 4  # the first is not counted
 _WORKING_SET = 2**20  # elements, 4 MiB: more than the caches of one core
-_WIDTH = 8  # elements of a message
+_WIDTH = 2**14  # elements of a message, 64 KiB
+_SLOWEST = 0.1  # of what is measured, which does not count
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Seconds of the runtime: per compute, and per message beyond what its bytes take."""
+    """Seconds of the runtime per compute, and those of a message of so many bytes."""
 
     call_s: float
     message_s: float
+    message_bytes: int
 
 
 def rehearse(links: Links, device: torch.device) -> Rehearsed | None:
@@ -86,7 +90,11 @@ def _rehearsed(told: Sequence[Sequence[tuple[Timeline, float]]]) -> Rehearsed:
                 calls.append(spent[gap.compute] - work_s + gap.overhead)
                 if gap.link is not None and gap.late > 0:  # it was waited for
                     messages.append(gap.transfer)
-    return Rehearsed(max(0.0, median(calls)), max(0.0, median(messages)) if messages else 0.0)
+    return Rehearsed(max(0.0, _typical(calls)), _typical(messages) if messages else 0.0, _WIDTH * ELEMENT_BYTES)
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    return fmean(sorted(seconds)[: math.ceil(len(seconds) * (1 - _SLOWEST))])
 
 
 class _Timed:
