@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_pipe.core.cluster_file import save_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
+from lightning_pipe.core.program import Pass, Traffic
 from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
@@ -75,14 +76,16 @@ def introduce(planned: Planned, graph: Graph) -> None:
 def findings(planned: Planned, recorded: Recorded) -> Findings | None:
     """Compare what was recorded with the prediction for the same program.
 
-    None if nothing was measured before, so that the prediction is for nominal devices, or if the step that ran is not
-    the one that was planned (it was captured again).
+    None if nothing was measured before, so that the prediction is for nominal devices; if the step that ran is not the
+    one that was planned (it was captured again); or if it sends what is not predicted (`exact_ties`).
     """
     problem = planned.problem
     if problem.profile.source != "measured" or recorded.graph != problem.graph.fingerprint:
         return None
     program, layout = recorded.program, planned.plan.layout
     prices = price(problem.graph, planned.cuts, layout, profile=problem.profile, cluster=problem.cluster)
+    if _ways(program.traffic) != _ways(prices.traffic):
+        return None
     predicted = simulate(program, prices)
     curves = memory_curves(predicted, program=program, prices=prices)
     expected = [Memory(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
@@ -94,6 +97,10 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
         measured_memory=recorded.memory,
     )
     return Findings(comparison, predicted, curves)
+
+
+def _ways(traffic: Traffic) -> set[tuple[Pass, int, int]]:
+    return {(edge.direction, edge.source, edge.target) for edge in traffic.edges}
 
 
 def reasons(planned: Planned) -> str:

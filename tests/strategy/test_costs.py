@@ -76,6 +76,25 @@ def test_a_report_holds_what_other_runs_can_use(reported):
         assert (report / picture).read_bytes().startswith(b"\x89PNG")
 
 
+def compared(options: dict[str, object]) -> bool:
+    """Say whether a fit with measured costs compared its first steps."""
+    strategy = DappleStrategy(**options)
+    make_trainer(strategy, max_epochs=1).fit(make_module(NAME), make_loader(NAME))
+    return strategy.comparison is not None
+
+
+def test_a_step_that_sends_more_than_is_predicted_is_not_compared(reported):
+    """With exact ties the gradients of the tied embedding travel for every micro-batch."""
+    folder, _ = reported
+    options = {"exact_ties": True, "cache": f"{folder}/cache", "microbatches": 2}
+    assert World(2).run(compared, options) == [False, False]
+
+
+def test_one_device_is_measured_if_a_report_is_wanted(tmp_path: Path):
+    assert compared({"report": str(tmp_path / "report"), "cache": "off"})
+    assert (tmp_path / "report" / "report.txt").is_file()
+
+
 def fit_with(options: dict[str, str]) -> str:
     """Return the error that a fit with these options ends with."""
     with pytest.raises(ClusterError) as error:

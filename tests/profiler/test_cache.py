@@ -1,0 +1,72 @@
+"""Measured times are kept, found again, and never in the way of a training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_pipe.profiler.cache import Timing, cache_file, digest, load_timings, store_timings
+
+CPU = torch.device("cpu")
+ONE = {digest("aten.mm"): Timing(1.5e-3, 0.1)}
+OTHER = {digest("aten.add"): Timing(2e-6, 0.3)}
+
+
+def test_what_was_stored_is_loaded_exactly(tmp_path: Path):
+    store_timings(tmp_path / "new" / "folder", CPU, ONE)
+    assert load_timings(tmp_path / "new" / "folder", CPU) == ONE
+
+
+def test_times_are_added_to_those_that_are_kept(tmp_path: Path):
+    store_timings(tmp_path, CPU, ONE)
+    store_timings(tmp_path, CPU, OTHER)
+    assert load_timings(tmp_path, CPU) == {**ONE, **OTHER}
+
+
+def test_calls_that_could_not_be_timed_are_not_kept(tmp_path: Path):
+    store_timings(tmp_path, CPU, {**ONE, digest("aten.odd"): Timing(math.nan, 0.0)})
+    assert load_timings(tmp_path, CPU) == ONE
+
+
+def test_there_is_nothing_before_anything_was_stored(tmp_path: Path, caplog):
+    assert load_timings(tmp_path, CPU) == {} and not caplog.records
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"device": {}, "timings": {}}', '{"timings": 3}'])
+def test_an_unreadable_file_is_said_once_and_written_anew(tmp_path: Path, caplog, content: str):
+    path = cache_file(tmp_path, CPU)
+    path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert load_timings(tmp_path, CPU) == {}
+        store_timings(tmp_path, CPU, ONE)
+    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
+    assert load_timings(tmp_path, CPU) == ONE
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        store_timings(tmp_path / "file" / "folder", CPU, ONE)
+    assert len(caplog.records) == 1 and "measured again next time" in caplog.text
+
+
+def test_no_part_of_a_file_is_left_behind(tmp_path: Path):
+    store_timings(tmp_path, CPU, ONE)
+    assert [path.name for path in tmp_path.iterdir()] == [cache_file(tmp_path, CPU).name]
+
+
+def test_times_of_other_conditions_are_not_found(tmp_path: Path, monkeypatch):
+    store_timings(tmp_path, CPU, ONE)
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert load_timings(tmp_path, CPU) == {}
+
+
+def test_a_file_says_what_it_holds_for(tmp_path: Path):
+    store_timings(tmp_path, CPU, ONE)
+    said = json.loads(cache_file(tmp_path, CPU).read_text())["device"]
+    assert {"device", "torch", "format"} <= set(said)
