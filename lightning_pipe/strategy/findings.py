@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_pipe.core.cluster_file import save_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.core.program import Pass, Traffic
 from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
@@ -84,7 +83,7 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
         return None
     program, layout = recorded.program, planned.plan.layout
     prices = price(problem.graph, planned.cuts, layout, profile=problem.profile, cluster=problem.cluster)
-    if _ways(program.traffic) != _ways(prices.traffic):
+    if set(program.traffic.edges) != set(prices.traffic.edges):
         return None
     predicted = simulate(program, prices)
     curves = memory_curves(predicted, program=program, prices=prices)
@@ -97,10 +96,6 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
         measured_memory=recorded.memory,
     )
     return Findings(comparison, predicted, curves)
-
-
-def _ways(traffic: Traffic) -> set[tuple[Pass, int, int]]:
-    return {(edge.direction, edge.source, edge.target) for edge in traffic.edges}
 
 
 def reasons(planned: Planned) -> str:
