@@ -5,10 +5,10 @@ just freed for its result: it is up to twice as quick as in a step. So operation
 their neighbours and with the tensors that these hand on. A deep network repeats itself; a few of its positions show
 every distinct call several times, and only these are run (`Course.part`).
 
-The course of a step is its operations in the order of the joint graph, and two things more that a stage does with what
-they make: after the forward it copies new contents of buffers into them, after the backward it adds every gradient to
-that of its parameter. Both count as part of the operation that made the value. So the first gradient of a batch, which
-is not added to anything, is priced too high.
+The course of a step is its operations in the order of the joint graph, except that gradients which only parameters need
+are made last, as in stages. A stage does two things more with what operations make: after the forward it copies new
+contents of buffers into them, after the backward it adds every gradient to that of its parameter. Both count as part of
+the operation that made the value. So the first gradient of a batch, which is not added to anything, is priced too high.
 
 Where a gradient has several terms, additions of terms (`Operation.adds_terms`) count as part of the operations that
 make the terms, one for each, as it depends on the cut who adds them: the stage function, or the stage afterwards.
@@ -56,7 +56,7 @@ class Course:
         calls: those of the operations, in the same order.
 
     Attributes:
-        items: all calls in the order in which a step makes them; forward and repeated ones first.
+        items: all calls in the order in which stages make them: forward and repeated ones, input halves, weight halves.
         signatures: those of the items, each once, by the position of its first item.
         forms: tensors by name.
     """
@@ -68,6 +68,7 @@ class Course:
         own = [_item(call, o) for o, call in enumerate(calls)]
         forward = [item for item in own if graph.operations[item.operation].phase != "backward"]
         backward = [item for item in own if graph.operations[item.operation].phase == "backward"]
+        backward.sort(key=self._is_weight_half)
         self.items: tuple[Item, ...] = (*forward, *self._copies(), *backward, *self._additions())
         self._forward_end = len(self.items) - len(backward) - len(self._additions())
         self._by_position = sorted(range(len(self.items)), key=self._position)
@@ -78,6 +79,11 @@ class Course:
 
     def _is_repeated(self, item: int) -> bool:
         return self.graph.operations[self.items[item].operation].phase == "repeated"
+
+    def _is_weight_half(self, item: Item) -> bool:
+        """Say whether an operation of the backward is part of W wherever the graph is cut: it flows nowhere earlier."""
+        operation = self.graph.operations[item.operation]
+        return operation.reach >= operation.at
 
     def _copies(self) -> list[Item]:
         """Return the copies of new contents into buffers."""

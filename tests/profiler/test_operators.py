@@ -205,6 +205,17 @@ def test_what_a_stage_does_with_gradients_and_buffers_is_part_of_the_course():
     assert words.count("add_") == len(capture.graph.gradients) > 0
 
 
+@pytest.mark.parametrize("name", ["gpt_tied", "resnet_batchnorm", "lstm"])
+def test_a_course_makes_what_it_reads_and_ends_with_gradients_that_only_parameters_need(name):
+    course = course_of(parity_capture(name))
+    made = {spec.name: i for i, item in enumerate(course.items) for spec, _ in item.call.results}
+    late = [n for i, item in enumerate(course.items) for n in item.reads if made.get(n, -1) >= i]
+    assert not late, "read before they are made"
+    operations = [course.graph.operations[item.operation] for item in course.items if item.call.results]
+    halves = [operation.reach >= operation.at for operation in operations if operation.phase == "backward"]
+    assert halves == sorted(halves) and {False, True} == set(halves)
+
+
 def test_saved_tensors_outlive_the_forward_and_others_die_at_their_last_reader():
     course = course_of(deep_capture(3))
     forward = [i for i, item in enumerate(course.items) if course.graph.operations[item.operation].phase == "forward"]
