@@ -217,19 +217,14 @@ def predicted(graph: Graph, profile: Profile, samples: int, cut: tuple[int, ...]
 def accuracy(models: Sequence[str], rounds: int, *, verbose: bool) -> None:
     keep_freed_memory()
     print(f"noise (spread of a matrix product's times): {noise():.1%}")
-    print(f"{'model':8} {'functions':>9} {'median':>7} {'p90':>6} {'worst':>6}   mean error by samples and function")
+    print(f"{'model':8} {'samples':9} {'functions':>9} {'median':>7} {'p90':>6} {'worst':>6}   mean error")
     for model in models:
         found = compare(ALL[model], rounds)
         errors = found.errors()
-        sizes = sorted(abs(error) for error in errors.values())
-        groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for (samples, _, _, kind), error in errors.items():
-            groups[samples, kind].append(error)
-        means = " ".join(f"{n}{kind} {statistics.mean(group):+.0%}" for (n, kind), group in sorted(groups.items()))
-        print(
-            f"{model:8} {len(errors):9} {statistics.median(sizes):7.1%} {sizes[int(0.9 * len(sizes))]:6.1%} "
-            f"{sizes[-1]:6.1%}   {means}   profiled in {format_seconds(statistics.median(found.profiling_s))}"
-        )
+        for what, sizes in (("profiled", PROFILED), ("others", OTHERS)):
+            own = {name: error for name, error in errors.items() if name[0] in sizes}
+            print(f"{model:8} {what:9} {summary(own)}")
+        print(f"{'':8} profiled in {format_seconds(statistics.median(found.profiling_s))}")
         if verbose:
             for name, error in sorted(errors.items()):
                 times = format_seconds(min(found.predicted[name])), format_seconds(min(found.measured[name]))
@@ -237,6 +232,17 @@ def accuracy(models: Sequence[str], rounds: int, *, verbose: bool) -> None:
                     f"    {name[0]} samples, cuts {name[1]}, {name[3]}{name[2]}: {times[0]} / {times[1]} {error:+.1%}"
                 )
     print(f"noise afterwards: {noise():.1%}")
+
+
+def summary(errors: Mapping[Name, float]) -> str:
+    """Return number, median, ninth decile and largest of the errors, and their means by samples and function."""
+    sizes = sorted(abs(error) for error in errors.values())
+    groups: dict[str, list[float]] = defaultdict(list)
+    for (samples, _, _, kind), error in sorted(errors.items()):
+        groups[f"{samples}{kind}"].append(error)
+    means = " ".join(f"{group} {statistics.mean(own):+.0%}" for group, own in groups.items())
+    middle, high = statistics.median(sizes), sizes[int(0.9 * len(sizes))]
+    return f"{len(sizes):9} {middle:7.1%} {high:6.1%} {sizes[-1]:6.1%}   {means}"
 
 
 def resident_bytes() -> int:
