@@ -50,7 +50,7 @@ PROFILED, OTHERS = (1, 4), (2, 6)  # numbers of samples
 RUNS = 8  # of a function in a round; the first two are not counted
 LEAST_S = 1e-4  # shorter functions are not compared
 KEY = RandomKey(seed=0, step=0, microbatch=0)
-LARGE = {"vocabulary": 50304, "context": 128, "width": 2464, "depth": 96}
+LARGE = {"vocabulary": 50304, "context": 128, "width": 2496, "depth": 96}
 
 Name = tuple[int, tuple[int, ...], int, str]  # samples, cuts, stage, F, I or W
 Seconds = dict[Name, list[float]]  # by round
