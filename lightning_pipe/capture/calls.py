@@ -61,11 +61,17 @@ def operator_calls(joint: JointGraph, samples: int, device: torch.device) -> Ite
     """List the operations of a graph, in the order of `core.graph.Graph.operations`, for a number of samples."""
     sizes = Sizes(joint)
     key = RandomKey(seed=0, step=0, microbatch=0)
+    known: dict[str, Any] = {}
+
+    def spec(node: fx.Node) -> Any:
+        if node.name not in known:
+            known[node.name] = _spec(node, joint, sizes, samples)
+        return known[node.name]
+
     for node in operation_nodes(joint):
-        args = fx.map_arg(node.args, lambda n: _spec(n, joint, sizes, samples))
-        kwargs = fx.map_arg(node.kwargs, lambda n: _spec(n, joint, sizes, samples))
+        args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
         signature = f"{node.target}{args}{dict(kwargs)}"
-        results = tuple(_results(node, (), sizes, samples))
+        results = tuple(_results(node, (), spec))
         if is_random(node):
             yield OperatorCall(signature, keyed(node.target, 0, device), (key, *args), dict(kwargs), results)
         else:
@@ -74,15 +80,15 @@ def operator_calls(joint: JointGraph, samples: int, device: torch.device) -> Ite
 
 
 def _results(
-    node: fx.Node, where: tuple[int, ...], sizes: Sizes, samples: int
+    node: fx.Node, where: tuple[int, ...], spec: Callable[[fx.Node], Any]
 ) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
     """Yield what a node returns, if it is a tensor, and every tensor that is taken out of it."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        yield _described(value, sizes, samples, node.name), where
+    described = spec(node)
+    if isinstance(described, TensorSpec):
+        yield described, where
     for user in node.users:
         if operator_name(user) == "getitem":
-            yield from _results(user, (*where, user.args[1]), sizes, samples)
+            yield from _results(user, (*where, user.args[1]), spec)
 
 
 def _spec(node: fx.Node, joint: JointGraph, sizes: Sizes, samples: int) -> Any:

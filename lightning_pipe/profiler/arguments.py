@@ -81,12 +81,17 @@ def specs_of(value: Any) -> Iterator[TensorSpec]:
 
 
 def index_bounds(call: OperatorCall) -> dict[int, int]:
-    """Return, by `id` of its description, the bound of every argument that an operator reads as indices."""
+    """Return, by `id` of its description, the bound of every argument that an operator reads as indices.
+
+    One that is read along several dimensions is below all of their bounds.
+    """
     operator = call.signature.partition("(")[0].removeprefix("aten.")
     find = _INDEXED.get(operator.partition(".")[0])
-    found = find(*call.args) if find is not None else ()
-    integers = (torch.int64, torch.int32)
-    return {id(spec): bound for spec, bound in found if isinstance(spec, TensorSpec) and spec.dtype in integers}
+    bounds: dict[int, int] = {}
+    for spec, bound in find(*call.args) if find is not None else ():
+        if isinstance(spec, TensorSpec) and spec.dtype in (torch.int64, torch.int32):
+            bounds[id(spec)] = min(bound, bounds.get(id(spec), bound))
+    return bounds
 
 
 _Bounds = Iterator[tuple[Any, int]]  # (argument, bound of its values)

@@ -243,6 +243,7 @@ AT_DIM_1 = (spec(5, 7), 1)
         ("aten.gather.default", (*AT_DIM_1, INDICES), 7),
         ("aten.index_add.default", (*AT_DIM_1, INDICES, spec(5, 12)), 7),
         ("aten.index.Tensor", (spec(5, 7), [None, INDICES]), 7),
+        ("aten.index.Tensor", (spec(5, 7), [INDICES, INDICES]), 5),
         ("aten.nll_loss_forward.default", (spec(6, 8), INDICES, None, 1, -100), 8),
         ("aten.nll_loss2d_backward.default", (spec(), spec(6, 8, 2, 2), INDICES, None, 1, -100, spec()), 8),
         ("aten.take.default", (spec(5, 7), INDICES), 35),
