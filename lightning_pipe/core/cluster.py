@@ -27,6 +27,9 @@ class Link:
 NO_LINK = Link(latency_s=0.0, bytes_per_s=math.inf)
 """Stands where nothing is ever sent: inside a host with one device, and for the network of the only host."""
 
+NO_SWAP = Link(latency_s=math.inf, bytes_per_s=math.inf)
+"""Stands where nothing can be copied to another memory: devices that compute in the host's own."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -52,12 +55,14 @@ class Host:
         devices: its devices.
         inside: between two of its devices.
         network: its network card: latency to another host, and the bandwidth that all its devices share, per direction.
+        swap: between the memory of one of its devices and its own, per device and direction.
     """
 
     name: str
     devices: tuple[Device, ...]
     inside: Link
     network: Link
+    swap: Link = NO_SWAP
 
 
 @dataclass(frozen=True)

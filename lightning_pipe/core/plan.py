@@ -1,8 +1,8 @@
-"""What does a planner decide? The plan: stages, ranks, micro-batches, schedule.
+"""What does a planner decide? The plan: stages, ranks, micro-batches, schedule, and what becomes of saved tensors.
 
 A plan is a small YAML file (`core.serial`): printed, saved, edited, reused. A stage begins `at` a forward node of the
 captured graph (`addmm_7`) or at the first node of a module (`model.blocks.3`); both are resolved against the graph by
-`planner.problem`. Stage 0 begins at the start of the graph and says `at: ""`.
+`planner.resolve`. Stage 0 begins at the start of the graph and says `at: ""`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,27 @@ Share = Literal["samples", "microbatches"]
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: where it begins, which ranks run it, and how its replicas share a micro-batch.
+    """One stage: where it begins, which ranks run it, how these share a micro-batch, and what it does not keep.
+
+    Places in `recompute` and `offload` are names of tensors that F saves (`gelu_3`), or of nodes or modules, which mean
+    all saved tensors that are made there. What is named in neither is kept.
 
     Attributes:
         at: name of a forward node or path of a module at which the stage begins; "" for the first stage.
         ranks: ranks that run the stage, in replica order.
         share: `samples`: replicas take slices of every micro-batch (after DAPPLE); `microbatches`: they take whole
             micro-batches in turn, which keeps batch statistics those of the micro-batch.
+        weights: proportions in which replicas share the samples of a micro-batch, one integer each; () in equal parts.
+        recompute: places whose saved tensors F drops and the backward makes anew, just before it reads them.
+        offload: places whose saved tensors are copied to the host's memory after F, and back before the backward.
     """
 
     at: str
     ranks: tuple[int, ...]
     share: Share = "samples"
+    weights: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,9 @@ class Plan:
     def layout(self) -> Layout:
         """Return ranks and sharing of the stages."""
         whole = frozenset(s for s, stage in enumerate(self.stages) if stage.share == "microbatches")
-        return Layout(tuple(stage.ranks for stage in self.stages), whole)
+        weights = tuple(stage.weights or (1,) * len(stage.ranks) for stage in self.stages)
+        is_even = all(len(set(shares)) == 1 for shares in weights)
+        return Layout(tuple(stage.ranks for stage in self.stages), whole, () if is_even else weights)
 
 
 def microbatch_sizes(samples: int, microbatches: int) -> tuple[int, ...]:

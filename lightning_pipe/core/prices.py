@@ -34,7 +34,18 @@ class Prices(Protocol):
         ...
 
     def saved_bytes(self, stage: int, samples: int) -> int:
-        """Return the bytes that a stage keeps from F to I for `samples` samples of a micro-batch, without results."""
+        """Return the bytes that a stage saves from F to I for `samples` samples of a micro-batch, without results.
+
+        What is offloaded is in them, what is recomputed is not.
+        """
+        ...
+
+    def offloaded_bytes(self, stage: int, samples: int) -> int:
+        """Return the part of the saved bytes that is on the host from the end of `Evict` to the start of `Fetch`."""
+        ...
+
+    def swap_s(self, stage: int, rank: int, samples: int) -> float:
+        """Return the seconds of copying what a stage offloads of a micro-batch to the host, or back."""
         ...
 
     def kept_bytes(self, stage: int, samples: int) -> int:

@@ -141,7 +141,32 @@ class Free:
         return f"{self.stage}FREE{self.microbatch}"
 
 
-Instruction: TypeAlias = Compute | Load | Send | Recv | Reduce | Step | Free
+@dataclass(frozen=True, order=True)
+class Evict:
+    """Start copying what the stage offloads of one micro-batch to the host's memory; device memory is free afterwards.
+
+    Does not block. Comes after F, and is paired with the `Fetch` of the same stage and micro-batch.
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}EVICT{self.microbatch}"
+
+
+@dataclass(frozen=True, order=True)
+class Fetch:
+    """Start copying back what `Evict` took away; does not block, but I of the same micro-batch waits for its end."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}FETCH{self.microbatch}"
+
+
+Instruction: TypeAlias = Compute | Load | Send | Recv | Reduce | Step | Free | Evict | Fetch
 Order: TypeAlias = tuple[tuple[Compute, ...], ...]  # computes per rank
 
 
@@ -153,10 +178,12 @@ class Layout:
         stages: ranks of each stage, in replica order; a rank may hold several stages.
         whole: stages whose replicas take whole micro-batches in turn (micro-batch m goes to replica m mod r) because
             their samples are coupled; all other replicated stages take slices of every micro-batch (after DAPPLE).
+        weights: proportions in which the replicas of each stage share a micro-batch; () if all take equal parts.
     """
 
     stages: tuple[tuple[int, ...], ...]
     whole: frozenset[int] = frozenset()
+    weights: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -168,7 +195,9 @@ class Layout:
         count = len(self.stages[stage])
         if stage in self.whole:
             return Samples(0, size) if microbatch % count == replica else Samples(0, 0)
-        return Samples(replica * size // count, (replica + 1) * size // count)
+        shares = self.weights[stage] if self.weights else (1,) * count
+        before, total = sum(shares[:replica]), sum(shares)
+        return Samples(before * size // total, (before + shares[replica]) * size // total)
 
 
 @dataclass(frozen=True)
@@ -192,11 +221,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a cut of the graph makes cross: edges between stages, gradient buckets, stages that read the batch."""
+    """What a cut makes cross: edges between stages, gradient buckets, stages that read the batch, and that offload."""
 
     edges: tuple[Edge, ...]
     buckets: tuple[Bucket, ...]
     loads: tuple[int, ...] = (0,)
+    offloads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import replace
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Compute, Reduce, Send
-from lightning_pipe.planner.judge import Judge, Judged, Problem
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.explain import Alternative, Kind
 
 _DDP_BUCKET_BYTES = 25 * 2**20

@@ -11,56 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.prices import Prices
-from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Layout, Order, Traffic, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.prices import Pricer
-from lightning_pipe.planner.problem import resolve
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a planner is asked: one batch of `samples` samples of this graph, on these devices.
-
-    Attributes:
-        graph: the step.
-        profile: seconds of its operations.
-        cluster: devices and links; every rank is used.
-        samples: samples of a batch.
-        training: whether the step has a backward and ends with an optimizer step.
-    """
-
-    graph: Graph
-    profile: Profile
-    cluster: Cluster
-    samples: int
-    training: bool = True
-
-
-_NOMINAL_MEMORY = 1 << 62  # nothing is known, so nothing is too big
-_NOMINAL_LINK = Link(latency_s=20e-6, bytes_per_s=5e9)  # a process on the same host
-
-
-def nominal_cluster(ranks: int) -> Cluster:
-    """Return equal nominal devices on one host, for when nothing is to be measured."""
-    device = Device("nominal", _NOMINAL_MEMORY)
-    host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK)
-    return Cluster((host,))
-
-
-def counted_problem(graph: Graph, *, ranks: int, samples: int, training: bool = True) -> Problem:
-    """Return the problem of counted costs on nominal devices."""
-    return Problem(graph, counted(graph), nominal_cluster(ranks), samples, training)
 
 
 @dataclass(frozen=True)

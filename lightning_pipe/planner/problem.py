@@ -1,125 +1,74 @@
-"""How does a plan meet a graph? Stage names become cut positions, and positions of one graph those of another.
-
-Cut position k puts nodes 0..k-1 before and k.. after (core.graph).
-"""
+"""What is a planner asked? A step, what it costs, devices and links, and what the user has decided already."""
 
 from __future__ import annotations
 
-import difflib
-import itertools
 from dataclasses import dataclass
+from typing import Literal
 
-from lightning_pipe.core.graph import Graph, Node
-from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import PlanError
+from lightning_pipe.core.cluster import Cluster, Device, Host, Link
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.profile import Profile
+from lightning_pipe.cost.counted import counted
 
-
-def resolve(plan: Plan, graph: Graph, *, ranks: int) -> tuple[int, ...]:
-    """Return the positions at which the plan's stages 1, 2, ... begin.
-
-    Raises:
-        PlanError: if the plan was made for another graph, names a place that does not exist, has its stages out of
-            order, or uses other ranks than 0..ranks-1.
-    """
-    if plan.graph and plan.graph != graph.fingerprint:
-        raise PlanError(
-            f"The plan was made for graph {plan.graph}, the step's graph is {graph.fingerprint}. Make a new plan, or "
-            "remove `graph:` from the file if its stage names are still right."
-        )
-    _check_ranks(plan, ranks)
-    if plan.microbatches < 1:
-        raise PlanError(f"The plan has microbatches: {plan.microbatches}; expected at least 1.")
-    if plan.stages[0].at:
-        raise PlanError(f"The first stage begins at {plan.stages[0].at!r}; expected '' (the start of the graph).")
-    positions = [_position(stage.at, graph) for stage in plan.stages]
-    for (a, b), (one, two) in zip(itertools.pairwise(positions), itertools.pairwise(plan.stages), strict=True):
-        if b <= a:
-            raise PlanError(
-                f"Stage {two.at!r} begins at node {b} of the graph, not after stage {one.at!r} at node {a}. List the "
-                "stages in forward order, each with at least one node."
-            )
-    for position, stage in zip(positions, plan.stages, strict=True):
-        if position in graph.uncuttable:
-            raise PlanError(
-                f"A stage cannot begin at {stage.at!r}: state that the step overwrites is read before it and written "
-                "after it. Begin the stage earlier or later."
-            )
-    return tuple(positions[1:])
-
-
-def _position(at: str, graph: Graph) -> int:
-    position = graph.position(at)
-    if position < 0:
-        known = [node.name for node in graph.nodes] + [node.module for node in graph.nodes]
-        close = difflib.get_close_matches(at, list(dict.fromkeys(known)), n=3)
-        hint = f" Did you mean {', '.join(close)}?" if close else ""
-        raise PlanError(f"The plan begins a stage at {at!r}, which is no node and no module of the graph.{hint}")
-    return position
-
-
-def _check_ranks(plan: Plan, ranks: int) -> None:
-    if not plan.stages or any(not stage.ranks for stage in plan.stages):
-        raise PlanError("The plan has no stages, or a stage without ranks; expected at least one rank per stage.")
-    for s, stage in enumerate(plan.stages):
-        if len(set(stage.ranks)) != len(stage.ranks):
-            raise PlanError(f"Stage {s} lists a rank twice: {list(stage.ranks)}.")
-    used = {rank for stage in plan.stages for rank in stage.ranks}
-    if used != set(range(ranks)):
-        raise PlanError(
-            f"The plan uses ranks {sorted(used)}, the trainer has ranks 0..{ranks - 1}. Every rank must run a stage: "
-            f"change `devices` to {max(used) + 1}, or the plan's ranks."
-        )
+Relief = Literal["recompute", "offload"]
 
 
 @dataclass(frozen=True)
-class Transferred:
-    """Cuts of another graph of the same module.
+class Wishes:
+    """What a plan must keep to; a planner decides whatever is left open.
 
     Attributes:
-        cuts: positions in the other graph; equal positions mark stages without work there.
-        missing: stage -> parameters that it reads there but does not hold in the first graph.
+        microbatches: micro-batches per batch; None leaves it open.
+        replicas: ranks per stage, stages in the order of the ranks; None leaves it open.
+        schedule: name of the schedule; None leaves it open.
+        warmup: warm-up of 1F1B, as `schedule.one_f_one_b` reads it; None leaves it open.
+        least_samples: fewest samples of a micro-batch for which a replica may be used, unless a batch has fewer in all.
+        reliefs: what a plan may do with saved tensors instead of keeping them.
     """
 
-    cuts: tuple[int, ...]
-    missing: dict[int, tuple[str, ...]]
+    microbatches: int | None = None
+    replicas: tuple[int, ...] | None = None
+    schedule: str | None = None
+    warmup: str | None = None
+    least_samples: int = 1
+    reliefs: frozenset[Relief] = frozenset()
 
 
-def transfer_cuts(graph: Graph, cuts: tuple[int, ...], other: Graph) -> Transferred:
-    """Cut `other` (the graph of validation, say) so that every stage reads parameters that it holds already.
+ANYTHING = Wishes()
 
-    Nodes without parameters stay with the node before them, unless the graph cannot be cut or sliced there. A parameter
-    that `graph` does not read at all is held everywhere.
+
+@dataclass(frozen=True)
+class Problem:
+    """One batch of `samples` samples of this graph, on these devices.
+
+    Attributes:
+        graph: the step.
+        profile: seconds of its operations.
+        cluster: devices and links; every rank is used.
+        samples: samples of a batch.
+        training: whether the step has a backward and ends with an optimizer step.
+        wishes: what is decided already.
     """
-    holders: dict[str, set[int]] = {}
-    for stage, nodes in enumerate(_stages(graph, cuts)):
-        for node in nodes:
-            for parameter in node.parameters:
-                holders.setdefault(parameter, set()).add(stage)
-    everywhere = set(range(len(cuts) + 1))
-    begins = [0]
-    missing: dict[int, dict[str, None]] = {}
-    free = 0  # first position after the last node with parameters
-    for position, node in enumerate(other.nodes):
-        held = [holders.get(parameter, everywhere) for parameter in node.parameters]
-        if not held:
-            continue
-        stage = len(begins) - 1
-        later = [s for s in set.intersection(*held) if s >= stage]
-        begins += [_good_position(other, free, position)] * (min(later) - stage if later else 0)
-        free = position + 1
-        for parameter, stages in zip(node.parameters, held, strict=True):
-            if len(begins) - 1 not in stages:
-                missing.setdefault(len(begins) - 1, {})[parameter] = None
-    begins += [len(other.nodes)] * (len(cuts) + 1 - len(begins))
-    return Transferred(tuple(begins[1:]), {stage: tuple(names) for stage, names in missing.items()})
+
+    graph: Graph
+    profile: Profile
+    cluster: Cluster
+    samples: int
+    training: bool = True
+    wishes: Wishes = ANYTHING
 
 
-def _good_position(graph: Graph, first: int, last: int) -> int:
-    """Return the last position of a range at which the graph can be cut and sliced, else the last of all."""
-    avoided = graph.uncuttable | graph.unsliceable
-    return next((position for position in range(last, first - 1, -1) if position not in avoided), last)
+_NOMINAL_MEMORY = 1 << 62  # nothing is known, so nothing is too big
+_NOMINAL_LINK = Link(latency_s=20e-6, bytes_per_s=5e9)  # a process on the same host
 
 
-def _stages(graph: Graph, cuts: tuple[int, ...]) -> list[tuple[Node, ...]]:
-    bounds = (0, *cuts, len(graph.nodes))
-    return [graph.nodes[a:b] for a, b in itertools.pairwise(bounds)]
+def nominal_cluster(ranks: int) -> Cluster:
+    """Return equal nominal devices on one host, for when nothing is to be measured."""
+    device = Device("nominal", _NOMINAL_MEMORY)
+    host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK)
+    return Cluster((host,))
+
+
+def counted_problem(graph: Graph, *, ranks: int, samples: int, training: bool = True) -> Problem:
+    """Return the problem of counted costs on nominal devices."""
+    return Problem(graph, counted(graph), nominal_cluster(ranks), samples, training)

@@ -21,7 +21,8 @@ from lightning_pipe.core.plan import Plan, Share, StagePlan
 from lightning_pipe.core.program import Options
 from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.judge import Judge, Judged, Problem
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.problem import Problem
 
 _TRAFFIC_PRICES = (0.0, 1.0, 3.0)  # messages hidden behind computes, exposed, and exposed on a busy link
 _MOST_POSITIONS = 400

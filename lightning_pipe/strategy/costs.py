@@ -24,7 +24,7 @@ from lightning_pipe.core.cluster_file import check_ranks, find_cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Layout
-from lightning_pipe.planner.judge import Problem, counted_problem
+from lightning_pipe.planner.problem import Problem, counted_problem
 from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
 from lightning_pipe.profiler.links import Handle, LinkFacts, computing, probe_links

@@ -17,7 +17,7 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.planner.alternatives import alternatives
-from lightning_pipe.planner.judge import Problem
+from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
     Memory,

@@ -32,7 +32,7 @@ from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import BatchError
 from lightning_pipe.planner.judge import Judged
-from lightning_pipe.planner.problem import resolve
+from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.parts import Content

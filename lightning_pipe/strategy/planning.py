@@ -12,8 +12,9 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
-from lightning_pipe.planner.judge import Judged, Problem, judge
-from lightning_pipe.planner.problem import transfer_cuts
+from lightning_pipe.planner.judge import Judged, judge
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.resolve import transfer_cuts
 from lightning_pipe.planner.uniform import candidates
 
 

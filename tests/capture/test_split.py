@@ -16,7 +16,7 @@ from capture.sequential import run_stages
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.problem import transfer_cuts
+from lightning_pipe.planner.resolve import transfer_cuts
 
 KEY = RandomKey(seed=1, step=0, microbatch=0)
 

@@ -20,8 +20,8 @@ from lightning_pipe.capture import Capture, Request, capture_step, flatten, real
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.step import Recording, recording_calls
 from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.planner.judge import counted_problem
-from lightning_pipe.planner.problem import resolve
+from lightning_pipe.planner.problem import counted_problem
+from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.planner.uniform import uniform
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import Job
