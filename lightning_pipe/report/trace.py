@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, Free, Instruction, Load, Recv, Reduce, Send, Step
+from lightning_pipe.core.program import Compute, Evict, Fetch, Free, Instruction, Load, Recv, Reduce, Send, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report.account import step_interval
 
@@ -18,7 +18,8 @@ Curves: TypeAlias = Mapping[int, Curve]  # by rank
 NO_CURVES: Curves = {}
 MICROSECONDS = 1e6  # the trace format counts in microseconds
 MIDDLE = 0.5  # of a column of a drawing
-LANES = ("compute", "send", "receive", "reduce")  # overlapping kinds of one rank lie on lanes of their own
+# Overlapping kinds of one rank lie on lanes of their own.
+LANES = ("compute", "send", "receive", "reduce", "evict", "fetch")
 MOST_ABREAST = 1000  # threads per lane: what overlaps within a lane lies side by side
 PREDICTED_PID = 1_000_000  # process of rank 0 as predicted; as measured, a rank is the process of its number
 
@@ -87,9 +88,9 @@ def _rank_events(events: Sequence[Event], shift: float) -> Iterator[TraceEvent]:
 
 def _threads(events: Sequence[Event]) -> list[list[Event]]:
     """Lay events on as few threads as possible such that none overlap; viewers cut off what does."""
-    threads: list[list[Event]] = [[]]
+    threads: list[list[Event]] = []
     for event in sorted(events, key=lambda event: event.start):
-        free = next((thread for thread in threads if not thread or thread[-1].end <= event.start), None)
+        free = next((thread for thread in threads if thread[-1].end <= event.start), None)
         if free is None:
             threads.append([event])
         else:
@@ -114,6 +115,10 @@ def _category(instruction: Instruction) -> tuple[str, str]:
             return "step", "compute"
         case Free():
             return "free", "compute"
+        case Evict():
+            return "evict", "evict"
+        case Fetch():
+            return "fetch", "fetch"
 
 
 def draw(timeline: Timeline, *, unit: float = 1.0) -> str:

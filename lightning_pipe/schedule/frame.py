@@ -25,10 +25,11 @@ def check_frame(program: Program) -> None:
 
 
 def check_layout(layout: Layout) -> None:
-    """Check that every stage has ranks, each once.
+    """Check that every stage has ranks, each once, and that its replicas have weights where there are any.
 
     Raises:
-        ProgramError: if a stage has no rank, a negative rank or one twice, or if `whole` names an unknown stage.
+        ProgramError: if a stage has no rank, a negative rank or one twice, if `whole` names an unknown stage, or if
+            weights do not fit the replicas.
     """
     if not layout.stages:
         raise ProgramError("the layout has no stages")
@@ -38,6 +39,23 @@ def check_layout(layout: Layout) -> None:
     unknown = sorted(stage for stage in layout.whole if not 0 <= stage < len(layout.stages))
     if unknown:
         raise ProgramError(f"whole micro-batches are asked for stages {unknown}; the layout has {len(layout.stages)}")
+    _check_weights(layout)
+
+
+def _check_weights(layout: Layout) -> None:
+    if layout.weights and len(layout.weights) != len(layout.stages):
+        raise ProgramError(f"found weights of {len(layout.weights)} stages; the layout has {len(layout.stages)}")
+    for stage, weights in enumerate(layout.weights):
+        replicas = len(layout.stages[stage])
+        if len(weights) != replicas or min(weights) < 1:
+            raise ProgramError(
+                f"stage {stage} has weights {weights}; expected {replicas} whole numbers from 1, one for each replica"
+            )
+        if stage in layout.whole and len(set(weights)) > 1:
+            raise ProgramError(
+                f"stage {stage} has weights {weights}; its replicas take whole micro-batches in turn, so expected "
+                "equal weights"
+            )
 
 
 def _check_traffic(traffic: Traffic, *, stages: int) -> None:
@@ -57,6 +75,8 @@ def _check_traffic(traffic: Traffic, *, stages: int) -> None:
             raise ProgramError(f"bucket {number} belongs to stages {bucket.stages}; the layout has {stages} stages")
     if not all(0 <= stage < stages for stage in traffic.loads):
         raise ProgramError(f"stages {traffic.loads} read the batch; the layout has {stages} stages")
+    if not all(0 <= stage < stages for stage in traffic.offloads):
+        raise ProgramError(f"stages {traffic.offloads} offload; the layout has {stages} stages")
 
 
 def _check_range(compute: Compute, rank: int, program: Program) -> None:

@@ -8,6 +8,8 @@ Laws (the name in the error text is the one in quotes):
                   the same rank that it needs (F before I before W; local hand-over)
     "messages"    exactly the messages that traffic and layout demand are posted, each once, sends after their compute
     "channel"     sends and receives between two ranks are in the same order
+    "offload"     every stage that offloads evicts every micro-batch once, after F, and fetches it once, after that and
+                  before I (or B); no other stage does, and no forward-only program
     "free"        every stage forgets every micro-batch once, after its last compute and its last send
     "gradients"   every rank that holds a shared bucket reduces it once, after its last W, in ascending bucket order
     "step"        the optimizer steps once, last, on every rank of a program that synchronises, and in no other
@@ -29,6 +31,8 @@ from typing_extensions import assert_never
 from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
+    Evict,
+    Fetch,
     Free,
     Instruction,
     Load,
@@ -72,6 +76,8 @@ class _Demand:
     computes: set[Compute] = field(default_factory=set)  # with B as I and W
     loads: set[Load] = field(default_factory=set)
     receives: set[Recv] = field(default_factory=set)
+    evicts: set[Evict] = field(default_factory=set)
+    fetches: set[Fetch] = field(default_factory=set)
     frees: set[Free] = field(default_factory=set)
     reductions: set[int] = field(default_factory=set)
     open_work: dict[tuple[int, int], int] = field(default_factory=dict)  # computes and sends left before Free
@@ -103,6 +109,9 @@ class _RankCheck:
             demand.computes.update(computes)
             demand.frees.add(Free(s, m))
             demand.open_work[s, m] = len(computes)
+            if program.training and s in program.traffic.offloads:
+                demand.evicts.add(Evict(s, m))
+                demand.fetches.add(Fetch(s, m))
             for compute in computes:
                 needs = self._flow.needs(compute, rank=self._rank)
                 demand.loads.update(needs.loads)
@@ -140,6 +149,10 @@ class _RankCheck:
                     self._step()
                 case Free():
                     self._free(instruction)
+                case Evict():
+                    self._evict(instruction)
+                case Fetch():
+                    self._fetch(instruction)
                 case _:
                     assert_never(instruction)
         self._nothing_left()
@@ -159,6 +172,9 @@ class _RankCheck:
         for earlier in needs.computes:
             if earlier in left:
                 self._refuse("inputs", f"it needs {earlier} before it on this rank")
+        fetch = Fetch(compute.stage, compute.microbatch)
+        if compute.direction == "B" and fetch in self._demand.fetches:
+            self._refuse("offload", f"it needs {fetch} before it")
         left.difference_update(parts)
         sends = self._flow.gives(compute, rank=self._rank)
         self._sendable.update(sends)
@@ -213,6 +229,22 @@ class _RankCheck:
         if self._demand.open_work[free.stage, free.microbatch]:
             self._refuse("free", f"not before it: {', '.join(self._open_work(free))}")
         self._demand.frees.remove(free)
+
+    def _evict(self, evict: Evict) -> None:
+        if evict not in self._demand.evicts:
+            self._refuse("offload", "it is evicted twice, or this rank offloads no such samples")
+        forward = Compute(evict.stage, "F", evict.microbatch)
+        if forward in self._demand.computes:
+            self._refuse("offload", f"it needs {forward} before it")
+        self._demand.evicts.remove(evict)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        if fetch not in self._demand.fetches:
+            self._refuse("offload", "it is fetched twice, or this rank offloads no such samples")
+        evict = Evict(fetch.stage, fetch.microbatch)
+        if evict in self._demand.evicts:
+            self._refuse("offload", f"it needs {evict} before it")
+        self._demand.fetches.remove(fetch)
 
     def _open_work(self, free: Free) -> list[str]:
         """Name the computes and the sends of a stage and micro-batch that are missing so far."""
