@@ -72,7 +72,7 @@ class Exchange:
             packed(to_tensor(content, device=self._device), self._split.values[name])
             for name, content in self._parts(message).items()
         ]
-        self._sends = [(earlier, under_way) for earlier, under_way in self._sends if not under_way.landed()]
+        self._let_go()
         self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
 
     def receive(self, receive: Recv) -> None:
@@ -84,12 +84,18 @@ class Exchange:
         views = [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
         handle = self._transport.receive(views, peer=receive.peer)
         self._posted[receive] = self._recorder.mark()
-        self._receives = [(earlier, under_way) for earlier, under_way in self._receives if not under_way.landed()]
+        self._let_go()
         self._receives.append((receive, handle))
         self._mailbox.put(Letter(message, receive.peer, buffers, handle))
 
+    def _let_go(self) -> None:
+        """Forget what has landed: its handles keep memory."""
+        self._sends = [(send, under_way) for send, under_way in self._sends if not under_way.landed()]
+        self._receives = [(receive, under_way) for receive, under_way in self._receives if not under_way.landed()]
+
     def collect(self, compute: Compute) -> Walk[None]:
         """Wait for the letters that a compute needs and give their contents to its stage."""
+        self._let_go()
         if compute.kind == "W":
             return
         stage = self._stages[compute.stage]
