@@ -6,6 +6,7 @@ The program is run without time under the weakest promises that a transport may 
     channel      (sender, receiver) has no buffer: its k-th message moves when the k-th send and receive are posted
     Compute      blocks until the receives posted for it have moved
     Reduce       is posted and does not block
+    Evict, Fetch wait for nobody but their own rank, in the order of its list
     Step         blocks until every reduction that its rank posted is posted by all ranks that hold the bucket
 
 A program that ends here ends on every transport that keeps the order of a channel. The laws local to a rank and the

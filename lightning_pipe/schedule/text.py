@@ -3,9 +3,11 @@
     sizes 2 2 1
     layout 0,1 | 2
     whole
+    weights 3,1 | 1                        only where replicas take unequal parts
     edge F 0>1 bytes_per_sample=8.0 fixed_bytes=0
     bucket 0 bytes=100
     loads 0
+    offloads 0                             only where stages offload
     training true
     synchronise true
     rank 0: 0LOAD0 0F0 0SEND_F0>1@2[0:1] …
@@ -26,6 +28,8 @@ from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
     Edge,
+    Evict,
+    Fetch,
     Free,
     Instruction,
     Layout,
@@ -59,8 +63,10 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
     (re.compile(r"REDUCE(\d+)"), lambda bucket: Reduce(int(bucket))),
     (re.compile(r"STEP"), lambda: Step()),
     (re.compile(r"(\d+)FREE(\d+)"), lambda s, m: Free(int(s), int(m))),
+    (re.compile(r"(\d+)EVICT(\d+)"), lambda s, m: Evict(int(s), int(m))),
+    (re.compile(r"(\d+)FETCH(\d+)"), lambda s, m: Fetch(int(s), int(m))),
 )
-_EXAMPLES = "2F0, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1, STEP, 2FREE0"
+_EXAMPLES = "2F0, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1, STEP, 2FREE0, 2EVICT0, 2FETCH0"
 
 
 def parse(text: str) -> Instruction:
@@ -85,16 +91,22 @@ def format_program(program: Program) -> str:
     layout, traffic = program.layout, program.traffic
     lines = [
         _line("sizes", map(str, program.sizes)),
-        _line("layout", [" | ".join(",".join(map(str, ranks)) for ranks in layout.stages)]),
+        _line("layout", [_format_stages(layout.stages)]),
         _line("whole", map(str, sorted(layout.whole))),
+        *([_line("weights", [_format_stages(layout.weights)])] if layout.weights else []),
         *map(_format_edge, traffic.edges),
         *(f"bucket {','.join(map(str, bucket.stages))} bytes={bucket.bytes}" for bucket in traffic.buckets),
         _line("loads", map(str, traffic.loads)),
+        *([_line("offloads", map(str, traffic.offloads))] if traffic.offloads else []),
         f"training {str(program.training).lower()}",
         f"synchronise {str(program.synchronise).lower()}",
         *(_line(f"rank {rank}:", map(str, line)) for rank, line in enumerate(program.ranks)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _format_stages(stages: Iterable[tuple[int, ...]]) -> str:
+    return " | ".join(",".join(map(str, numbers)) for numbers in stages)
 
 
 def _format_edge(edge: Edge) -> str:
@@ -121,18 +133,35 @@ def parse_program(text: str) -> Program:
     return Program(
         ranks=_ranks(fields["rank"]),
         sizes=_only("sizes", fields, _integers),
-        layout=Layout(_only("layout", fields, _stages), frozenset(_only("whole", fields, _integers))),
+        layout=Layout(
+            _only("layout", fields, _stages),
+            frozenset(_only("whole", fields, _integers)),
+            _only("weights", fields, _stages) if fields["weights"] else (),
+        ),
         traffic=Traffic(
             tuple(_edge(edge) for edge in fields["edge"]),
             tuple(_bucket(bucket) for bucket in fields["bucket"]),
             _only("loads", fields, _integers),
+            _only("offloads", fields, _integers) if fields["offloads"] else (),
         ),
         training=_only("training", fields, _flag),
         synchronise=_only("synchronise", fields, _flag),
     )
 
 
-_HEADS = ("sizes", "layout", "whole", "edge", "bucket", "loads", "training", "synchronise", "rank")
+_HEADS = (
+    "sizes",
+    "layout",
+    "whole",
+    "weights",
+    "edge",
+    "bucket",
+    "loads",
+    "offloads",
+    "training",
+    "synchronise",
+    "rank",
+)
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:

@@ -20,6 +20,8 @@ class Case:
     stages: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...] = (4, 4, 4, 4)
     whole: frozenset[int] = frozenset()
+    weights: tuple[tuple[int, ...], ...] = ()
+    offloads: tuple[int, ...] = ()
     schedule: str = "1f1b"
     options: Options = field(default_factory=dict)
     skips: tuple[tuple[int, int], ...] = ()
@@ -33,8 +35,8 @@ class Case:
         layout = "-".join("".join(map(str, ranks)) for ranks in self.stages)
         choices = [f"{key}={value}" for key, value in self.options.items()]
         flags = [name for name in ("tied", "training", "synchronise", "early_release", "split") if getattr(self, name)]
-        whole = ["whole"] if self.whole else []
-        return "/".join([layout, "".join(map(str, self.sizes)), self.schedule, *choices, *flags, *whole])
+        more = [name for name in ("whole", "weights", "offloads") if getattr(self, name)]
+        return "/".join([layout, "".join(map(str, self.sizes)), self.schedule, *choices, *flags, *more])
 
 
 def traffic_of(case: Case) -> Traffic:
@@ -46,7 +48,7 @@ def traffic_of(case: Case) -> Traffic:
     tied = [(0, count - 1)] if case.tied else []
     buckets = [Bucket(stages, 100) for stages in [*tied, *((s,) for s in range(count))]]
     loads = (0, count - 1) if count > 2 else (0,)
-    return Traffic((*forward, *backward, *skips), tuple(buckets), loads)
+    return Traffic((*forward, *backward, *skips), tuple(buckets), loads, case.offloads)
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def build() -> Callable[[Case], Program]:
     """Return a function that orders and lowers a case."""
 
     def build_case(case: Case) -> Program:
-        layout = Layout(case.stages, case.whole)
+        layout = Layout(case.stages, case.whole, case.weights)
         schedule = SCHEDULES[case.schedule] if case.training else forward_only
         order = schedule(layout, len(case.sizes), case.options)
         return lower(
@@ -108,7 +110,17 @@ def every_case() -> list[Case]:
     unsplit = [Case(stages, (3, 3, 2), split=False) for stages in LAYOUTS]
     accumulating = [Case(stages, (3, 3, 2), synchronise=False) for stages in LAYOUTS]
     evaluation = [Case(stages, sizes, schedule="forward", training=False) for stages in LAYOUTS for sizes in SIZES]
-    return [*plain, *whole, *skips, *late, *unsplit, *accumulating, *evaluation]
+    offloading = [
+        Case(stages, (3, 3, 2), schedule=schedule, offloads=(0, len(stages) - 1), split=split)
+        for stages in LAYOUTS
+        for schedule in ("gpipe", "1f1b")
+        for split in (True, False)
+    ]
+    weighted = [
+        Case(stages, (3, 3, 2, 1), weights=tuple(tuple(range(len(ranks), 0, -1)) for ranks in stages))
+        for stages in LAYOUTS
+    ]
+    return [*plain, *whole, *skips, *late, *unsplit, *accumulating, *evaluation, *offloading, *weighted]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -128,5 +140,8 @@ SMALL = [
     Case(((0, 1), (0, 2), (1,)), (2, 3, 1), skips=((0, 2),)),
     Case(((0, 1, 2), (3, 4)), (3, 2), early_release=False),
     Case(((0,), (1, 2)), (2, 2), synchronise=False, split=False),
+    Case(((0, 1), (2,)), (3, 1, 2), offloads=(0, 1)),
+    Case(((0,), (1,), (0,)), (1, 1, 1), offloads=(0,), split=False),
+    Case(((0, 1), (2, 3)), (4, 1), weights=((3, 1), (1, 2))),
     Case(((0, 1), (2,), (0,)), (2, 2), skips=((0, 2),), schedule="forward", training=False),
 ]

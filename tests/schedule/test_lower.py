@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
-from lightning_pipe.core.program import Bucket, Compute, Edge, Free, Layout, Recv, Reduce, Send, Step, Traffic
+from lightning_pipe.core.program import (
+    Bucket,
+    Compute,
+    Edge,
+    Evict,
+    Fetch,
+    Free,
+    Layout,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    Traffic,
+)
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.rules import Dataflow
@@ -129,3 +143,30 @@ def test_stages_on_one_rank_send_no_messages():
         order_of("1f1b", layout=layout, microbatches=3), layout=layout, sizes=(1,) * 3, traffic=Traffic(edges, ())
     )
     assert not [x for x in program.ranks[0] if isinstance(x, (Send, Recv))]
+
+
+def test_evict_follows_its_forward_and_fetch_comes_three_computes_ahead_or_right_after_evict(case, build):
+    program = build(case)
+    flow = Dataflow.of(program)
+    for rank, line in enumerate(program.ranks):
+        computes = [x for x in line if isinstance(x, Compute)]
+        works = {(x.stage, x.microbatch) for x in computes if x.stage in case.offloads and case.training}
+        assert {(x.stage, x.microbatch) for x in line if isinstance(x, Evict)} == works
+        assert {(x.stage, x.microbatch) for x in line if isinstance(x, Fetch)} == works
+        for work in works:
+            forward = Compute(work[0], "F", work[1])
+            evict, fetch = line.index(Evict(*work)), line.index(Fetch(*work))
+            sends = [line.index(send) for send in flow.gives(forward, rank=rank)]
+            assert max([line.index(forward), *sends]) < evict
+            assert [x for x in line[line.index(forward) + 1 : evict] if isinstance(x, Compute)] == []
+            backward = next(line.index(x) for x in computes if (x.stage, x.microbatch) == work and x.direction == "B")
+            between = [x for x in line[fetch:backward] if isinstance(x, Compute)]
+            at_once = [x for x in line[evict:fetch] if isinstance(x, Compute)] == []
+            assert len(between) == 3 or (len(between) < 3 and at_once), (rank, work)
+
+
+def test_programs_that_do_not_offload_are_lowered_as_before(small_case, build):
+    kept = build(replace(small_case, offloads=()))
+    swapped = build(small_case)
+    without = [tuple(x for x in line if not isinstance(x, (Evict, Fetch))) for line in swapped.ranks]
+    assert tuple(without) == kept.ranks

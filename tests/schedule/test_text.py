@@ -10,6 +10,8 @@ from lightning_pipe.core.program import (
     Bucket,
     Compute,
     Edge,
+    Evict,
+    Fetch,
     Free,
     Instruction,
     Layout,
@@ -39,6 +41,8 @@ def random_instruction(rng: random.Random) -> Instruction:
             Reduce(s),
             Step(),
             Free(s, m),
+            Evict(s, m),
+            Fetch(s, m),
         ]
     )
 
@@ -52,10 +56,15 @@ def random_program(rng: random.Random) -> Program:
     return Program(
         ranks=tuple(tuple(random_instruction(rng) for _ in range(rng.randrange(20))) for _ in range(rng.randint(1, 6))),
         sizes=tuple(rng.randrange(1, 99) for _ in range(rng.randint(1, 7))),
-        layout=Layout(stages, frozenset(rng.sample(range(len(stages)), rng.randrange(2)))),
+        layout=Layout(
+            stages,
+            frozenset(rng.sample(range(len(stages)), rng.randrange(2))),
+            tuple(tuple(rng.randint(1, 9) for _ in ranks) for ranks in stages) if rng.random() < 0.5 else (),
+        ),
         traffic=Traffic(
             edges,
             tuple(Bucket(tuple(rng.sample(range(5), 2)), rng.randrange(2**40)) for _ in range(rng.randrange(3))),
+            tuple(range(rng.randrange(3))),
             tuple(range(rng.randrange(3))),
         ),
         training=rng.random() < 0.5,
@@ -94,6 +103,15 @@ rank 1: 1RECV_F0<0@0[0:2] 1F0
     1FREE0     # an indented line goes on
 rank 0: 0F0
 """
+
+
+def test_weights_and_offloads_are_written_where_there_are_any():
+    program = parse_program(TEXT)
+    assert program.layout.weights == program.traffic.offloads == ()
+    assert not [line for line in format_program(program).splitlines() if line.startswith(("weights", "offloads"))]
+    program = parse_program(TEXT.replace("layout 0 | 1", "layout 0,2 | 1\nweights 3,1 | 1\noffloads 1"))
+    assert program.layout.weights == ((3, 1), (1,))
+    assert program.traffic.offloads == (1,)
 
 
 def test_ranks_may_be_in_any_order_and_spread_over_lines():

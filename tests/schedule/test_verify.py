@@ -16,6 +16,8 @@ from lightning_pipe.core.program import (
     Bucket,
     Compute,
     Edge,
+    Evict,
+    Fetch,
     Free,
     Instruction,
     Layout,
@@ -34,6 +36,7 @@ from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.text import parse
 from lightning_pipe.schedule.verify import verify
 
 
@@ -50,6 +53,7 @@ class RankState:
     inbox: dict = field(default_factory=dict)  # (s, direction, m, source, sample) -> value
     waiting: dict = field(default_factory=lambda: defaultdict(int))  # (s, direction, m) -> receives on their way
     made: dict = field(default_factory=dict)  # (s, kind, m, sample) -> value
+    away: set = field(default_factory=set)  # (s, m) of which something is on the host
     gradients: dict = field(default_factory=lambda: defaultdict(int))  # bucket -> sum
     posted: dict = field(default_factory=dict)  # bucket -> sum at the time of Reduce
     stepped: dict | None = None  # bucket -> sum that the optimizer saw
@@ -76,7 +80,7 @@ class Interpreter:
         for rank, state in enumerate(self.states):
             if state.position < len(self.program.ranks[rank]):
                 raise Broken(f"rank {rank} is stuck")
-            if state.loaded or state.inbox or state.made:
+            if state.loaded or state.inbox or state.made or state.away:
                 raise Broken(f"rank {rank} still holds something")
         for sends, receives, _ in self.channels.values():
             if len(sends) != len(receives):
@@ -103,6 +107,14 @@ class Interpreter:
                 self.move(peer, rank)
             case Free(s, m):
                 self.free(s, m, state)
+            case Evict(s, m):
+                if (s, "F", m) not in {key[:3] for key in state.made}:
+                    raise Broken("nothing is there that could be evicted")
+                state.away.add((s, m))
+            case Fetch(s, m):
+                if (s, m) not in state.away:
+                    raise Broken("nothing is away that could be fetched")
+                state.away.remove((s, m))
             case Reduce(bucket):
                 state.posted[bucket] = state.gradients[bucket]
             case Step():
@@ -112,6 +124,8 @@ class Interpreter:
     def compute(self, s: int, kind: str, m: int, rank: int, state: RankState) -> bool:
         if kind == "B":
             return self.compute(s, "I", m, rank, state) and self.compute(s, "W", m, rank, state)
+        if kind == "I" and (s, m) in state.away:
+            raise Broken("what it needs is on the host")
         direction = {"F": "F", "I": "B", "W": None}[kind]
         if direction and state.waiting[s, direction, m]:
             return False
@@ -205,10 +219,16 @@ def random_program(rng: random.Random) -> Program:
         tuple(tuple(rng.sample(range(ranks), rng.randint(1, ranks))) for _ in range(count)),
         frozenset(s for s in range(count) if rng.random() < 0.3),
     )
+    if rng.random() < 0.5:
+        weights = [
+            tuple(1 if s in layout.whole else rng.randint(1, 3) for _ in line) for s, line in enumerate(layout.stages)
+        ]
+        layout = replace(layout, weights=tuple(weights))
     skips = [(a, b) for a in range(count) for b in range(a + 1, count) if b == a + 1 or rng.random() < 0.3]
     edges = [Edge("F", a, b, 1.0) for a, b in skips] + [Edge("B", b, a, 1.0) for a, b in skips if rng.random() < 0.8]
     buckets = [Bucket(tuple(rng.sample(range(count), rng.randint(1, count))), 1) for _ in range(rng.randint(0, 4))]
-    traffic = Traffic(tuple(edges), tuple(buckets), tuple(rng.sample(range(count), rng.randint(0, count))))
+    loads, offloads = (tuple(rng.sample(range(count), rng.randint(0, count))) for _ in range(2))
+    traffic = Traffic(tuple(edges), tuple(buckets), loads, offloads)
     name, options = rng.choice([("gpipe", {}), *[("1f1b", {"warmup": w}) for w in ("pa", "pb", "1f1b*", 3)]])
     training = rng.random() < 0.8
     return lower(
@@ -227,7 +247,8 @@ def random_program(rng: random.Random) -> Program:
 
 def test_every_lowered_program_computes_what_one_rank_computes(small_case, build):
     program = build(small_case)
-    alone = build(replace(small_case, stages=((0,),) * len(small_case.stages), whole=frozenset(), tied=small_case.tied))
+    stages = ((0,),) * len(small_case.stages)
+    alone = build(replace(small_case, stages=stages, whole=frozenset(), weights=()))
     expected = Interpreter(alone).run()[0]
     totals = defaultdict(int)
     for rank, (gradients, stepped) in enumerate(Interpreter(program).run()):
@@ -365,6 +386,46 @@ def test_an_error_names_rank_position_instruction_and_law():
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("0F0", "0EVICT0"), r'rank 0, position 1, 0EVICT0: law "offload": it needs 0F0 before it'),
+        (("0EVICT0", "0FETCH0"), r'0FETCH0: law "offload": it needs 0EVICT0 before it'),
+        (("0FETCH0", "0I0"), r'0I0: law "offload": it needs 0FETCH0 before it'),
+        (("0FETCH0", ""), r'0I0: law "offload": it needs 0FETCH0 before it'),
+        (("0EVICT0", ""), r'0FETCH0: law "offload": it needs 0EVICT0 before it'),
+        (("", "1EVICT0"), r'1EVICT0: law "offload": it is evicted twice, or this rank offloads no such samples'),
+        (("", "0FETCH0"), r'0FETCH0: law "offload": it is fetched twice, or this rank offloads no such samples'),
+    ],
+)
+def test_what_is_evicted_must_be_there_and_come_back_before_it_is_used(change, message):
+    """Instructions are exchanged, the first is left out (nothing instead), or the second is added at the end."""
+    layout = Layout(((0,), (0,)))
+    order = order_of("gpipe", layout=layout, microbatches=1)
+    program = lower(order, layout=layout, sizes=(1,), traffic=Traffic((), (), offloads=(0,)))
+    line = [str(x) for x in program.ranks[0]]
+    assert line[:5] == ["0LOAD0", "0F0", "0EVICT0", "0FETCH0", "1F0"]
+    first, second = change
+    if not first:
+        line.insert(-1, second)
+    elif not second:
+        line.remove(first)
+    else:
+        i, j = line.index(first), line.index(second)
+        line[i], line[j] = line[j], line[i]
+    with pytest.raises(ProgramError, match=message):
+        verify(with_line(program, 0, [parse(text) for text in line]))
+
+
+def test_a_forward_only_program_offloads_nothing():
+    layout = Layout(((0,),))
+    traffic = Traffic((), (), offloads=(0,))
+    program = lower(forward_only(layout, 1), layout=layout, sizes=(1,), traffic=traffic, training=False)
+    assert [str(x) for x in verify(program).ranks[0]] == ["0LOAD0", "0F0", "0FREE0"]
+    with pytest.raises(ProgramError, match=r'0EVICT0: law "offload"'):
+        verify(with_line(program, 0, [*program.ranks[0][:2], Evict(0, 0), *program.ranks[0][2:]]))
+
+
+@pytest.mark.parametrize(
     ("layout", "traffic", "sizes", "message"),
     [
         (Layout(((0, 0),)), Traffic((), ()), (1,), "different ranks"),
@@ -376,6 +437,11 @@ def test_an_error_names_rank_position_instruction_and_law():
         (Layout(((0,), (1,))), Traffic((Edge("F", 0, 1, 1.0),) * 2, ()), (1,), "twice"),
         (Layout(((0,),)), Traffic((), (Bucket((1,), 1),)), (1,), "bucket 0"),
         (Layout(((0,),)), Traffic((), (), loads=(3,)), (1,), "read the batch"),
+        (Layout(((0,),)), Traffic((), (), offloads=(1,)), (1,), r"stages \(1,\) offload; the layout has 1"),
+        (Layout(((0,),), weights=((1,), (1,))), Traffic((), ()), (1,), "weights of 2 stages; the layout has 1"),
+        (Layout(((0,),), weights=((1, 2),)), Traffic((), ()), (1,), r"weights \(1, 2\); expected 1 whole"),
+        (Layout(((0,),), weights=((0,),)), Traffic((), ()), (1,), r"weights \(0,\); expected 1 whole numbers from 1"),
+        (Layout(((0, 1),), frozenset({0}), ((1, 2),)), Traffic((), ()), (1,), "in turn, so expected equal weights"),
         (Layout(((0,), (2,))), Traffic((), ()), (1,), "layout has 3"),
     ],
 )

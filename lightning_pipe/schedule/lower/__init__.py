@@ -13,6 +13,7 @@ from lightning_pipe.schedule.lower.backward import split_backward
 from lightning_pipe.schedule.lower.gradients import add_reductions
 from lightning_pipe.schedule.lower.loads import add_loads
 from lightning_pipe.schedule.lower.memory import add_frees
+from lightning_pipe.schedule.lower.offload import add_swaps
 from lightning_pipe.schedule.lower.samples import drop_empty_computes
 from lightning_pipe.schedule.lower.steps import add_steps
 from lightning_pipe.schedule.lower.transfers import add_receives, add_sends
@@ -53,6 +54,7 @@ def lower(
     program = split_backward(program) if split else program
     program = add_reductions(program)
     program = add_sends(program, early_release=early_release)
+    program = add_swaps(program)
     program = add_receives(program)
     program = add_loads(program)
     program = add_frees(program)
