@@ -70,6 +70,12 @@ class ChainPrices:
     def saved_bytes(self, stage: int, samples: int) -> int:
         return self.bytes_per_sample * samples
 
+    def offloaded_bytes(self, stage: int, samples: int) -> int:
+        return 0
+
+    def swap_s(self, stage: int, rank: int, samples: int) -> float:
+        return 0.0
+
     def kept_bytes(self, stage: int, samples: int) -> int:
         return self.bytes_per_sample * samples
 

@@ -1,7 +1,8 @@
 """How much memory do the ranks use, and when? The bytes of a timeline, by what they are for.
 
     state       parameters, their gradients, optimizer state, buffers of the module: always
-    held        saved, from the start of F to the end of I (or B); kept, from there to Free
+    held        saved, from the start of F to the end of I (or B), except what is offloaded from the end of Evict to the
+                start of Fetch; kept, from the end of I to Free
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; gradients being
@@ -30,6 +31,8 @@ from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
+    Evict,
+    Fetch,
     Free,
     Message,
     Program,
@@ -177,6 +180,12 @@ class _Rank:
         end = self._events[Free(stage, microbatch)].start
         backward = self._find(stage, _BACKWARD, microbatch)
         change = backward.end if backward is not None else end
+        evict, fetch = (self._events.get(kind(stage, microbatch)) for kind in (Evict, Fetch))
+        if evict is not None and fetch is not None:
+            offloaded = self._prices.offloaded_bytes(stage, samples)
+            yield _Use("held", forward.start, evict.end, offloaded)
+            yield _Use("held", fetch.start, change, offloaded)
+            saved -= offloaded
         yield _Use("held", forward.start, end, min(saved, kept))
         yield _Use("held", forward.start, change, saved - min(saved, kept))
         yield _Use("held", change, end, kept - min(saved, kept))

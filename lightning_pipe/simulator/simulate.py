@@ -7,6 +7,9 @@ Assumptions:
                channels do not share bandwidth, and moving does not slow computes down
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
                computes and messages
+    Evict      copies to the host, Fetch back; every rank moves one copy at a time in each of the two directions, in the
+               order of its list and beside everything else. A copy starts when it is posted, a Fetch also after the end
+               of its Evict; I (or B) waits for the end of the Fetch
     Send       keeps its rank busy while it posts (`Prices.post_s`)
     Step       waits for the computes and reductions of all ranks, since the results of a batch (loss, logged values)
                are exchanged before any optimizer steps
@@ -26,6 +29,8 @@ from typing import TypeAlias
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
     Compute,
+    Evict,
+    Fetch,
     Instruction,
     Message,
     Pass,
@@ -39,6 +44,7 @@ from lightning_pipe.core.timeline import Event, Timeline
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
+Work: TypeAlias = tuple[int, int, int]  # rank, stage, micro-batch
 
 
 def simulate(program: VerifiedProgram, prices: Prices) -> Timeline:
@@ -73,6 +79,9 @@ class _Run:
         self._position = [0] * len(program.ranks)
         self._channels: dict[Channel, _Channel] = defaultdict(_Channel)
         self._arrivals: dict[Use, list[tuple[_Channel, int]]] = defaultdict(list)
+        self._lanes: dict[tuple[int, type[Evict | Fetch]], float] = defaultdict(float)  # rank, direction -> free from
+        self._evicted: dict[Work, float] = {}  # end of the copy
+        self._fetched: dict[Work, float] = {}
         self._posted: dict[int, dict[int, float]] = defaultdict(dict)  # bucket -> rank -> time
         self._replica = {(s, r): i for s, ranks in enumerate(program.layout.stages) for i, r in enumerate(ranks)}
         self._runnable = deque(range(len(program.ranks)))
@@ -104,6 +113,11 @@ class _Run:
                 self._move(channel, (peer, rank))
             case Reduce(bucket):
                 self._posted[bucket][rank] = now
+            case Evict(stage, microbatch):
+                self._evicted[rank, stage, microbatch] = self._copy(instruction, rank, now)
+            case Fetch(stage, microbatch):
+                ready = max(now, self._evicted[rank, stage, microbatch])
+                self._fetched[rank, stage, microbatch] = self._copy(instruction, rank, ready)
             case Step():
                 pass  # timed after the reductions
             case _:
@@ -119,13 +133,26 @@ class _Run:
                     channel.waiting = True
                     return False
                 start = max(start, channel.ends[number])
-        replica = self._replica[compute.stage, rank]
-        size = self._program.sizes[compute.microbatch]
-        samples = len(self._program.layout.samples(compute.stage, replica, compute.microbatch, size))
+        if direction == "B":
+            start = max(start, self._fetched.get((rank, compute.stage, compute.microbatch), start))
+        samples = self._samples(compute.stage, rank, compute.microbatch)
         end = start + self._prices.compute_s(compute, rank, samples)
         self._clock[rank] = end
         self.events[rank].append(Event(rank, compute, start, end))
         return True
+
+    def _copy(self, swap: Evict | Fetch, rank: int, ready: float) -> float:
+        """Move a copy to the host or back once its lane is free; return when it ends."""
+        lane = (rank, type(swap))
+        start = max(ready, self._lanes[lane])
+        end = start + self._prices.swap_s(swap.stage, rank, self._samples(swap.stage, rank, swap.microbatch))
+        self._lanes[lane] = end
+        self.events[rank].append(Event(rank, swap, start, end))
+        return end
+
+    def _samples(self, stage: int, rank: int, microbatch: int) -> int:
+        size = self._program.sizes[microbatch]
+        return len(self._program.layout.samples(stage, self._replica[stage, rank], microbatch, size))
 
     def _move(self, channel: _Channel, ranks: Channel) -> None:
         """Move the next message of a channel if both ends are posted."""

@@ -19,6 +19,8 @@ class UnitPrices:
         reduction: seconds of every reduction.
         step: seconds of the optimizer step.
         saved: bytes that a stage keeps for one micro-batch.
+        offloaded: how many of these are copied to the host.
+        swap: seconds of a copy to the host, or back.
     """
 
     forward: float = 1.0
@@ -28,6 +30,8 @@ class UnitPrices:
     reduction: float = 0.0
     step: float = 0.0
     saved: int = 1
+    offloaded: int = 0
+    swap: float = 0.0
 
     def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
         """Return the seconds of a compute by its kind."""
@@ -60,6 +64,14 @@ class UnitPrices:
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes of one micro-batch."""
         return self.saved
+
+    def offloaded_bytes(self, stage: int, samples: int) -> int:
+        """Return the bytes of one micro-batch that are copied to the host."""
+        return self.offloaded
+
+    def swap_s(self, stage: int, rank: int, samples: int) -> float:
+        """Return the seconds of a copy."""
+        return self.swap
 
     def kept_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes of one micro-batch: W keeps what F saved."""

@@ -6,7 +6,7 @@ Notation: p stages, m micro-batches, tF tI tW seconds of the computes, tB = tI +
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -143,3 +143,78 @@ def test_makespan_of_uneven_stages_and_links(forward, backward, reduction, m, st
     prices = Chain(stage_s=tuple(both[::2]), link_s=tuple(both[1::2]), reduction_s=reduction)
     programs = [replicated(len(both[::2]), m, {"warmup": warmup}) for warmup in ("pa", "pb", star)]
     assert tuple(simulate(program, prices).makespan for program in programs) == expected
+
+
+def offloading(p: int, m: int, schedule: str = "gpipe", *, split: bool = True) -> VerifiedProgram:
+    """Return the program of p stages on p ranks, of which the first offloads."""
+    program = pipeline(p, m, schedule, {})
+    order = order_of(schedule, layout=program.layout, microbatches=m)
+    traffic = replace(program.traffic, offloads=(0,))
+    return verify(lower(order, layout=program.layout, sizes=program.sizes, traffic=traffic, split=split))
+
+
+def test_swaps_that_fit_between_forward_and_backward_cost_no_time():
+    """GPipe on one rank: copies that take at most as long as F have ended when I needs them, from three micro-batches on.
+
+    Between F and I of the first lie (m - 1) tF >= 2 s; later ones find the lanes free.
+    """
+    for m in (3, 4, 9):
+        for share in (0.0, 0.5, 1.0):
+            prices = UnitPrices(1.0, 2.0, 1.5, swap=share)
+            assert simulate(offloading(1, m), prices).makespan == simulate(pipeline(1, m, "gpipe", {}), prices).makespan
+
+
+def test_swaps_lower_the_peak_from_all_micro_batches_to_four():
+    """GPipe on one rank, copies as long as F, so that one micro-batch is on its way in each direction at any time.
+
+    Without offloading m micro-batches are held. With it, at the turn from F to I, those that are not away are the one
+    that is used and three that are on their way back for the next, or have not left yet.
+    """
+    for m in (6, 9, 20):
+        prices = UnitPrices(saved=10, offloaded=10, swap=1.0)
+        kept, swapped = pipeline(1, m, "gpipe", {}), offloading(1, m)
+        peaks = [
+            memory_curves(simulate(program, prices), program=program, prices=prices)[0].peak_bytes
+            for program in (kept, swapped)
+        ]
+        assert peaks == [10 * m, 40]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_swap_that_does_not_fit_delays_the_backward_by_exactly_the_difference(split):
+    """One micro-batch, two stages: between F and I of the first lie tF + tI of the second (tF + tI + tW in one piece).
+
+    Both ways take 2 s, so the step is longer by max(0, 2 s - that).
+    """
+    for f, i, w in some_times():
+        between = f + i if split else f + i + w
+        kept = simulate(offloading(2, 1, split=split), UnitPrices(f, i, w)).makespan
+        for s in (0.0, between / 4, between / 2, between, 2 * between):
+            makespan = simulate(offloading(2, 1, split=split), UnitPrices(f, i, w, swap=s)).makespan
+            assert makespan == pytest.approx(kept + max(0.0, 2 * s - between)), (f, i, w, s)
+
+
+def test_two_swaps_share_the_lane():
+    """Two micro-batches on one rank, copies of three units, and one unit for each of F, I and W.
+
+    compute | F0 F1  .  .  .  .  . I0 W0  . I1 W1
+    out     |  . E0 == == E1 == ==
+    in      |  .  .  .  . G0 == == G1 == ==
+    """
+    timeline = simulate(offloading(1, 2), UnitPrices(swap=3.0))
+    times = {str(event.instruction): (event.start, event.end) for event in timeline.events}
+    assert [times[f"0EVICT{m}"] for m in range(2)] == [(1.0, 4.0), (4.0, 7.0)]
+    assert [times[f"0FETCH{m}"] for m in range(2)] == [(4.0, 7.0), (7.0, 10.0)]
+    assert [times[f"0I{m}"][0] for m in range(2)] == [7.0, 10.0]
+    assert timeline.makespan == 12.0
+
+
+def test_copies_of_different_ranks_do_not_wait_for_each_other():
+    """1F1B with one micro-batch: the second rank's copies are late by 2 s - 0, the first's are then hidden."""
+    program = pipeline(2, 1, "1f1b", {})
+    order = order_of("1f1b", layout=program.layout, microbatches=1)
+    traffic = replace(program.traffic, offloads=(0, 1))
+    both = verify(lower(order, layout=program.layout, sizes=(1,), traffic=traffic))
+    kept = simulate(both, UnitPrices()).makespan
+    for s in (0.5, 2.0, 4.0):
+        assert simulate(both, UnitPrices(swap=s)).makespan == kept + 2 * s

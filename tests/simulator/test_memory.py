@@ -7,7 +7,20 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_pipe.core.program import Bucket, Compute, Edge, Free, Layout, Recv, Reduce, Send, Step, Traffic
+from lightning_pipe.core.program import (
+    Bucket,
+    Compute,
+    Edge,
+    Evict,
+    Fetch,
+    Free,
+    Layout,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    Traffic,
+)
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.forward_only import forward_only
@@ -47,10 +60,10 @@ class Bytes(UnitPrices):
         return self.state
 
 
-def program_of(stages, *, m=2, schedule="gpipe", training=True, split=True, size=1):
+def program_of(stages, *, m=2, schedule="gpipe", training=True, split=True, size=1, offloads=()):
     layout = Layout(stages)
     edges = [e for s in range(len(stages) - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
-    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 100) for s in range(len(stages))))
+    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 100) for s in range(len(stages))), offloads=offloads)
     order = order_of(schedule, layout=layout, microbatches=m) if training else forward_only(layout, m)
     return verify(lower(order, layout=layout, sizes=(size,) * m, traffic=traffic, training=training, split=split))
 
@@ -77,6 +90,27 @@ def test_saved_is_held_until_the_input_half_ends_and_kept_until_free(saved, kept
     timeline, (curve,) = curves_of(program, Bytes(1.0, 1.0, 1.0, saved=saved, kept=kept))
     assert when(timeline, 0, Free(0, 0)).start == 3.0
     assert [at(curve, "held_bytes", t) for t in (0.0, 1.5, 2.0, 2.5, 3.0)] == [saved, saved, kept, kept, 0]
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(("saved", "kept", "offloaded"), [(10, 4, 6), (10, 4, 10), (10, 12, 3), (10, 0, 0)])
+def test_what_is_offloaded_is_not_held_from_the_end_of_evict_to_the_start_of_fetch(saved, kept, offloaded, split):
+    m, prices = 5, Bytes(saved=saved, kept=kept, offloaded=offloaded, swap=0.75)
+    timeline, (curve,) = curves_of(program_of(((0,),), m=m, split=split, offloads=(0,)), prices)
+
+    def held(microbatch: int, time: float) -> int:
+        backward = Compute(0, "I" if split else "B", microbatch)
+        steps = (Compute(0, "F", microbatch), Evict(0, microbatch), Fetch(0, microbatch), backward, Free(0, microbatch))
+        forward, evict, fetch, used, free = (when(timeline, 0, step) for step in steps)
+        if forward.start <= time < evict.end or fetch.start <= time < used.end:
+            return saved
+        if evict.end <= time < fetch.start:
+            return saved - offloaded
+        return kept if used.end <= time < free.start else 0
+
+    for number in range(8 * 15):
+        time = number / 8 + 1 / 16
+        assert at(curve, "held_bytes", time) == sum(held(microbatch, time) for microbatch in range(m)), time
 
 
 def test_a_backward_in_one_piece_holds_saved_until_its_end():

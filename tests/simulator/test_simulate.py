@@ -7,7 +7,20 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_pipe.core.program import Bucket, Compute, Edge, Free, Layout, Recv, Reduce, Send, Step, Traffic
+from lightning_pipe.core.program import (
+    Bucket,
+    Compute,
+    Edge,
+    Evict,
+    Fetch,
+    Free,
+    Layout,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    Traffic,
+)
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.forward_only import forward_only
@@ -18,10 +31,11 @@ from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 LAYOUTS = [((0, 1), (2,)), ((0,), (1,), (0,)), ((0,), (1, 2), (3,)), ((0, 1, 2), (3, 4)), ((0,), (0,))]
 
 
-def program_of(stages, *, m=4, schedule="1f1b", training=True, sizes=None):
+def program_of(stages, *, m=4, schedule="1f1b", training=True, sizes=None, offloads=()):
     layout = Layout(stages)
     edges = [e for s in range(len(stages) - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
-    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 1) for s in range(len(stages))))
+    buckets = tuple(Bucket((s,), 1) for s in range(len(stages)))
+    traffic = Traffic(tuple(edges), buckets, offloads=offloads)
     order = order_of(schedule, layout=layout, microbatches=m) if training else forward_only(layout, m)
     return verify(lower(order, layout=layout, sizes=sizes or (6,) * m, traffic=traffic, training=training))
 
@@ -32,9 +46,10 @@ def events_of(timeline: Timeline, kind: type) -> list:
 
 @pytest.mark.parametrize("stages", LAYOUTS)
 @pytest.mark.parametrize("training", [True, False])
-def test_every_instruction_of_every_rank_has_one_event(stages, training):
-    program = program_of(stages, training=training)
-    timeline = simulate(program, UnitPrices(latency=0.5))
+@pytest.mark.parametrize("offloads", [(), (0, 1)])
+def test_every_instruction_of_every_rank_has_one_event(stages, training, offloads):
+    program = program_of(stages, training=training, offloads=offloads)
+    timeline = simulate(program, UnitPrices(latency=0.5, swap=0.3))
     happened = [[] for _ in program.ranks]
     for event in timeline.events:
         happened[event.rank].append(str(event.instruction))
@@ -154,3 +169,29 @@ def test_memory_is_held_from_forward_to_free():
     assert curve.times == (1.0, frees[0], frees[0], frees[1])
     assert curve.held_bytes == (5, 0, 5, 0)
     assert curve.in_flight == (1, 0, 1, 0)
+
+
+@pytest.mark.parametrize("stages", LAYOUTS)
+@pytest.mark.parametrize("swap", [0.0, 0.4, 5.0])
+def test_a_rank_moves_one_copy_at_a_time_each_way_in_the_order_of_its_list(stages, swap):
+    program = program_of(stages, offloads=(0, 1))
+    timeline = simulate(program, UnitPrices(1.0, 0.7, 0.4, latency=0.3, swap=swap))
+    for rank, line in enumerate(program.ranks):
+        for kind in (Evict, Fetch):
+            events = [event for event in events_of(timeline, kind) if event.rank == rank]
+            assert [event.instruction for event in events] == [x for x in line if isinstance(x, kind)]
+            assert all(event.end == pytest.approx(event.start + swap) for event in events)
+            assert all(a.end <= b.start for a, b in pairwise(events))
+
+
+@pytest.mark.parametrize("stages", LAYOUTS)
+@pytest.mark.parametrize("swap", [0.0, 0.4, 5.0])
+def test_a_copy_comes_back_after_it_has_left_and_before_it_is_used(stages, swap):
+    timeline = simulate(program_of(stages, offloads=(0, 1)), UnitPrices(1.0, 0.7, 0.4, latency=0.3, swap=swap))
+    at = {(event.rank, event.instruction): event for event in timeline.events}
+    for event in events_of(timeline, Fetch):
+        rank, stage, microbatch = event.rank, event.instruction.stage, event.instruction.microbatch
+        evict = at[rank, Evict(stage, microbatch)]
+        assert at[rank, Compute(stage, "F", microbatch)].end <= evict.start
+        assert evict.end <= event.start
+        assert event.end <= at[rank, Compute(stage, "I", microbatch)].start
