@@ -20,6 +20,10 @@ class ClusterError(PipeError, ValueError):
     """Report a cluster file that cannot be read, or does not fit the ranks."""
 
 
+class ProfileError(PipeError, ValueError):
+    """Report a published profile that cannot be read."""
+
+
 class ProgramError(PipeError, ValueError):
     """Report a program (or its text) that breaks a law that `schedule.verify` checks."""
 
