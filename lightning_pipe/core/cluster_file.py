@@ -6,6 +6,7 @@ hosts:
   devices: [{kind: V100, count: 8, memory: 16 GiB, speed: 1.0}]
   inside: {latency: 5 us, bandwidth: 40 GB/s}                 # needed by more than one device
   network: {latency: 30 us, bandwidth: 25 Gbit/s}             # needed by more than one host
+  swap: {latency: 10 us, bandwidth: 12 GB/s}                  # to the host's memory; optional
 links:                                                        # measured; optional
 - {sender: 0, receiver: 8, latency: 40 us, bandwidth: 20 Gbit/s}
 reductions:                                                   # measured; optional
@@ -26,7 +27,7 @@ from typing import TypeVar
 
 import yaml
 
-from lightning_pipe.core.cluster import NO_LINK, Cluster, Device, Host, Link, PairLink, Reduction
+from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction
 from lightning_pipe.core.serial import from_yaml
 from lightning_pipe.errors import ClusterError, ConfigError, PlanError
 from lightning_pipe.units import parse_bytes, parse_rate, parse_seconds, spell_bytes, spell_rate, spell_seconds
@@ -61,6 +62,7 @@ class HostEntry:
     count: int = 1
     inside: LinkEntry | None = None
     network: LinkEntry | None = None
+    swap: LinkEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,8 @@ def _host(entry: HostEntry, path: str, *, several: bool) -> Host:
     devices = tuple(device for at, one in _numbered(f"{path}.devices", entry.devices) for device in _devices(one, at))
     inside = _link_of(entry.inside, f"{path}.inside", f"{len(devices)} devices" if len(devices) > 1 else "")
     network = _link_of(entry.network, f"{path}.network", "more than one host" if several else "")
-    return Host(entry.name, devices, inside, network)
+    swap = NO_SWAP if entry.swap is None else _link(entry.swap.latency, entry.swap.bandwidth, f"{path}.swap")
+    return Host(entry.name, devices, inside, network, swap)
 
 
 def _devices(entry: DeviceEntry, path: str) -> list[Device]:
@@ -298,11 +301,12 @@ def _host_entry(host: Host) -> HostEntry:
         DeviceEntry(device.kind, spell_bytes(device.memory_bytes), len(list(equal)), device.speed)
         for device, equal in itertools.groupby(host.devices)
     )
-    return HostEntry(host.name, devices, inside=_link_entry(host.inside), network=_link_entry(host.network))
+    inside, network = (_link_entry(link, absent=NO_LINK) for link in (host.inside, host.network))
+    return HostEntry(host.name, devices, inside=inside, network=network, swap=_link_entry(host.swap, absent=NO_SWAP))
 
 
-def _link_entry(link: Link) -> LinkEntry | None:
-    return None if link == NO_LINK else LinkEntry(*_amounts(link.latency_s, link.bytes_per_s))
+def _link_entry(link: Link, *, absent: Link) -> LinkEntry | None:
+    return None if link == absent else LinkEntry(*_amounts(link.latency_s, link.bytes_per_s))
 
 
 def _amounts(latency_s: float, bytes_per_s: float) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipe.config import conf_dir
-from lightning_pipe.core.cluster import NO_LINK, Cluster, Device, Host, Link, PairLink, Reduction
+from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction
 from lightning_pipe.core.cluster_file import (
     check_ranks,
     cluster_from_text,
@@ -31,6 +31,7 @@ hosts:
   devices: [{kind: V100, count: 8, memory: 16 GiB, speed: 1.0}]
   inside: {latency: 5 us, bandwidth: 40 GB/s}
   network: {latency: 30 us, bandwidth: 25 Gbit/s}
+  swap: {latency: 7 us, bandwidth: 12 GB/s}
 links:
 - {sender: 0, receiver: 8, latency: 40 us, bandwidth: 20 Gbit/s}
 reductions:
@@ -48,7 +49,8 @@ def cluster_of(rng: random.Random) -> Cluster:
         kinds = [Device(kind, rng.randrange(1, 2**40), rng.choice([1.0, rng.random()])) for kind in "AB"]
         return tuple(kind for kind in kinds for _ in range(rng.randrange(1, 4)))
 
-    hosts = tuple(Host(f"host {h}", devices(), link(), link()) for h in range(rng.randrange(2, 4)))
+    swaps = [NO_SWAP, link()]
+    hosts = tuple(Host(f"host {h}", devices(), link(), link(), rng.choice(swaps)) for h in range(rng.randrange(2, 4)))
     ranks = range(sum(len(host.devices) for host in hosts))
     groups = {tuple(sorted(rng.sample(ranks, rng.randrange(2, len(ranks))))) for _ in range(3)}
     return Cluster(
@@ -68,9 +70,9 @@ def test_what_is_saved_is_read_back_equal(seed: int, tmp_path: Path) -> None:
 def test_a_file_says_what_it_means() -> None:
     cluster = cluster_from_text(TEXT)
     device = Device("V100", 16 * 2**30, 1.0)
-    network = Link(parse_seconds("30 us"), 25e9 / 8)
+    network, swap = Link(parse_seconds("30 us"), 25e9 / 8), Link(parse_seconds("7 us"), 12e9)
     assert cluster.hosts == tuple(
-        Host(f"server-{i}", (device,) * 8, Link(parse_seconds("5 us"), 40e9), network) for i in range(2)
+        Host(f"server-{i}", (device,) * 8, Link(parse_seconds("5 us"), 40e9), network, swap) for i in range(2)
     )
     assert cluster.ranks == 16
     assert cluster.link(0, 1) == Link(parse_seconds("5 us"), 40e9)
@@ -82,6 +84,8 @@ def test_a_file_says_what_it_means() -> None:
 def test_what_nobody_needs_may_be_left_out() -> None:
     alone = cluster_from_text("hosts: [{name: a, devices: [{kind: cpu, memory: 1 GiB}]}]")
     assert alone.hosts[0].inside == alone.hosts[0].network == NO_LINK
+    assert alone.hosts[0].swap == NO_SWAP
+    assert "swap" not in cluster_to_text(alone)
     assert cluster_from_text(cluster_to_text(alone)) == alone
 
 
@@ -97,6 +101,8 @@ def test_what_nobody_needs_may_be_left_out() -> None:
         ("speed: 1.0", "speed: .inf", "hosts[0].devices[0].speed: found inf; expected a number above 0"),
         ("40 GB/s", "0 GB/s", "hosts[0].inside.bandwidth: found '0 GB/s'; expected more than 0"),
         ("40 GB/s", "-1 GB/s", "hosts[0].inside.bandwidth: found '-1 GB/s'; expected a rate such as '10 Gbit/s'"),
+        ("12 GB/s", "0 GB/s", "hosts[0].swap.bandwidth: found '0 GB/s'; expected more than 0"),
+        ("latency: 7 us, ", "", "hosts[0].swap.latency: missing"),
         ("5 us", "-5 us", "hosts[0].inside.latency: found '-5 us'; expected a time such as '3.2 ms'"),
         ("latency: 5 us, ", "", "hosts[0].inside.latency: missing"),
         ("kind: V100", "knd: V100", "hosts[0].devices[0].knd: unknown key; expected kind, memory, count, speed; did"),

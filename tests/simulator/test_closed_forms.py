@@ -154,7 +154,7 @@ def offloading(p: int, m: int, schedule: str = "gpipe", *, split: bool = True) -
 
 
 def test_swaps_that_fit_between_forward_and_backward_cost_no_time():
-    """GPipe on one rank: copies that take at most as long as F have ended when I needs them, from three micro-batches on.
+    """GPipe on one rank, three micro-batches or more: copies no longer than F have ended when I needs them.
 
     Between F and I of the first lie (m - 1) tF >= 2 s; later ones find the lanes free.
     """
