@@ -9,13 +9,13 @@ PPoPP 2021), see `core.published_text`, and the JSON of Piper (Tarnawski et al.,
 
 What the formats leave out, and what is taken instead:
 
-    everywhere        times of the optimizer (none), times for other numbers of samples (in proportion), latencies (none),
-                      which part of backward makes the gradients of parameters (all is one operation), tied parameters
-                      (each layer has its own), batch statistics (no node is coupled)
-    PipeDream, DAPPLE what a layer keeps inside (its inputs only, or `saved_bytes_per_sample`), that an operation in
-                      place keeps nothing (it is counted), kinds of parameters, the device
-    PipeDream         the samples of the profile (`batch`); DAPPLE has them in the file's name
-    Piper             forward and backward apart (from the variant with recomputation), the unit of times, the samples
+    everywhere         times of the optimizer (none); times for other numbers of samples (in proportion); which part of
+                       backward makes the gradients of parameters (all is one operation); tied parameters (each layer
+                       has its own); batch statistics (no node is coupled); time of a call or a message (none)
+    PipeDream, DAPPLE  what a layer keeps inside (its inputs only, or `saved_bytes_per_sample`); that an operation in
+                       place keeps nothing (it is counted like others); the device
+    PipeDream, Piper   the samples of the profile (`batch`); DAPPLE has them in the file's name
+    Piper              forward and backward apart (from the variant with recomputation); the unit of times
 """
 
 from __future__ import annotations
@@ -93,14 +93,22 @@ def _samples(stem: str) -> int:
 def _layers(text: str, *, samples: int, source: str) -> Layers:
     if is_graph_text(text):
         return layers_from_text(text, samples=samples, source=source)
-    try:
-        content: object = json.loads(text)
-    except json.JSONDecodeError:
-        content = None
-    if is_piper(content):
-        return layers_from_piper(content, samples=samples, source=source)
+    if text.lstrip().startswith("{"):
+        content = _json(text, source=source)
+        if is_piper(content):
+            return layers_from_piper(content, samples=samples, source=source)
     start = next((line.strip() for line in text.splitlines() if line.strip()), "")
     raise ProfileError(
         f"{source}, line 1: found {start[:60]!r}, no profile of layers; expected lines with `forward_compute_time=...` "
         "(PipeDream, DAPPLE), or JSON with `nodes` and `edges` (Piper)."
     )
+
+
+def _json(text: str, *, source: str) -> object:
+    try:
+        content: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProfileError(
+            f"{source}, line {error.lineno}: found no JSON ({error.msg}); expected a whole file."
+        ) from None
+    return content

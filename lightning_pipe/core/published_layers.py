@@ -102,7 +102,7 @@ def in_order(layers: Sequence[Layer], *, source: str) -> tuple[Layer, ...]:
         for output in layer.outputs:
             for reader in output.readers:
                 waiting[reader].add(position)
-    _check_circles(layers, waiting, source)
+    _check_circles(layers, waiting, source=source)
     if all(other < position for position, others in enumerate(waiting) for other in others):
         return tuple(layers)
     ready = [position for position, others in enumerate(waiting) if not others]
@@ -119,13 +119,13 @@ def in_order(layers: Sequence[Layer], *, source: str) -> tuple[Layer, ...]:
     return _permuted(layers, order)
 
 
-def _check_circles(layers: Sequence[Layer], waiting: Sequence[set[int]], source: str) -> None:
+def _check_circles(layers: Sequence[Layer], waiting: Sequence[set[int]], *, source: str) -> None:
     try:
         graphlib.TopologicalSorter(dict(enumerate(waiting))).prepare()
     except graphlib.CycleError as error:
         circle = " -> ".join(layers[position].name for position in error.args[1])
         raise ProfileError(
-            f"{source}: the layers {circle} read each other's outputs in a circle; expected none."
+            f"{source}: found layers {circle} that read each other's outputs in a circle; expected edges without one."
         ) from None
 
 

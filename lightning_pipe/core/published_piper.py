@@ -17,7 +17,8 @@ An edge's cost is believed even where edges of one layer differ (`bert32a100.jso
 state of 30 MiB each other's size from the second layer on): what differs in cost is a tensor of its own.
 
 Left out: tensor-parallel variants and their messages; memory with recomputation; `memoryUsageB`, twice the parameters
-in all plain variants, since costs count parameters, gradients and optimizer themselves; devices and bandwidth.
+in all plain variants, since costs count parameters, gradients and optimizer themselves; devices and bandwidth; that
+the first layer of `resnet.json` is the loading of data.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Place:
             raise self.error(repr(self.value)[:80], f"a mapping with the key {key!r}")
         if key not in self.value:
             raise self.error(f"the keys {', '.join(map(str, self.value)) or 'none'}", f"the key {key!r} among them")
-        return _Place(f"{self.path}, {key}" if isinstance(self.value, dict) else self.path, self.value[key])
+        return _Place(f"{self.path}, {key}", self.value[key])
 
     def items(self) -> list[_Place]:
         if not isinstance(self.value, list):
@@ -102,10 +103,10 @@ class _Place:
         return self.value
 
     def number(self) -> float:
-        is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
-        if not is_number or not math.isfinite(float(str(self.value))) or float(str(self.value)) < 0:
-            raise self.error(repr(self.value)[:80], "a number of at least 0")
-        return float(str(self.value))
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise self.error(repr(value)[:80], "a number of at least 0")
+        return float(value)
 
 
 def _outputs(edges: list[_Place], position: Mapping[int, int], samples: int) -> dict[int, tuple[Output, ...]]:

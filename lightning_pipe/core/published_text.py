@@ -1,12 +1,14 @@
 """How are the profiles of PipeDream and DAPPLE written down? As text, a line for every layer and every edge.
 
-    node4 -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=8
+    node4 -- Conv -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=8.0
     <tab>node4 -- node5
 
 Milliseconds and bytes, for all samples of the profile. Edges are indented, by a tab in PipeDream's files, by any white
 space in DAPPLE's. Partitioned files end the line of a layer with `-- stage_id=0`, which is not used. Where a layer has
 several outputs (`activation_size=[a; b]`), and as many readers, each reader reads one of them, in the order of the
 edges: DAPPLE's files of AmoebaNet mean that. Otherwise all readers read all of them, as PipeDream's own reader has it.
+A layer that reads nothing and is described as `Input...` takes no time: what the file states is the loading of data,
+which PipeDream's own optimizer strikes out too.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ class _Entry:
     output_bytes: tuple[float, ...]
     parameter_bytes: float
 
+    @property
+    def is_input(self) -> bool:
+        """Say whether it is described as a field of the batch."""
+        return self.description.lower().startswith("input")
+
 
 def is_graph_text(text: str) -> bool:
     """Say whether a text looks like such a profile."""
@@ -75,11 +82,12 @@ def layers_from_text(text: str, *, samples: int, source: str) -> Layers:
             raise line.error(f"a second layer {identifier!r}", "every layer once")
         entries[identifier] = entry
     readers = _readers(edges, list(entries))
+    reading = {reader for found in readers.values() for reader in found}
     layers = [
         Layer(
             name=name,
             description=entry.description,
-            forward_s=entry.forward_ms * _MILLISECOND,
+            forward_s=0.0 if entry.is_input and position not in reading else entry.forward_ms * _MILLISECOND,
             backward_s=entry.backward_ms * _MILLISECOND,
             parameter_bytes=round(entry.parameter_bytes),
             outputs=_outputs([size / samples for size in entry.output_bytes], readers[position]),
