@@ -7,6 +7,7 @@
     transfer    `cost.comm`: the flows of one exchange share network cards
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
     step        `cost.optimizer`
+    swap        the link between a device and its host, both directions at once and beside all else
     bytes       `cost.memory`; every rank holds all buffers
 
 Left out: that computes of ranks which share a host may slow each other down, and that a device may not follow its one
@@ -16,6 +17,7 @@ speed in every operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,8 @@ from numpy.typing import NDArray
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import Compute, ComputeKind, Layout, Message, Program
+from lightning_pipe.core.program import Compute, ComputeKind, Layout, Message, Program, Traffic
+from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Memory, StageMemory, state_bytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
@@ -63,17 +66,43 @@ class Pricer:
         self.memory = Memory(graph)
         self.seconds = np.array(profile.seconds, dtype=float).reshape(len(graph.operations), len(profile.samples))
         self._works: dict[tuple[int, ...], tuple[StageWork, ...]] = {}
+        self._traffic: dict[tuple[int, ...], Traffic] = {}
+        self._relieved: dict[tuple[tuple[int, ...], int, frozenset[int]], StageWork] = {}
 
-    def works(self, cuts: Sequence[int]) -> tuple[StageWork, ...]:
-        """Return what every stage runs and holds."""
+    def works(self, cuts: Sequence[int], reliefs: Sequence[Reliefs] = ()) -> tuple[StageWork, ...]:
+        """Return what every stage runs and holds.
+
+        Args:
+            cuts: positions at which stages 1, 2, ... begin.
+            reliefs: what each stage does not keep; () if all keep everything.
+        """
         key = tuple(cuts)
         if key not in self._works:
             self._works[key] = self.cutter.works(key)
-        return self._works[key]
+        kept = self._works[key]
+        if not reliefs:
+            return kept
+        return tuple(self._relieve(key, s, relief) for s, (_, relief) in enumerate(zip(kept, reliefs, strict=True)))
 
-    def price(self, cuts: Sequence[int], layout: Layout) -> PlanPrices:
-        """Return the prices of one cut in one layout."""
-        return PlanPrices(self, cuts, layout)
+    def _relieve(self, cuts: tuple[int, ...], stage: int, reliefs: Reliefs) -> StageWork:
+        work = self._works[cuts][stage]
+        if not reliefs.recomputed:
+            return work
+        key = (cuts, stage, reliefs.recomputed)
+        if key not in self._relieved:
+            self._relieved[key] = relieved(self.cutter.tables, work, reliefs)
+        return self._relieved[key]
+
+    def traffic(self, cuts: Sequence[int]) -> Traffic:
+        """Return what crosses between the stages."""
+        key = tuple(cuts)
+        if key not in self._traffic:
+            self._traffic[key] = self.cutter.traffic(key)
+        return self._traffic[key]
+
+    def price(self, cuts: Sequence[int], layout: Layout, reliefs: Sequence[Reliefs] = ()) -> PlanPrices:
+        """Return the prices of one cut in one layout; `reliefs` as in `works`."""
+        return PlanPrices(self, cuts, layout, reliefs)
 
 
 class PlanPrices:
@@ -83,11 +112,20 @@ class PlanPrices:
         pricer: graph, profile and cluster.
         cuts: positions at which stages 1, 2, ... begin.
         layout: ranks of each stage.
+        reliefs: what each stage does not keep; () if all keep everything.
+
+    Attributes:
+        works: what every stage runs and holds.
+        traffic: what crosses between the stages, and which of them offload.
     """
 
-    def __init__(self, pricer: Pricer, cuts: Sequence[int], layout: Layout) -> None:
-        self.works = pricer.works(cuts)
-        self.traffic = pricer.cutter.traffic(cuts)
+    def __init__(self, pricer: Pricer, cuts: Sequence[int], layout: Layout, reliefs: Sequence[Reliefs] = ()) -> None:
+        self.works = pricer.works(cuts, reliefs)
+        held = zip(self.works, reliefs or (KEEP,) * len(self.works), strict=True)
+        offloaded = [relief.offloaded.intersection(work.saved) for work, relief in held]
+        offloads = tuple(s for s, memories in enumerate(offloaded) if memories)
+        self._offloaded = tuple(pricer.memory.amount(sorted(memories)) for memories in offloaded)
+        self.traffic = replace(pricer.traffic(cuts), offloads=offloads)
         self.layout = layout
         self._pricer, self._profile, self._cluster = pricer, pricer.profile, pricer.cluster
         self._times = {(s, kind): times for s, work in enumerate(self.works) for kind, times in self._halves(work)}
@@ -143,6 +181,15 @@ class PlanPrices:
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes that a stage keeps from F to I, without results."""
         return self.memory(stage).saved(samples)
+
+    def offloaded_bytes(self, stage: int, samples: int) -> int:
+        """Return the part of the saved bytes that leaves the device between F and I."""
+        return self._offloaded[stage](samples)
+
+    def swap_s(self, stage: int, rank: int, samples: int) -> float:
+        """Return the seconds of copying what a stage offloads of a micro-batch to the host, or back."""
+        host = self._cluster.hosts[self._cluster.host_of(rank)]
+        return host.swap.seconds(self.offloaded_bytes(stage, samples))
 
     def kept_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes that a stage keeps from I to W, without results."""

@@ -110,18 +110,21 @@ class Cutter:
 
     Args:
         graph: with its operations and tensors.
+
+    Attributes:
+        tables: the graph as arrays.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._tables = Tables(graph)
+        self.tables = Tables(graph)
 
     def works(self, cuts: Sequence[int]) -> tuple[StageWork, ...]:
         """Return what every stage runs and holds; two equal positions make an empty stage."""
-        return _Cut(self._tables, cuts).works()
+        return _Cut(self.tables, cuts).works()
 
     def traffic(self, cuts: Sequence[int]) -> Traffic:
         """Return what crosses between the stages."""
-        return _Cut(self._tables, cuts).traffic()
+        return _Cut(self.tables, cuts).traffic()
 
 
 class _Cut:

@@ -28,6 +28,8 @@ class Tables:
         at, reach, backward, repeated: over operations, as `core.graph.Operation` says.
         sums: operations that only add terms of a gradient, in order.
         maker, base, of_state, per_sample, fixed: over tensors, as `core.graph.Tensor` says.
+        makes: over operations, the tensors that each makes.
+        readers: over tensors, the placed operations that read each, in order; none for those of repeated operations.
         names: canonical names of the parameters.
         reads: pairs (o, t) of the placed operations and the tensors of placed operations or of the batch they read.
         repeats: pairs (o, r) of the placed operations and the repeated ones they need, directly or through others.
@@ -49,10 +51,17 @@ class Tables:
         self.of_state = np.array([tensor.of_state for tensor in tensors], dtype=bool)
         self.per_sample = np.array([tensor.bytes_per_sample for tensor in tensors], dtype=float)
         self.fixed = numbers(tensor.fixed_bytes for tensor in tensors)
+        self.makes: list[list[int]] = [[] for _ in operations]
+        for t, tensor in enumerate(tensors):
+            if tensor.maker >= 0:
+                self.makes[tensor.maker].append(t)
         self.names = tuple(graph.parameter_bytes)
         chains = self._chains()
         placed = [o for o, operation in enumerate(operations) if operation.phase != "repeated"]
         self.reads = pairs((o, t) for o in placed for t in operations[o].reads if not self._is_repeated(t))
+        self.readers: list[list[int]] = [[] for _ in tensors]
+        for o, t in listed(self.reads):
+            self.readers[t].append(o)
         self.repeats = pairs((o, r) for o in placed for r in chains[o])
         number = {name: p for p, name in enumerate(self.names)}
         self.parameters = pairs(
