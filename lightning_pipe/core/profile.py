@@ -59,7 +59,7 @@ class Profile:
     source: str = "measured"
     optimizer: OptimizerProfile = OptimizerProfile()
 
-    def weights(self, samples: int) -> tuple[tuple[int, float], ...]:
+    def weights(self, samples: float) -> tuple[tuple[int, float], ...]:
         """Return (index into `samples`, weight): seconds at this number are the weighted sum of the measured ones.
 
         Between two measured numbers and beyond the largest the line through the two nearest is taken; below the
@@ -78,7 +78,7 @@ class Profile:
         """Return the seconds of one operation on this many samples."""
         return self.between(self.seconds[operation], samples)
 
-    def between(self, times: Sequence[float], samples: int) -> float:
+    def between(self, times: Sequence[float], samples: float) -> float:
         """Return the seconds on this many samples of what takes `times` on the measured ones."""
         return max(sum(times[i] * weight for i, weight in self.weights(samples)), _LEAST_SHARE * min(times))
 

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.core.graph import Graph, Tensor
-from lightning_pipe.core.plan import Plan, Share, StagePlan
+from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Options
 from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.cuts import crossing_bytes, worthwhile
 from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.outline import stage_plans
 from lightning_pipe.planner.problem import Problem
 
 _TRAFFIC_PRICES = (0.0, 1.0, 3.0)  # messages hidden behind computes, exposed, and exposed on a busy link
-_MOST_POSITIONS = 400
 _PER_STAGE = (1, 2, 4, 8)  # micro-batches per stage that are tried
 
 
@@ -64,7 +64,7 @@ def candidates(
         PlanError: if the graph has fewer nodes than stages are wanted.
     """
     stages, samples = len(replicas), problem.samples
-    positions = _worthwhile_positions(problem, sliced=len(set(replicas)) > 1)
+    positions = worthwhile(problem, sliced=len(set(replicas)) > 1)
     if len(positions) < stages - 1:
         raise PlanError(
             f"The step has {len(problem.graph.nodes)} operations, too few for {stages} stages. Use fewer devices, or "
@@ -73,9 +73,7 @@ def candidates(
     counts = [microbatches] if microbatches is not None else sorted({*_counts(stages, samples)})
     judge = Judge(problem)
     plans = [
-        Plan(
-            _stage_plans(problem.graph, cuts, replicas), count, schedule, dict(options or {}), problem.graph.fingerprint
-        )
+        Plan(_stage_plans(problem, cuts, replicas), count, schedule, dict(options or {}), problem.graph.fingerprint)
         for cuts in _cut_candidates(problem, positions, replicas, max(1, samples // max(counts)))
         for count in counts
     ]
@@ -94,67 +92,14 @@ def _cut_candidates(
     return list(dict.fromkeys(found))
 
 
-def _stage_plans(graph: Graph, cuts: tuple[int, ...], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
-    first, planned = 0, []
-    for s, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(graph.nodes)))):
-        names = {node.name for node in graph.nodes[begin:end]}
-        share: Share = "microbatches" if replicas[s] > 1 and names & set(graph.coupled) else "samples"
-        ranks = tuple(range(first, first + replicas[s]))
-        planned.append(StagePlan(graph.nodes[begin].name if s else "", ranks, share))
-        first += replicas[s]
-    return tuple(planned)
-
-
-def crossing_bytes(graph: Graph, samples: int) -> list[int]:
-    """Return, per cut position, the bytes that cross it for a micro-batch: values forward and gradients backward.
-
-    Values that an operation before the position makes and one behind it reads, in forward or backward, and gradients
-    the other way round. What is repeated where it is read does not cross, nor do terms of a parameter's gradient.
-    """
-    change = [0] * (len(graph.nodes) + 1)
-    spans = [[_place(graph, tensor)] * 2 for tensor in graph.tensors]
-    for operation in graph.operations:
-        if operation.phase == "repeated" or operation.adds_terms:
-            continue
-        for t in operation.reads:
-            at = max(0, operation.at)
-            spans[t] = [min(spans[t][0], at), max(spans[t][1], at)]
-    for tensor, (first, last) in zip(graph.tensors, spans, strict=True):
-        if tensor.maker < 0 or graph.operations[tensor.maker].phase != "repeated":
-            change[first + 1] += tensor.size(samples)
-            change[last + 1] -= tensor.size(samples)
-    return list(itertools.accumulate(change))
-
-
-def _place(graph: Graph, tensor: Tensor) -> int:
-    return max(0, graph.operations[tensor.maker].at) if tensor.maker >= 0 else 0
+def _stage_plans(problem: Problem, cuts: tuple[int, ...], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
+    firsts = itertools.accumulate(replicas, initial=0)
+    ranks = tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=False))
+    return stage_plans(problem, cuts, ranks)
 
 
 def _costs(problem: Problem, samples: int) -> list[float]:
     return [forward + backward for forward, backward in position_seconds(problem.graph, problem.profile, samples)]
-
-
-def _worthwhile_positions(problem: Problem, *, sliced: bool) -> list[int]:
-    """Return the positions with the least traffic, one per slice of the work, in order.
-
-    Args:
-        problem: the graph to be cut, with costs.
-        sliced: whether stages have different numbers of replicas, so that what crosses must be sliceable.
-    """
-    graph = problem.graph
-    forbidden = graph.uncuttable | (graph.unsliceable if sliced else frozenset())
-    crossing, costs = crossing_bytes(graph, graph.samples), _costs(problem, graph.samples)
-    total = sum(costs) or 1.0
-    best: dict[int, int] = {}
-    done = 0.0
-    for position in range(1, len(graph.nodes)):
-        done += costs[position - 1]
-        if position in forbidden:
-            continue
-        part = int(done / total * _MOST_POSITIONS)
-        if part not in best or crossing[position] < crossing[best[part]]:
-            best[part] = position
-    return sorted(best.values())
 
 
 def _balanced(

@@ -12,9 +12,10 @@ from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.alternatives import alternatives
+from lightning_pipe.planner.cuts import crossing_bytes
 from lightning_pipe.planner.judge import Judge
 from lightning_pipe.planner.problem import Problem, counted_problem
-from lightning_pipe.planner.uniform import candidates, crossing_bytes, uniform
+from lightning_pipe.planner.uniform import candidates, uniform
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e12)
 

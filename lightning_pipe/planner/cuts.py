@@ -1,0 +1,109 @@
+"""Where is a graph worth cutting, and what crosses a cut?
+
+A cut position is an index into the forward order (`core.graph`), so every cut is convex: all nodes before it, all
+others behind. Planners look at few positions: at all of a small graph, else in every slice of the work at the one that
+the fewest bytes cross (`worthwhile`). The best plans are then moved to the positions between.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.program import Pass
+from lightning_pipe.cost.stage import position_seconds
+from lightning_pipe.planner.problem import Problem
+
+MOST_POSITIONS = 400
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes that cross every position of a graph in one direction, per sample and besides.
+
+    What crosses is made by an operation on one side and read by an operation on the other, forward or backward. What
+    is repeated where it is read does not cross, nor do terms of a parameter's gradient.
+    """
+
+    per_sample: NDArray[np.float64]
+    fixed: NDArray[np.float64]
+
+    def bytes(self, samples: float) -> NDArray[np.float64]:
+        """Return the bytes at every position for so many samples."""
+        found: NDArray[np.float64] = self.per_sample * samples + self.fixed
+        return found
+
+
+def crossing(graph: Graph) -> dict[Pass, Crossing]:
+    """Return what crosses every position 0..len(nodes): activations forward, gradients backward."""
+    size = len(graph.nodes) + 1
+    changes: dict[Pass, NDArray[np.float64]] = {"F": np.zeros((2, size + 1)), "B": np.zeros((2, size + 1))}
+    places = [max(0, graph.operations[t.maker].at) if t.maker >= 0 else 0 for t in graph.tensors]
+    spans = [[place, place] for place in places]
+    for operation in graph.operations:
+        if operation.phase == "repeated" or operation.adds_terms:
+            continue
+        at = max(0, operation.at)
+        for t in operation.reads:
+            spans[t] = [min(spans[t][0], at), max(spans[t][1], at)]
+    for tensor, (first, last), place in zip(graph.tensors, spans, places, strict=True):
+        if tensor.maker >= 0 and graph.operations[tensor.maker].phase == "repeated":
+            continue
+        amount = np.array((tensor.bytes_per_sample, tensor.fixed_bytes))
+        for direction, begin, end in (("F", place, last), ("B", first, place)):
+            changes[direction][:, begin + 1] += amount  # type: ignore[index]
+            changes[direction][:, end + 1] -= amount  # type: ignore[index]
+    sums = {direction: np.cumsum(change, axis=1)[:, :size] for direction, change in changes.items()}
+    return {direction: Crossing(found[0], found[1]) for direction, found in sums.items()}
+
+
+def crossing_bytes(graph: Graph, samples: int) -> list[int]:
+    """Return, per position, the bytes that cross it for a micro-batch, forward and backward together."""
+    found = crossing(graph)
+    return [round(count) for count in found["F"].bytes(samples) + found["B"].bytes(samples)]
+
+
+def worthwhile(problem: Problem, *, sliced: bool, most: int = MOST_POSITIONS) -> list[int]:
+    """Return at most `most` positions to cut at, rising: the one with the least traffic of every slice of the work.
+
+    Args:
+        problem: the graph to be cut, with costs.
+        sliced: whether stages may have different numbers of replicas, so that what crosses must be sliceable.
+        most: positions wanted at most.
+    """
+    graph = problem.graph
+    allowed = cuttable(graph, sliced=sliced)
+    if len(allowed) <= most:
+        return allowed
+    traffic = crossing_bytes(graph, graph.samples)
+    costs = [sum(pair) for pair in position_seconds(graph, problem.profile, graph.samples)]
+    done = [0.0, *itertools.accumulate(costs)]
+    best: dict[int, int] = {}
+    for position in allowed:
+        part = min(most - 1, int(done[position] / (done[-1] or 1.0) * most))
+        if part not in best or traffic[position] < traffic[best[part]]:
+            best[part] = position
+    return sorted(best.values())
+
+
+def cuttable(graph: Graph, *, sliced: bool) -> list[int]:
+    """Return all positions at which the graph can be cut, rising.
+
+    Args:
+        graph: the graph.
+        sliced: whether stages with different numbers of replicas may meet there.
+    """
+    forbidden = graph.uncuttable | (graph.unsliceable if sliced else frozenset())
+    return [position for position in range(1, len(graph.nodes)) if position not in forbidden]
+
+
+def nearby(positions: Sequence[int], cut: int, *, count: int) -> list[int]:
+    """Return the positions nearest to a cut, `count` on each side, without the cut itself."""
+    here = int(np.searchsorted(np.array(positions), cut))
+    around = positions[max(0, here - count) : here + count + 1]
+    return [position for position in around if position != cut]

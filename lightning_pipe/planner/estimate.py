@@ -1,0 +1,291 @@
+"""How good is an outline, roughly? Stages as single machines in a row; good enough to rank thousands of outlines.
+
+Every stage runs its 1F1B order; a replica's share of a micro-batch decides its time; the exchange between neighbours
+takes both directions' own FIFO link; sums of gradients follow the last backward of their stage; the optimizer waits for
+all. This is the program's own timeline (`simulator`) without what replicas of one stage do at different times, values
+that skip stages, and posting.
+
+    recursion of DAPPLE's design slides, for stage i and micro-batch x with depth K:
+    end F[i, x] = max(end B[i, x - K], end F[i-1, x] + link, end F[i, x-1]) + F      and B likewise
+
+Legend: s stage, m micro-batch, n samples of one; K depths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.program import Layout
+from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, exchange_s
+from lightning_pipe.planner.outline import Outline, never_growing, share_of, weights_of
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.segments import Segments
+from lightning_pipe.schedule.one_f_one_b import star_depths
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pipeline in numbers.
+
+    Attributes:
+        forward, backward: seconds of each stage for one micro-batch.
+        ahead, back: seconds of the messages between each stage and the next, by direction.
+        finish: seconds of each stage after its last backward: sum of gradients.
+        late: seconds at the end of each stage's backward, after its gradient has left.
+        step: seconds of the optimizer, the slowest rank's.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    ahead: tuple[float, ...]
+    back: tuple[float, ...]
+    finish: tuple[float, ...]
+    late: tuple[float, ...]
+    step: float = 0.0
+
+    def loads(self) -> list[float]:
+        """Return the seconds that one micro-batch occupies each stage."""
+        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+
+    def links(self) -> list[float]:
+        """Return the seconds that one micro-batch occupies each link, both directions together."""
+        return [f + b for f, b in zip(self.ahead, self.back, strict=True)]
+
+
+def row_s(row: Row, *, depths: Sequence[int], microbatches: int) -> float:
+    """Return the seconds of a batch."""
+    ends = backward_ends(row, depths=depths, microbatches=microbatches)
+    return max(end + finish for end, finish in zip(ends, row.finish, strict=True)) + row.step
+
+
+def backward_ends(row: Row, *, depths: Sequence[int], microbatches: int) -> list[float]:
+    """Return when each stage has ended its last backward.
+
+    Args:
+        row: times.
+        depths: warm-up forwards of each stage, never growing.
+        microbatches: micro-batches of the batch.
+    """
+    return _Walk(row, depths, microbatches).ends()
+
+
+class _Walk:
+    """Let every stage run as far as what has arrived allows, in turn."""
+
+    def __init__(self, row: Row, depths: Sequence[int], microbatches: int) -> None:
+        stages = len(row.forward)
+        self._row, self._microbatches = row, microbatches
+        self._depths = [min(depth, microbatches) for depth in depths]
+        self._inputs = [[0.0] * microbatches, *([math.inf] * microbatches for _ in range(stages - 1))]  # arrivals
+        self._gradients = [[math.inf] * microbatches for _ in range(stages)]
+        self._now, self._ahead, self._back = [0.0] * stages, [0.0] * stages, [0.0] * stages
+        self._done = [(0, 0)] * stages  # forwards, backwards
+
+    def ends(self) -> list[float]:
+        stages = range(len(self._now))
+        while any(backwards < self._microbatches for _, backwards in self._done):
+            for s in (*stages, *reversed(stages)):
+                self._advance(s)
+        return self._now
+
+    def _advance(self, s: int) -> None:
+        forwards, backwards = self._done[s]
+        while backwards < self._microbatches:
+            if forwards < self._microbatches and forwards - backwards < self._depths[s]:
+                if self._inputs[s][forwards] == math.inf:
+                    break
+                self._forward(s, forwards)
+                forwards += 1
+            else:
+                if self._gradients[s][backwards] == math.inf:
+                    break
+                self._backward(s, backwards)
+                backwards += 1
+        self._done[s] = (forwards, backwards)
+
+    def _forward(self, s: int, m: int) -> None:
+        self._now[s] = max(self._now[s], self._inputs[s][m]) + self._row.forward[s]
+        if s + 1 == len(self._now):
+            self._gradients[s][m] = self._now[s]
+            return
+        self._ahead[s] = max(self._ahead[s], self._now[s]) + self._row.ahead[s]
+        self._inputs[s + 1][m] = self._ahead[s]
+
+    def _backward(self, s: int, m: int) -> None:
+        self._now[s] = max(self._now[s], self._gradients[s][m]) + self._row.backward[s]
+        if s:
+            left = self._now[s] - self._row.late[s]
+            self._back[s] = max(self._back[s], left) + self._row.back[s - 1]
+            self._gradients[s - 1][m] = self._back[s]
+
+
+class Estimator:
+    """Estimate outlines of one problem over some cut positions.
+
+    Args:
+        segments: costs of all stages.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+        self.problem: Problem = segments.problem
+        self._bound = {int(position): bound for bound, position in enumerate(segments.bounds)}
+        self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...], float], float] = {}
+        self._reductions: dict[tuple[tuple[int, ...], float], float] = {}
+
+    def step_s(self, outline: Outline) -> float:
+        """Return the seconds of a batch."""
+        row = self.row(outline.cuts, outline.ranks, outline.microbatches)
+        return row_s(row, depths=outline.depths, microbatches=outline.microbatches)
+
+    def row(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> Row:
+        """Return the times of a pipeline on micro-batches of `samples / microbatches`."""
+        samples, training = self.problem.samples / microbatches, self.problem.training
+        forward, backward, late, finish, step = [], [], [], [], [0.0]
+        for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
+            slices = self.slices(a, b, group, samples)
+            cluster, segments = self.problem.cluster, self.segments
+            forward.append(max(segments.forward_s.at(a, b, n) / cluster.device(rank).speed for n, rank in slices))
+            backward.append(max(segments.backward_s.at(a, b, n) / cluster.device(rank).speed for n, rank in slices))
+            late.append(max(segments.late_s.at(a, b, n) / cluster.device(rank).speed for n, rank in slices))
+            finish.append(self._reduce_s(group, float(segments.trained_bytes[a, b])))
+            step.append(max(float(segments.step_s[a, b]) / cluster.device(rank).speed for rank in group))
+        ahead, back = [], []
+        for cut, here, there in zip(cuts, ranks[:-1], ranks[1:], strict=True):
+            bound, found = self._bound[cut], self.segments.crossing
+            ahead.append(self._exchange_s(here, there, float(found["F"].bytes(samples)[bound])))
+            back.append(self._exchange_s(there, here, float(found["B"].bytes(samples)[bound])))
+        if not training:
+            backward = late = finish = [0.0] * len(forward)
+            step = [0.0]
+        return Row(
+            tuple(forward), tuple(backward), tuple(ahead), tuple(back), tuple(finish), tuple(late), step=max(step)
+        )
+
+    def stages(self, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of every stage."""
+        return itertools.pairwise((0, *(self._bound[cut] for cut in cuts), self.segments.units))
+
+    def slices(self, a: int, b: int, ranks: Sequence[int], samples: float) -> list[tuple[float, int]]:
+        """Return the samples of a micro-batch that each rank of a stage gets; whole ones in turn count as parts."""
+        begin, end = int(self.segments.bounds[a]), int(self.segments.bounds[b])
+        is_shared = share_of(self.problem.graph, begin, end, replicas=len(ranks)) == "samples"
+        weights = (weights_of(self.problem.cluster, ranks) if is_shared else ()) or (1,) * len(ranks)
+        return [(samples * weight / sum(weights), rank) for weight, rank in zip(weights, ranks, strict=True)]
+
+    def saved_bytes(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> list[float]:
+        """Return the bytes that a rank of each stage saves per micro-batch, the fullest one's."""
+        samples = self.problem.samples / microbatches
+        return [
+            max(self.segments.saved_bytes.at(a, b, n) for n, _ in self.slices(a, b, group, samples))
+            for (a, b), group in zip(self.stages(cuts), ranks, strict=True)
+        ]
+
+    def fixed_bytes(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> list[float]:
+        """Return the bytes of a rank of each stage beside what it saves: state, workspace, messages."""
+        samples = self.problem.samples / microbatches
+        found = []
+        for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
+            n = max(share for share, _ in self.slices(a, b, group, samples))
+            work = self.segments.state_bytes[a, b] + self.segments.workspace_bytes(a, b, n)
+            ends = [max(c.bytes(n)[a], c.bytes(n)[b]) for c in self.segments.crossing.values()]
+            reduced = self.segments.trained_bytes[a, b] if len(group) > 1 else 0.0
+            found.append(float(work + max(ends) + reduced))
+        return found
+
+    def memory_bytes(self, ranks: Sequence[tuple[int, ...]]) -> list[int]:
+        """Return the memory of the smallest device of each stage."""
+        return [min(self.problem.cluster.device(rank).memory_bytes for rank in group) for group in ranks]
+
+    def depth_choices(self, row: Row, *, most: Sequence[int], microbatches: int) -> Iterator[tuple[int, ...]]:
+        """Yield warm-up depths worth trying: PA, PB, 1F1B* and all forwards first, none above `most`, never growing."""
+        stages = len(row.forward)
+        if self.problem.wishes.schedule == "gpipe":
+            yield (microbatches,) * stages
+            return
+        loads, links = row.loads(), row.links()
+        period = max(*loads, *links, 1e-12)
+        found = [
+            [stages - s for s in range(stages)],
+            [2 * (stages - s) - 1 for s in range(stages)],
+            star_depths(loads, links=links, period=period),
+            [microbatches] * stages,
+        ]
+        if self.problem.wishes.warmup is not None:
+            found = [_wished(self.problem.wishes.warmup, found)]
+        capped = ([min(depth, microbatches, m) for depth, m in zip(depths, most, strict=True)] for depths in found)
+        yield from dict.fromkeys(never_growing(depths) for depths in capped)
+
+    def outline(
+        self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int
+    ) -> tuple[Outline, float, float]:
+        """Choose the depths of a pipeline by time, within memory as far as that is possible.
+
+        Returns:
+            The outline, its estimated seconds, and the bytes by which the fullest stage is estimated to exceed its
+            memory (0 or less if it fits).
+        """
+        saved = self.saved_bytes(cuts, ranks, microbatches)
+        fixed = self.fixed_bytes(cuts, ranks, microbatches)
+        room = [cap - own for cap, own in zip(self.memory_bytes(ranks), fixed, strict=True)]
+        most = [
+            int(min(microbatches, max(1.0, r / s))) if s else microbatches for r, s in zip(room, saved, strict=True)
+        ]
+        row = self.row(cuts, ranks, microbatches)
+        choices = [
+            (row_s(row, depths=depths, microbatches=microbatches), sum(depths), depths)
+            for depths in self.depth_choices(row, most=most, microbatches=microbatches)
+        ]
+        seconds, _, depths = min(choices)
+        excess = max(depth * s - r for depth, s, r in zip(depths, saved, room, strict=True))
+        return Outline(tuple(cuts), tuple(ranks), microbatches, depths), seconds, excess
+
+    def _exchange_s(self, senders: tuple[int, ...], receivers: tuple[int, ...], count: float) -> float:
+        """Return the seconds of a micro-batch's values between two stages; what is on one rank takes none."""
+        key = (senders, receivers, count)
+        if key not in self._exchanges:
+            pairs = exchange_pairs(Layout((senders, receivers)), 0, 1, 0)
+            handing_s = self.problem.profile.message_s if pairs else 0.0
+            self._exchanges[key] = max(handing_s, exchange_s(self.problem.cluster, pairs, count=count))
+        return self._exchanges[key]
+
+    def _reduce_s(self, ranks: tuple[int, ...], count: float) -> float:
+        key = (ranks, count)
+        if key not in self._reductions:
+            self._reductions[key] = all_reduce_s(self.problem.cluster, sorted(ranks), count=count)
+        return self._reductions[key]
+
+
+def _wished(warmup: str, policies: Sequence[Sequence[int]]) -> list[int]:
+    """Return the depths that the user wants."""
+    by_name = dict(zip(("pa", "pb", "1f1b*"), policies, strict=False))
+    if warmup in by_name:
+        return list(by_name[warmup])
+    depths = [int(part) for part in warmup.split(",")]
+    return depths * len(policies[0]) if len(depths) == 1 else depths
+
+
+def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[int]:
+    """Return the numbers of micro-batches worth trying, rising.
+
+    Args:
+        problem: samples of a batch, and wishes.
+        stages: stages of the pipeline.
+        replicas: replicas of its most replicated stage, which all want samples.
+    """
+    wishes = problem.wishes
+    if wishes.microbatches is not None:
+        return [min(wishes.microbatches, problem.samples)]
+    most = max(1, problem.samples // (wishes.least_samples * replicas))
+    wanted = {1, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
+    limit = 16 * stages
+    return sorted({min(count, most) for count in wanted if count <= limit})
+
+
+def speed_of(cluster: Cluster, ranks: Sequence[int]) -> float:
+    """Return the speeds of some devices together."""
+    return sum(cluster.device(rank).speed for rank in ranks)

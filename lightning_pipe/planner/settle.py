@@ -1,0 +1,96 @@
+"""Which outlines make plans that fit into memory? The simulator says; what nearly fits gets less warm-up.
+
+Estimates of memory leave things out (`planner.segments`), so an outline that was thought to fit may not. Then the
+stages that are too full keep fewer micro-batches at once; depths never grow along the stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.outline import Outline, never_growing
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.units import format_bytes
+
+_TRIES = 4  # depths tried for an outline that does not fit
+
+
+def settle(problem: Problem, outlines: Iterable[Outline], *, judge: Judge) -> list[Judged]:
+    """Judge outlines, each with its depths lowered as far as memory asks for.
+
+    Args:
+        problem: memory of the devices.
+        outlines: as the planner ranks them.
+        judge: of the same problem.
+
+    Returns:
+        What was judged, in the same order: plans that fit first.
+    """
+    judged = [fitted(problem, outline, judge=judge) for outline in dict.fromkeys(outlines)]
+    return sorted(judged, key=lambda found: max(0, found.overflow(problem.cluster)))
+
+
+def fitted(problem: Problem, outline: Outline, *, judge: Judge) -> Judged:
+    """Judge an outline; while it exceeds memory, lower the depths of the stages that do."""
+    judged = judge.judge(outline.plan(problem))
+    for _ in range(_TRIES):
+        depths = _lowered(problem, outline, judged)
+        if depths == outline.depths or problem.wishes.schedule not in (None, "1f1b"):
+            break
+        outline = replace(outline, depths=depths)
+        judged = judge.judge(outline.plan(problem))
+    return judged
+
+
+def _lowered(problem: Problem, outline: Outline, judged: Judged) -> tuple[int, ...]:
+    """Return depths by which the stages that exceed memory save as much less as they exceed it."""
+    samples = problem.samples / outline.microbatches
+    peaks, depths = judged.peak_bytes, []
+    for s, (ranks, depth) in enumerate(zip(outline.ranks, outline.depths, strict=True)):
+        excess = max(peaks[rank] - problem.cluster.device(rank).memory_bytes for rank in ranks)
+        share = max(1, math.ceil(samples / len(ranks)))
+        saved = judged.prices.saved_bytes(s, share)
+        fewer = math.ceil(excess / saved) if excess > 0 and saved else 0
+        depths.append(max(1, min(depth, outline.microbatches) - fewer))
+    return never_growing(depths)
+
+
+def check_fits(problem: Problem, judged: Sequence[Judged]) -> None:
+    """Refuse plans none of which fits into memory.
+
+    Args:
+        problem: memory of the devices.
+        judged: plans, those that fit first.
+
+    Raises:
+        PlanError: by how much the best one exceeds memory, and what would help.
+    """
+    if not judged:
+        raise PlanError("The planner found no plan at all; use planner='auto'.")
+    least = min(judged, key=lambda found: found.overflow(problem.cluster))
+    excess = least.overflow(problem.cluster)
+    if excess <= 0:
+        return
+    rank = max(range(problem.cluster.ranks), key=lambda r: least.peak_bytes[r] - _memory(problem, r))
+    curve = least.curves[rank]
+    helps = [f"devices with {format_bytes(least.peak_bytes[rank])}", "more devices", "a smaller batch"]
+    if problem.wishes.microbatches is not None and problem.wishes.microbatches < problem.samples:
+        helps.append("more micro-batches")
+    missing = {"recompute", "offload"} - problem.wishes.reliefs
+    if missing:
+        helps.append(f"{' or '.join(sorted(missing))} of saved tensors")
+    raise PlanError(
+        f"No plan fits into memory. The nearest has {len(least.plan.stages)} stages and {least.plan.microbatches} "
+        f"micro-batches; rank {rank} needs {format_bytes(least.peak_bytes[rank])} "
+        f"({format_bytes(curve.state_bytes)} of it parameters, gradients and optimizer), and has "
+        f"{format_bytes(_memory(problem, rank))}: {format_bytes(excess)} too little. What would help: "
+        f"{', '.join(helps)}."
+    )
+
+
+def _memory(problem: Problem, rank: int) -> int:
+    return problem.cluster.device(rank).memory_bytes

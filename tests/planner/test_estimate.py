@@ -1,0 +1,79 @@
+"""What estimates must say: what the simulator says of plain pipelines, and nearly that of replicated ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_pipe.core.cluster import Link
+from lightning_pipe.planner.cuts import cuttable
+from lightning_pipe.planner.estimate import Estimator, Row, microbatch_counts, row_s
+from lightning_pipe.planner.judge import Judge
+from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.segments import Segments
+from planner.test_uniform import cluster, layers
+
+# forward, backward, reductions of compute, link, compute, ...; micro-batches; seconds of "pa" and of "pb": simulated
+VECTORS = [
+    ((4, 1, 4), (8, 1, 8), (0, 0), 4, 64, 62),
+    ((4, 1, 4), (8, 1, 8), (30, 6), 4, 94, 92),
+    ((3, 0.5, 5, 0.5, 2), (6, 0.5, 10, 0.5, 4), (0, 0, 0), 8, 132, 130),
+    ((3, 0.5, 5, 0.5, 2), (6, 0.5, 10, 0.5, 4), (9, 3, 60), 8, 172, 160),
+    ((1, 2, 1, 2, 1, 2, 1), (2, 2, 2, 2, 2, 2, 2), (0, 0, 0, 0), 8, 65, 48),
+    ((6, 1, 2, 1, 2, 1, 2), (12, 1, 4, 1, 4, 1, 4), (5, 0, 0, 0), 6, 119, 115),
+]
+
+
+@pytest.mark.parametrize(("forward", "backward", "finish", "microbatches", "pa", "pb"), VECTORS)
+def test_a_row_takes_what_an_event_simulation_says(forward, backward, finish, microbatches, pa, pb):
+    stages = len(finish)
+    row = Row(forward[::2], backward[::2], forward[1::2], backward[1::2], finish, late=(0,) * stages)
+    assert row_s(row, depths=[stages - s for s in range(stages)], microbatches=microbatches) == pa
+    assert row_s(row, depths=[2 * (stages - s) - 1 for s in range(stages)], microbatches=microbatches) == pb
+
+
+def chain(seed: int) -> Problem:
+    draw = random.Random(seed)
+    seconds = [draw.uniform(0.5, 2.0) for _ in range(8)]
+    graph, profile = layers(seconds, [draw.choice((8, 80, 800)) for _ in seconds])
+    return Problem(graph, profile, cluster(4, link=Link(0.1, 2000.0)), 16)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pipeline_is_estimated_as_it_is_simulated(seed):
+    problem, draw = chain(seed), random.Random(seed)
+    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    cuts = tuple(sorted(draw.sample(range(1, 8), k=3)))
+    outline, seconds, _ = estimator.outline(cuts, ((0,), (1,), (2,), (3,)), draw.choice((4, 8)))
+    judged = Judge(problem).judge(outline.plan(problem))
+    assert seconds == pytest.approx(judged.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2), (3,)), ((0, 1, 2, 3),)])
+def test_replicated_stages_are_estimated_well_enough_to_be_ranked(ranks):
+    problem = chain(3)
+    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    cuts = (3, 6)[: len(ranks) - 1]
+    outline, seconds, _ = estimator.outline(cuts, ranks, 4)
+    judged = Judge(problem).judge(outline.plan(problem))
+    assert seconds == pytest.approx(judged.step_s, rel=0.25)
+
+
+def test_memory_lowers_depths():
+    problem = chain(1)
+    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    layout = ((6,), ((0, 1), (2, 3)), 8)
+    free, _, excess = estimator.outline(*layout)
+    assert (free.depths[0] > 1, excess < 0) == (True, True)
+    need = estimator.fixed_bytes(*layout)[0] + 1.5 * estimator.saved_bytes(*layout)[0]
+    tight = Problem(problem.graph, problem.profile, cluster(4, memory=int(need)), 16)
+    bound, _, excess = Estimator(Segments(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
+    assert (bound.depths, excess <= 0) == ((1, 1), True)
+
+
+def test_micro_batches_give_every_replica_its_least_samples():
+    problem = chain(1)
+    assert microbatch_counts(problem, stages=2, replicas=4)[-1] == 16 // 4
+    assert Outline((4,), ((0,), (1,)), 4, (2, 1)).plan(problem).options == {"warmup": "pa"}
