@@ -15,13 +15,15 @@
   inter-layer dropout (torch 2.13 `_rnn_helper`).
 * `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
+* `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
+* `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -64,7 +66,9 @@ __all__ = [
     "has_no_data",
     "is_backward",
     "is_compiled",
+    "is_profiling",
     "operator_name",
+    "recorded_events",
     "reparametrize",
     "shares_memory_with",
     "tag_nodes",
@@ -157,3 +161,31 @@ def unchecked_distributions() -> Iterator[None]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Say whether a module was given to `torch.compile`, by function or by method."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+class RecordedEvent(NamedTuple):
+    """What a profile has seen: a span of time, or bytes allocated (positive) or released (negative) on the host."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    host_bytes: int
+
+
+def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedEvent]:
+    """Return what a profile has seen, allocations among it, in the order in which it was reported."""
+    on_host = torch._C._autograd.DeviceType.CPU
+    return [
+        RecordedEvent(
+            event.name(),
+            event.start_ns(),
+            event.start_ns() + event.duration_ns(),
+            event.nbytes() if event.name() == "[memory]" and event.device_type() == on_host else 0,
+        )
+        for event in finished.kineto_results.events()
+    ]
+
+
+def is_profiling() -> bool:
+    """Say whether a profiler runs in this thread."""
+    return torch.autograd._profiler_enabled()

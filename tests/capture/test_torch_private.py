@@ -102,3 +102,19 @@ def test_schemas_say_which_results_are_views(call, shares: bool):
     graph = make_fx(call)(torch.zeros(2, 3)).graph
     first = next(node for node in graph.nodes if node.op == "call_function")
     assert (private.shares_memory_with(first) is not None) == shares
+
+
+def test_a_profile_tells_every_allocation_in_order_and_that_it_runs():
+    assert not private.is_profiling()
+    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as finished:
+        assert private.is_profiling()
+        with torch.profiler.record_function("mine"):
+            first = torch.empty(1000, dtype=torch.uint8)
+            del first
+            second = torch.empty(3000, dtype=torch.uint8)
+    assert not private.is_profiling() and second.nbytes == 3000
+    events = private.recorded_events(finished)
+    changes = sorted((e for e in events if e.host_bytes), key=lambda e: e.start_ns)
+    assert [e.host_bytes for e in changes] == [1000, -1000, 3000]
+    (mine,) = (e for e in events if e.name == "mine")
+    assert all(mine.start_ns <= e.start_ns <= mine.end_ns for e in changes)

@@ -1,0 +1,76 @@
+"""When does a block of code allocate memory on the host, and when does it release it?
+
+    with Allocations() as seen:
+        with span("first"):
+            ...
+    seen.changes, seen.spans
+
+torch's profiler reports every allocation and release of the thread that runs the block. It does not tell of the release
+of what was allocated outside any such block, nor of what another thread releases: both count as if they had stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from operator import itemgetter
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch.autograd.profiler import profile
+
+from lightning_pipe.capture.torch_private import recorded_events
+
+
+class Change(NamedTuple):
+    """Bytes that were allocated (positive) or released (negative) at a time, in nanoseconds."""
+
+    time_ns: int
+    bytes: int
+
+
+class Allocations:
+    """Record the allocations of a block, as a context manager. No other profiler of torch may run in this thread.
+
+    Attributes:
+        changes: all of them in order, after the block.
+        spans: (start, end) of every `span` of the block by name, in nanoseconds.
+    """
+
+    def __init__(self) -> None:
+        self._profile = profile(use_cpu=True, profile_memory=True)
+        self.changes: tuple[Change, ...] = ()
+        self.spans: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> Allocations:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        changes: list[Change] = []
+        for event in recorded_events(self._profile):
+            if event.name.startswith(_SPAN):
+                self.spans[event.name.removeprefix(_SPAN)] = (event.start_ns, event.end_ns)
+            elif event.host_bytes:
+                changes.append(Change(event.start_ns, event.host_bytes))
+        self.changes = tuple(sorted(changes, key=itemgetter(0)))  # of the same time: in the order of their report
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Give what happens within a block of `Allocations` a name."""
+    with torch.profiler.record_function(_SPAN + name):
+        yield
+
+
+def highest(changes: Iterable[Change]) -> int:
+    """Return by how many bytes memory rises above what it is before these changes, at most."""
+    return max(accumulate((change.bytes for change in changes), initial=0))
+
+
+_SPAN = "span of allocations: "
