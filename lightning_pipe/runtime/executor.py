@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from typing_extensions import assert_never
@@ -22,6 +23,8 @@ from typing_extensions import assert_never
 from lightning_pipe.capture.stage_program import RandomKey, Split
 from lightning_pipe.core.program import (
     Compute,
+    Evict,
+    Fetch,
     Free,
     Instruction,
     Layout,
@@ -149,6 +152,8 @@ class Executor:
                     self.stages[instruction.stage].free(instruction.microbatch)
                     recorder.add(instruction, started)
                     recorder.note_memory()
+                case Evict() | Fetch():
+                    _refuse_offloads((instruction.stage,))
                 case _:
                     assert_never(instruction)
         yield from self._exchange.finish()
@@ -169,6 +174,8 @@ class Executor:
             )
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
+        if program.training and program.traffic.offloads:
+            _refuse_offloads(program.traffic.offloads)
 
     def _load(self, load: Load, job: Job) -> None:
         stage = self.stages[load.stage]
@@ -212,6 +219,13 @@ def run_together(
         for executor, job in zip(executors, jobs, strict=True)
     ]
     return drive_together(walks)
+
+
+def _refuse_offloads(stages: tuple[int, ...]) -> NoReturn:
+    raise ProgramError(
+        f"Stages {list(stages)} of the program offload tensors to the host, which can be planned and priced but not "
+        "run yet. Take `offload` out of these stages of the plan."
+    )
 
 
 def _leaf(job: Job, index: int, *, first: int, count: int) -> Content:
