@@ -2,12 +2,13 @@
 
 Before a compute a rank may stand still, since its compute before (or since the step began):
 
-       last compute      late        transfer     overhead    this compute
-    |================|. . . . . . .|- - - - - - -|~ ~ ~ ~ ~|================|
-                                   made          arrived
+       last compute      late        transfer       swap     overhead    this compute
+    |================|. . . . . . .|- - - - - - -|+ + + + +|~ ~ ~ ~ ~|================|
+                                   made          arrived   fetched
 
     late        until the last of the values that it needs had been made by another rank
     transfer    from then until all of them had arrived: messages on their way that nothing hid
+    swap        from then until what had been offloaded was back from the host
     overhead    although everything was there: posting, loading, other work of the host
 
 A message is on its way from the end of the compute that made it (on the sender's clock, so clocks must be one: see
@@ -22,12 +23,13 @@ the last rank ends is `drain`.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, ComputeKind, Pass, Recv, Step
+from lightning_pipe.core.program import Compute, ComputeKind, Fetch, Pass, Recv, Step
 from lightning_pipe.core.timeline import Event, Timeline
 
 Link: TypeAlias = tuple[int, int]  # stage that sends, stage that receives
@@ -42,6 +44,7 @@ class Gap:
         first: whether it is the first of its rank, so that the gap is no part of the rank's own span.
         late: seconds until the values it needs had been made.
         transfer: seconds until they had arrived.
+        swap: seconds until what the stage had offloaded was back.
         overhead: seconds until it started.
         link: where the value came from that was made last; None if the compute needs no message.
     """
@@ -50,6 +53,7 @@ class Gap:
     first: bool
     late: float
     transfer: float
+    swap: float
     overhead: float
     link: Link | None
 
@@ -123,11 +127,12 @@ def _account(rank: int, events: list[Event], interval: tuple[float, float], mess
 
 
 class _Messages:
-    """When the messages of each compute were made and had arrived."""
+    """When the messages of each compute were made and had arrived, and when what was offloaded was back."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._made: dict[tuple[int, int, Pass, int], float] = {}  # rank, stage, direction, micro-batch -> end
         self._received: dict[tuple[int, int, Pass, int], list[Event]] = defaultdict(list)
+        self._fetched: dict[tuple[int, int, int], float] = {}  # rank, stage, micro-batch -> end
         for event in timeline.events:
             match event.instruction:
                 case Compute(stage, _, microbatch) as compute if compute.direction is not None:
@@ -135,6 +140,8 @@ class _Messages:
                 case Recv(message, _):
                     use = (event.rank, message.target, message.direction, message.microbatch)
                     self._received[use].append(event)
+                case Fetch(stage, microbatch):
+                    self._fetched[event.rank, stage, microbatch] = event.end
                 case _:
                     pass
 
@@ -147,7 +154,13 @@ class _Messages:
         arrived = max((receive.end for receive in received), default=since)
         ready = min(max(made, since), start)
         there = min(max(arrived, ready), start)
-        return Gap(compute, first, ready - since, there - ready, start - there, link)
+        back = min(max(self._back(compute, event.rank), there), start)
+        return Gap(compute, first, ready - since, there - ready, back - there, start - back, link)
+
+    def _back(self, compute: Compute, rank: int) -> float:
+        """Return when what a compute needs from the host was back; minus infinity if it needs nothing from there."""
+        fetched = self._fetched if compute.direction == "B" else {}
+        return fetched.get((rank, compute.stage, compute.microbatch), -math.inf)
 
     def _needed_by(self, compute: Compute, rank: int) -> list[Event]:
         if compute.direction is None:

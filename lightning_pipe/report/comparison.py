@@ -198,7 +198,7 @@ def _stage(stage: int, rank: int, steps: _Steps) -> StageFigures:
         stage,
         rank,
         computes={kind: computing(kind) for kind in KINDS if (stage, kind) in found},
-        waiting=gaps(lambda gap: 0.0 if gap.first else gap.late + gap.transfer + gap.overhead),
+        waiting=gaps(lambda gap: 0.0 if gap.first else gap.late + gap.transfer + gap.swap + gap.overhead),
         transfer=gaps(lambda gap: gap.transfer),
         overhead=gaps(lambda gap: gap.overhead),
     )

@@ -146,6 +146,7 @@ def _shares(found: Sequence[Account]) -> list[tuple[str, float]]:
         "computing": sum(sum(account.computes.values()) for account in found),
         "waiting for other stages": sum(account.drain + sum(gap.late for gap in account.gaps) for account in found),
         "waiting for messages on their way": sum(gap.transfer for account in found for gap in account.gaps),
+        "waiting for what was offloaded": sum(gap.swap for account in found for gap in account.gaps),
         "on overhead between computes": sum(gap.overhead for account in found for gap in account.gaps),
         "waiting for sums of gradients": sum(account.reduction for account in found),
         "in the optimizer": sum(account.optimizer for account in found),

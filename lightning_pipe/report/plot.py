@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from lightning_pipe.core.program import Compute, Reduce, Step
+from lightning_pipe.core.program import Compute, Evict, Fetch, Reduce, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report.account import mean_bubble, step_interval
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 COLOURS = {"F": "#56B4E9", "I": "#E69F00", "W": "#009E73", "B": "#D55E00"}
 MEANINGS = {"F": "forward", "I": "backward, inputs", "W": "backward, weights", "B": "backward"}
 REDUCE, STEP = "#CC79A7", "#7F7F7F"
+EVICT, FETCH = "#0072B2", "#F0E442"
 MEASURED, PREDICTED = "#0072B2", "#D55E00"
 INK, PALE = "#333333", "#F2F2F2"
 DPI = 150
@@ -35,6 +36,14 @@ PANEL_IN = 1.1  # height of a rank's memory
 HEADROOM = 1.3  # above the highest curve, for the text
 MARGIN_IN = 1.35  # title, axis and legend
 BAR = 0.78  # of the height of a lane
+Row = Literal["compute", "sum", "out", "back"]
+# Where bars begin, from the middle of their lane downwards, and their height.
+ROWS: dict[Row, tuple[float, float]] = {
+    "compute": (-BAR / 2, BAR),
+    "sum": (0.4, 0.1),
+    "out": (-0.5, 0.05),
+    "back": (-0.45, 0.05),
+}
 LETTER_IN = 0.075  # width of a digit at the size of the numbers
 NAMES_IN = 1.1  # width of the names of the lanes
 FADE = 0.45  # how much paler the second stage of a rank is than its first; later ones go further
@@ -46,8 +55,8 @@ CAP_IN_SIGHT = 2.0  # a limit is drawn if it is at most so many times the larges
 def plot_timeline(timeline: Timeline, path: str | Path, *, predicted: Timeline | None = None, title: str = "") -> None:
     """Draw a timeline as one lane per rank, with micro-batch numbers where they fit.
 
-    Computes fill the lane; below them sums of gradients are a thin bar, and the optimizer step is grey. Stages of a
-    rank that holds several are told apart by how pale they are.
+    Computes fill the lane; below them sums of gradients are a thin bar, as are copies to the host and back above them,
+    and the optimizer step is grey. Stages of a rank that holds several are told apart by how pale they are.
 
     Args:
         timeline: simulated or recorded times of one or several steps.
@@ -145,10 +154,12 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: float) -> None:
         axes.axhspan(lane - 0.5, lane + 0.5, color=PALE if lane % 2 else "white", zorder=0)
         events = [event for event in timeline.events if event.rank == rank]
         bars = list(_bars(events, _stages(timeline, rank), start=start, scale=scale))
-        for sums, bottom, height in ((False, lane - BAR / 2, BAR), (True, lane + 0.4, 0.1)):
-            chosen = [bar for bar in bars if bar.is_sum == sums]
+        for row, (top, height) in ROWS.items():
+            chosen = [bar for bar in bars if bar.row == row]
             extents, colours = [(bar.left, bar.width) for bar in chosen], [bar.colour for bar in chosen]
-            axes.broken_barh(extents, (bottom, height), facecolors=colours, edgecolor="white", linewidth=0.4, zorder=2)
+            axes.broken_barh(
+                extents, (lane + top, height), facecolors=colours, edgecolor="white", linewidth=0.4, zorder=2
+            )
         _number(axes, bars, lane)
     axes.set_ylim(max(len(timeline.ranks), 1) - 0.5, -0.5)
     axes.set_yticks(range(len(timeline.ranks)), [_lane_name(timeline, rank) for rank in timeline.ranks])
@@ -163,7 +174,7 @@ class _Bar:
     width: float
     colour: str
     text: str = ""
-    is_sum: bool = False
+    row: Row = "compute"
 
 
 def _bars(events: Sequence[Event], stages: Sequence[int], *, start: float, scale: float) -> Iterator[_Bar]:
@@ -176,7 +187,11 @@ def _bars(events: Sequence[Event], stages: Sequence[int], *, start: float, scale
             case Step():
                 yield _Bar(left, width, STEP)
             case Reduce():
-                yield _Bar(left, width, REDUCE, is_sum=True)
+                yield _Bar(left, width, REDUCE, row="sum")
+            case Evict():
+                yield _Bar(left, width, EVICT, row="out")
+            case Fetch():
+                yield _Bar(left, width, FETCH, row="back")
             case _:
                 pass
 
@@ -224,6 +239,9 @@ def _legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> None:
     patches = [Patch(color=COLOURS[kind], label=f"{kind}  {MEANINGS[kind]}") for kind in COLOURS if kind in kinds]
     if any(isinstance(instruction, Reduce) for instruction in instructions):
         patches.append(Patch(color=REDUCE, label="sum of gradients"))
+    if any(isinstance(instruction, Evict) for instruction in instructions):
+        patches.append(Patch(color=EVICT, label="copy to the host"))
+        patches.append(Patch(color=FETCH, label="copy back"))
     if any(isinstance(event.instruction, Step) and event.end > event.start for t in timelines for event in t.events):
         patches.append(Patch(color=STEP, label="optimizer step"))
     if any(len(_stages(timeline, rank)) > 1 for timeline in timelines for rank in timeline.ranks):

@@ -44,11 +44,16 @@ class Shaped(UnitPrices):
 
 
 def program_of(
-    stages: tuple[tuple[int, ...], ...], *, microbatches: int = 4, schedule: str = "1f1b", training: bool = True
+    stages: tuple[tuple[int, ...], ...],
+    *,
+    microbatches: int = 4,
+    schedule: str = "1f1b",
+    training: bool = True,
+    offloads: tuple[int, ...] = (),
 ) -> VerifiedProgram:
     layout = Layout(stages)
     edges = [e for s in range(len(stages) - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
-    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 1) for s in range(len(stages))))
+    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 1) for s in range(len(stages))), offloads=offloads)
     order = (
         order_of(schedule, layout=layout, microbatches=microbatches) if training else forward_only(layout, microbatches)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,16 +17,18 @@ PRICES = UnitPrices(1.0, 1.3, 0.7, latency=0.4, reduction=2.0, step=0.5)
 
 
 def total(account: Account) -> float:
-    gaps = sum(gap.late + gap.transfer + gap.overhead for gap in account.gaps)
+    gaps = sum(gap.late + gap.transfer + gap.swap + gap.overhead for gap in account.gaps)
     return sum(account.computes.values()) + gaps + account.reduction + account.optimizer + account.drain
 
 
 @pytest.mark.parametrize(("stages", "schedule"), list(product(LAYOUTS, ["gpipe", "1f1b"])))
 def test_the_seconds_of_every_rank_add_up_to_those_of_the_step(stages, schedule):
-    timeline = run_of(stages, PRICES, schedule=schedule)
-    for account in accounts(timeline):
-        assert total(account) == pytest.approx(step_seconds(timeline)), account.rank
-        assert min((gap.late, gap.transfer, gap.overhead) for gap in account.gaps) >= (0.0, 0.0, 0.0)
+    for swap in (0.0, 0.5, 5.0):
+        timeline = run_of(stages, replace(PRICES, swap=swap), schedule=schedule, offloads=(0,))
+        for account in accounts(timeline):
+            assert total(account) == pytest.approx(step_seconds(timeline)), account.rank
+            assert min(min(gap.late, gap.transfer, gap.swap, gap.overhead) for gap in account.gaps) >= 0.0
+            assert sum(gap.overhead for gap in account.gaps) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("stages", LAYOUTS)
@@ -38,6 +41,15 @@ def test_a_recorder_sees_the_same_account(stages):
 def test_a_simulated_rank_starts_as_soon_as_everything_is_there(stages):
     gaps = [gap for account in accounts(run_of(stages, PRICES)) for gap in account.gaps]
     assert sum(gap.overhead for gap in gaps) == pytest.approx(0.0)
+
+
+def test_copies_that_are_hidden_are_nobodys_loss_and_others_are_called_swap():
+    """One micro-batch, two stages: between F and I of the first lie two units, the copies take 2 s."""
+    for swap, expected in ((0.0, 0.0), (1.0, 0.0), (3.0, 4.0)):
+        run = run_of(((0,), (1,)), UnitPrices(swap=swap), microbatches=1, offloads=(0,))
+        gaps = [gap for account in accounts(run) for gap in account.gaps]
+        assert [gap.swap for gap in gaps if gap.compute == Compute(0, "I", 0)] == [expected]
+        assert sum(gap.swap for gap in gaps) == expected
 
 
 def test_messages_that_take_no_time_are_nobodys_loss():

@@ -14,7 +14,7 @@ from lightning_pipe.core.program import Compute
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report import Curves, plot_memory, plot_timeline
-from lightning_pipe.report.plot import COLOURS, MEASURED, PREDICTED
+from lightning_pipe.report.plot import COLOURS, EVICT, FETCH, MEASURED, PREDICTED
 from report.runs import Shaped, run_of
 
 RUN = run_of(((0,), (1,)), Shaped(1.0, 1.5, 0.5, latency=0.1, step=0.7))
@@ -35,6 +35,14 @@ def test_areas_are_seconds(tmp_path):
     assert areas[1] / areas[0] == pytest.approx(1.5, rel=0.05)
     assert areas[2] / areas[0] == pytest.approx(0.5, rel=0.05)
     assert found[COLOURS["B"]] == 0
+
+
+def test_copies_to_the_host_and_back_are_drawn(tmp_path):
+    plot_timeline(run_of(((0,), (1,)), Shaped(swap=0.7), offloads=(0,)), tmp_path / "swaps.png")
+    plot_timeline(run_of(((0,), (1,)), Shaped()), tmp_path / "none.png")
+    found, none = pixels(tmp_path / "swaps.png"), pixels(tmp_path / "none.png")
+    assert found[EVICT] == pytest.approx(found[FETCH], rel=0.3) and found[EVICT] > 100
+    assert none[EVICT] == none[FETCH] == 0
 
 
 def test_predicted_and_measured_are_drawn_on_one_scale(tmp_path):
