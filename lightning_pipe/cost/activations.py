@@ -171,7 +171,7 @@ class _Relieved:
         return [o for o in half.operations if self._operations[o].phase != "repeated"]
 
     def _moved(self) -> set[int]:
-        """Return the operations of W that run in I: those that read what is dropped, what they need, what goes along."""
+        """Return the operations of W that run in I: those that read what is dropped, with what they need and take."""
         weight = self._placed(self._before.weight_grad)
         within, moved = set(weight), set[int]()
         for o in reversed(weight):

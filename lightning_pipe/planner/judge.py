@@ -4,21 +4,23 @@
     judged.step_s, judged.bubble, judged.peak_bytes, judged.overflow()
 
 Nothing is judged that has not been verified. Costs of a cut are worked out once and shared by all plans that cut alike
-(`Judge`).
+and relieve their stages alike (`Judge`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.prices import Prices
-from lightning_pipe.core.program import Layout, Order, Traffic, VerifiedProgram
+from lightning_pipe.core.program import Layout, Order, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.cost.prices import Pricer
+from lightning_pipe.cost.activations import Reliefs
+from lightning_pipe.cost.prices import PlanPrices, Pricer
+from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.resolve import resolve
+from lightning_pipe.planner.resolve import resolve, resolve_reliefs
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
@@ -77,8 +79,7 @@ class Judge:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
-        self._traffic: dict[tuple[int, ...], Traffic] = {}
-        self._prices: dict[tuple[tuple[int, ...], Layout], Prices] = {}
+        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...]], PlanPrices] = {}
 
     def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None) -> Judged:
         """Lower, verify, price and simulate a plan.
@@ -88,24 +89,19 @@ class Judge:
             sizes: samples of the micro-batches; by default the batch in equal parts.
 
         Raises:
-            PlanError: if the plan does not fit graph or ranks.
+            PlanError: if the plan does not fit graph or ranks, or offloads where nothing can be copied to a host.
         """
         problem = self._problem
         cuts = resolve(plan, problem.graph, ranks=problem.cluster.ranks)
-        layout = plan.layout
-        if cuts not in self._traffic:
-            self._traffic[cuts] = self._pricer.cutter.traffic(cuts)
-        if (cuts, layout) not in self._prices:
-            self._prices[cuts, layout] = self._pricer.price(cuts, layout)
-        prices = self._prices[cuts, layout]
+        prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(problem.samples, plan.microbatches)
         order = _order(plan, len(sizes), training=problem.training)
         program = verify(
             lower(
                 order,
-                layout=layout,
+                layout=plan.layout,
                 sizes=sizes,
-                traffic=self._traffic[cuts],
+                traffic=prices.traffic,
                 training=problem.training,
                 synchronise=problem.training,
             )
@@ -113,6 +109,27 @@ class Judge:
         timeline = simulate(program, prices)
         curves = memory_curves(timeline, program=program, prices=prices)
         return Judged(plan, cuts, program, prices, timeline, curves)
+
+    def _priced(self, plan: Plan, cuts: tuple[int, ...]) -> PlanPrices:
+        reliefs = resolve_reliefs(plan, self._problem.graph, self._pricer.works(cuts))
+        key = (cuts, plan.layout, reliefs)
+        if key not in self._prices:
+            prices = self._pricer.price(cuts, plan.layout, reliefs)
+            _check_swaps(prices, self._problem.cluster)
+            self._prices[key] = prices
+        return self._prices[key]
+
+
+def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:
+    for stage in prices.traffic.offloads:
+        for rank in prices.layout.stages[stage]:
+            host = cluster.hosts[cluster.host_of(rank)]
+            if host.swap == NO_SWAP:
+                raise PlanError(
+                    f"Stage {stage} of the plan offloads, but host {host.name} of its rank {rank} has no link between "
+                    "the memory of a device and its own. Add `swap:` to the host in the cluster file, or remove "
+                    "`offload:` from the stage."
+                )
 
 
 def _order(plan: Plan, count: int, *, training: bool) -> Order:

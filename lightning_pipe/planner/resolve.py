@@ -1,4 +1,4 @@
-"""How does a plan meet a graph? Stage names become cut positions, and positions of one graph those of another.
+"""How does a plan meet a graph? Names become cut positions and saved tensors, and cuts of one graph those of another.
 
 Cut position k puts nodes 0..k-1 before and k.. after (core.graph).
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_pipe.core.graph import Graph, Node
-from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.cost.activations import KEEP, Reliefs, candidates
+from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.errors import PlanError
 
 
@@ -69,6 +73,127 @@ def _check_ranks(plan: Plan, ranks: int) -> None:
             f"The plan uses ranks {sorted(used)}, the trainer has ranks 0..{ranks - 1}. Every rank must run a stage: "
             f"change `devices` to {max(used) + 1}, or the plan's ranks."
         )
+
+
+def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tuple[Reliefs, ...]:
+    """Return what each stage of the plan does not keep.
+
+    Args:
+        plan: its places are names of saved tensors, or of nodes or modules, which mean all that is saved of what they
+            make; what arrives from another stage, or with the batch, has only the name of its tensor.
+        graph: of the step.
+        works: its stages, when all is kept.
+
+    Raises:
+        PlanError: if a place is unknown or saves nothing in its stage, if something cannot be recomputed, or is to be
+            both recomputed and offloaded.
+    """
+    return tuple(
+        _reliefs(_Places(graph, work, stage=s), stage) if stage.recompute or stage.offload else KEEP
+        for s, (stage, work) in enumerate(zip(plan.stages, works, strict=True))
+    )
+
+
+def _reliefs(places: _Places, plan: StagePlan) -> Reliefs:
+    recomputed = places.resolve(plan.recompute, key="recompute")
+    offloaded = places.resolve(plan.offload, key="offload")
+    if recomputed:
+        places.check_remakeable(recomputed)
+    if both := recomputed & offloaded:
+        raise PlanError(
+            f"Stage {places.stage} is to recompute and to offload {places.listed(both)}; expected one of both. Remove "
+            "them from `recompute:` or from `offload:`, or name smaller places."
+        )
+    return Reliefs(recomputed, offloaded)
+
+
+def places_of(graph: Graph, work: StageWork, memories: Iterable[int]) -> tuple[str, ...]:
+    """Return few places that mean just these of the memories that a stage saves.
+
+    Modules of which all is chosen that they save in the stage, then nodes, then tensors; in the order of the graph.
+
+    Args:
+        graph: of the step.
+        work: the stage, when all is kept.
+        memories: some of its `saved`.
+    """
+    places, rest = _Places(graph, work), set(memories)
+    found: dict[str, int] = {}
+    for place in sorted(places.meaning, key=lambda p: (-len(places.meaning[p]), p not in places.modules, -len(p))):
+        meant = places.meaning[place]
+        if meant <= rest:
+            found[place] = min(meant)
+            rest -= meant
+    assert not rest, f"the stage does not save {sorted(rest)}"
+    return tuple(sorted(found, key=lambda place: found[place]))
+
+
+class _Places:
+    """What places mean in one stage.
+
+    Attributes:
+        stage: its number.
+        meaning: place -> memories that it saves; a name that a module shares with a node or a tensor is not its own.
+        modules: places that are modules.
+    """
+
+    def __init__(self, graph: Graph, work: StageWork, *, stage: int = 0) -> None:
+        self.stage = stage
+        self._graph, self._work = graph, work
+        names: dict[str, set[int]] = defaultdict(set)
+        modules: dict[str, set[int]] = defaultdict(set)
+        made_here = set(work.forward.operations)
+        for memory in work.saved:
+            tensor = graph.tensors[memory]
+            names[tensor.name].add(memory)
+            if tensor.maker in made_here and graph.operations[tensor.maker].phase == "forward":
+                node = graph.nodes[graph.operations[tensor.maker].at]
+                names[node.name].add(memory)
+                for module in _paths(node.module):
+                    modules[module].add(memory)
+        self.modules = frozenset(modules.keys() - names.keys())
+        self.meaning = {place: frozenset(meant) for place, meant in (modules | names).items()}
+
+    def resolve(self, places: Sequence[str], *, key: str) -> frozenset[int]:
+        """Return the memories that places mean; `key` is where they stand in the plan."""
+        return frozenset(memory for place in places for memory in self._meant(place, key))
+
+    def _meant(self, place: str, key: str) -> frozenset[int]:
+        if place in self.meaning:
+            return self.meaning[place]
+        where = f"Stage {self.stage} of the plan names {place!r} in `{key}:`"
+        if place and (self._graph.position(place) >= 0 or any(t.name == place for t in self._graph.tensors)):
+            raise PlanError(
+                f"{where}, where it saves nothing. Name what this stage saves ({len(self._work.saved)} tensors), or "
+                "remove the name."
+            )
+        close = difflib.get_close_matches(place, self.meaning, n=3)
+        hint = f"Did you mean {', '.join(close)}?" if close else f"It saves {self.listed(self._work.saved)}."
+        raise PlanError(f"{where}, which is no tensor, no node and no module of the graph. {hint}")
+
+    def check_remakeable(self, memories: frozenset[int]) -> None:
+        """Check that the backward can make all of these anew."""
+        remakeable = {c.memory for c in candidates(self._graph, self._work) if c.is_remakeable}
+        if memories - remakeable:
+            raise PlanError(
+                f"Stage {self.stage} cannot recompute {self.listed(memories - remakeable)}: it arrives from elsewhere, "
+                "or needs state that the step overwrites. Remove it from `recompute:`, or name the nodes of a module "
+                "one by one."
+            )
+
+    def listed(self, memories: Iterable[int]) -> str:
+        """Name some memories."""
+        names = [self._graph.tensors[memory].name for memory in sorted(memories)]
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        return (", ".join(names[:_MOST_NAMES]) or "nothing") + more
+
+
+_MOST_NAMES = 5  # in a message
+
+
+def _paths(module: str) -> list[str]:
+    """Return a module and all modules that it is in, the outermost first; nothing for the step itself."""
+    return list(itertools.accumulate(module.split("."), "{}.{}".format)) if module else []
 
 
 @dataclass(frozen=True)

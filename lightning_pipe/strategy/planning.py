@@ -22,9 +22,18 @@ def given_plan(config: DappleConfig) -> Plan | None:
     """Read the user's plan, if there is one.
 
     Raises:
-        PlanError: if the file cannot be read.
+        PlanError: if the file cannot be read, or wants what is planned and priced, but not run yet.
     """
-    return None if config.plan is None else load_yaml(Plan, config.plan)
+    if config.plan is None:
+        return None
+    plan = load_yaml(Plan, config.plan)
+    for s, stage in enumerate(plan.stages):
+        if keys := [key for key, places in (("recompute", stage.recompute), ("offload", stage.offload)) if places]:
+            raise PlanError(
+                f"Stage {s} of the plan {config.plan} has `{'` and `'.join(keys)}`, which can be planned and priced, "
+                "but not run yet. Remove these keys from the stages of the file."
+            )
+    return plan
 
 
 @dataclass(frozen=True)
