@@ -16,9 +16,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, exchange_s
 from lightning_pipe.planner.outline import Outline, never_growing, share_of, weights_of
@@ -54,6 +54,23 @@ class Row:
     def links(self) -> list[float]:
         """Return the seconds that one micro-batch occupies each link, both directions together."""
         return [f + b for f, b in zip(self.ahead, self.back, strict=True)]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one stage, of its fullest rank.
+
+    Attributes:
+        bytes: for saved tensors: what state, workspace and messages leave.
+        saved: saved per micro-batch.
+        arriving: the part of a micro-batch that arrives from other stages.
+        swap_bytes_per_s: speed of copies to the host; 0 where there are none.
+    """
+
+    bytes: float
+    saved: float
+    arriving: float
+    swap_bytes_per_s: float
 
 
 def row_s(row: Row, *, depths: Sequence[int], microbatches: int) -> float:
@@ -177,30 +194,6 @@ class Estimator:
         weights = (weights_of(self.problem.cluster, ranks) if is_shared else ()) or (1,) * len(ranks)
         return [(samples * weight / sum(weights), rank) for weight, rank in zip(weights, ranks, strict=True)]
 
-    def saved_bytes(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> list[float]:
-        """Return the bytes that a rank of each stage saves per micro-batch, the fullest one's."""
-        samples = self.problem.samples / microbatches
-        return [
-            max(self.segments.saved_bytes.at(a, b, n) for n, _ in self.slices(a, b, group, samples))
-            for (a, b), group in zip(self.stages(cuts), ranks, strict=True)
-        ]
-
-    def fixed_bytes(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> list[float]:
-        """Return the bytes of a rank of each stage beside what it saves: state, workspace, messages."""
-        samples = self.problem.samples / microbatches
-        found = []
-        for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
-            n = max(share for share, _ in self.slices(a, b, group, samples))
-            work = self.segments.state_bytes[a, b] + self.segments.workspace_bytes(a, b, n)
-            ends = [max(c.bytes(n)[a], c.bytes(n)[b]) for c in self.segments.crossing.values()]
-            reduced = self.segments.trained_bytes[a, b] if len(group) > 1 else 0.0
-            found.append(float(work + max(ends) + reduced))
-        return found
-
-    def memory_bytes(self, ranks: Sequence[tuple[int, ...]]) -> list[int]:
-        """Return the memory of the smallest device of each stage."""
-        return [min(self.problem.cluster.device(rank).memory_bytes for rank in group) for group in ranks]
-
     def depth_choices(self, row: Row, *, most: Sequence[int], microbatches: int) -> Iterator[tuple[int, ...]]:
         """Yield warm-up depths worth trying: PA, PB, 1F1B* and all forwards first, none above `most`, never growing."""
         stages = len(row.forward)
@@ -229,20 +222,60 @@ class Estimator:
             The outline, its estimated seconds, and the bytes by which the fullest stage is estimated to exceed its
             memory (0 or less if it fits).
         """
-        saved = self.saved_bytes(cuts, ranks, microbatches)
-        fixed = self.fixed_bytes(cuts, ranks, microbatches)
-        room = [cap - own for cap, own in zip(self.memory_bytes(ranks), fixed, strict=True)]
-        most = [
-            int(min(microbatches, max(1.0, r / s))) if s else microbatches for r, s in zip(room, saved, strict=True)
-        ]
         row = self.row(cuts, ranks, microbatches)
-        choices = [
-            (row_s(row, depths=depths, microbatches=microbatches), sum(depths), depths)
-            for depths in self.depth_choices(row, most=most, microbatches=microbatches)
-        ]
-        seconds, _, depths = min(choices)
-        excess = max(depth * s - r for depth, s, r in zip(depths, saved, room, strict=True))
-        return Outline(tuple(cuts), tuple(ranks), microbatches, depths), seconds, excess
+        rooms = self.rooms(cuts, ranks, microbatches)
+        free = [microbatches] * len(rooms)
+        most = [int(min(microbatches, max(1.0, room.bytes / (room.saved or 1.0)))) for room in rooms]
+        limits = [free, most] if self.problem.wishes.reliefs else [most]
+        depths = dict.fromkeys(d for m in limits for d in self.depth_choices(row, most=m, microbatches=microbatches))
+        choices = []
+        for found in depths:
+            relieved, excess = self._relieved(row, rooms, found)
+            seconds = row_s(relieved, depths=found, microbatches=microbatches)
+            choices.append((max(0.0, excess), seconds, sum(found), found, excess))
+        _, seconds, _, best, excess = min(choices)
+        return Outline(tuple(cuts), tuple(ranks), microbatches, best), seconds, excess
+
+    def rooms(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> list[Room]:
+        """Return what each stage has for saved tensors, and saves."""
+        samples, cluster = self.problem.samples / microbatches, self.problem.cluster
+        found = []
+        for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
+            n = max(share for share, _ in self.slices(a, b, group, samples))
+            ends = [max(c.bytes(n)[a], c.bytes(n)[b]) for c in self.segments.crossing.values()]
+            reduced = self.segments.trained_bytes[a, b] if len(group) > 1 else 0.0
+            own = self.segments.state_bytes[a, b] + self.segments.workspace_bytes(a, b, n) + max(ends) + reduced
+            swaps = (cluster.hosts[cluster.host_of(rank)].swap for rank in group)
+            found.append(
+                Room(
+                    bytes=min(cluster.device(rank).memory_bytes for rank in group) - float(own),
+                    saved=self.segments.saved_bytes.at(a, b, n),
+                    arriving=float(self.segments.crossing["F"].bytes(n)[a]),
+                    swap_bytes_per_s=min(0.0 if swap == NO_SWAP else swap.bytes_per_s for swap in swaps),
+                )
+            )
+        return found
+
+    def _relieved(self, row: Row, rooms: Sequence[Room], depths: Sequence[int]) -> tuple[Row, float]:
+        """Return the times with as much recompute as memory asks for, and the bytes that are missing all the same.
+
+        As if saved bytes were a fluid: what a swap can carry while one micro-batch is worked on is swapped for nothing;
+        of the rest, a share is dropped for the same share of the forward's seconds. What arrived for the stage stays.
+        """
+        reliefs = self.problem.wishes.reliefs
+        backward, excess = list(row.backward), -math.inf
+        period = max(row.loads())
+        for s, (room, depth) in enumerate(zip(rooms, depths, strict=True)):
+            missing = depth * room.saved - room.bytes
+            if missing > 0 and "offload" in reliefs and depth > 1:
+                missing -= depth * min(room.saved, room.swap_bytes_per_s * period)
+            if missing > 0 and "recompute" in reliefs:
+                droppable = depth * max(0.0, room.saved - room.arriving)
+                share = min(1.0, missing / droppable) if droppable else 0.0
+                backward[s] += share * row.forward[s]
+                missing -= share * droppable
+            excess = max(excess, missing)
+        return replace(row, backward=tuple(backward)), excess
 
     def _exchange_s(self, senders: tuple[int, ...], receivers: tuple[int, ...], count: float) -> float:
         """Return the seconds of a micro-batch's values between two stages; what is on one rank takes none."""

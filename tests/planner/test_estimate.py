@@ -11,7 +11,7 @@ from lightning_pipe.planner.cuts import cuttable
 from lightning_pipe.planner.estimate import Estimator, Row, microbatch_counts, row_s
 from lightning_pipe.planner.judge import Judge
 from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.segments import Segments
 from planner.test_uniform import cluster, layers
 
@@ -67,10 +67,25 @@ def test_memory_lowers_depths():
     layout = ((6,), ((0, 1), (2, 3)), 8)
     free, _, excess = estimator.outline(*layout)
     assert (free.depths[0] > 1, excess < 0) == (True, True)
-    need = estimator.fixed_bytes(*layout)[0] + 1.5 * estimator.saved_bytes(*layout)[0]
+    room = estimator.rooms(*layout)[0]
+    need = (1 << 40) - room.bytes + 1.5 * room.saved
     tight = Problem(problem.graph, problem.profile, cluster(4, memory=int(need)), 16)
     bound, _, excess = Estimator(Segments(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
     assert (bound.depths, excess <= 0) == ((1, 1), True)
+
+
+def test_recompute_keeps_depths_for_time():
+    problem = chain(1)
+    layout = ((6,), ((0, 1), (2, 3)), 8)
+    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    _, free_s, _ = estimator.outline(*layout)
+    room = estimator.rooms(*layout)[0]
+    memory = int((1 << 40) - room.bytes + 1.5 * room.saved)
+    wishes = Wishes(reliefs=frozenset({"recompute"}))
+    tight = Problem(problem.graph, problem.profile, cluster(4, memory=memory), 16, wishes=wishes)
+    _, seconds, excess = Estimator(Segments(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
+    assert excess <= 0
+    assert free_s < seconds
 
 
 def test_micro_batches_give_every_replica_its_least_samples():
