@@ -19,7 +19,8 @@ from lightning_pipe.core.published import load_published
 from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.cost.stage import stage_works, traffic
 from lightning_pipe.errors import ProfileError
-from lightning_pipe.planner.judge import Problem, judge
+from lightning_pipe.planner.judge import judge
+from lightning_pipe.planner.problem import Problem
 
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles"
 PUBLISHED = sorted(
