@@ -116,9 +116,8 @@ class _Memories:
     @cached_property
     def remakeable(self) -> frozenset[int]:
         """Return the saved memories of which everything that F makes in them can be made anew."""
-        tensors = self.graph.tensors
-        sound = self._sound()
-        lost = {memory for t, memory in self._memory.items() if tensors[t].maker in self.forward - sound}
+        tensors, unsound = self.graph.tensors, self.forward - self._sound()
+        lost = {memory for t, memory in self._memory.items() if tensors[t].maker in unsound}
         made = (m for m in self.work.saved if tensors[m].maker in self.forward)
         return frozenset(made) - lost
 
