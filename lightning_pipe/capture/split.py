@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -309,8 +310,7 @@ def check_slices(split: Split, layout: Layout) -> None:
     for program in split.stages:
         for (_, target), names in program.sends.items():
             here, there = layout.stages[program.stage], layout.stages[target]
-            alike = len(here) == len(there) and (program.stage in layout.whole) == (target in layout.whole)
-            if alike or (len(here) == 1 and len(there) == 1):
+            if _share_alike(layout, program.stage, target):
                 continue
             for name in names:
                 known = split.values[name]
@@ -318,5 +318,15 @@ def check_slices(split: Split, layout: Layout) -> None:
                     raise PlanError(
                         f"Stage {program.stage} on {len(here)} ranks sends {name} to stage {target} on {len(there)} "
                         "ranks, but its samples do not lie in separate rows, so it cannot be cut into slices. Give "
-                        "both stages the same number of ranks, or move the cut to another node."
+                        "both stages the same number of ranks, with the same share and weights, or move the cut to "
+                        "another node."
                     )
+
+
+def _share_alike(layout: Layout, one: int, other: int) -> bool:
+    """Return whether the n-th replicas of two stages have the same samples of every micro-batch."""
+    shares = [layout.shares(stage) for stage in (one, other)]
+    if len(shares[0]) == len(shares[1]) == 1:
+        return True
+    proportions = [[Fraction(share, sum(own)) for share in own] for own in shares]
+    return proportions[0] == proportions[1] and (one in layout.whole) == (other in layout.whole)

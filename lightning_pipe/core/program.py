@@ -190,12 +190,15 @@ class Layout:
         """Count the ranks: one more than the largest rank used."""
         return 1 + max(rank for stage in self.stages for rank in stage)
 
+    def shares(self, stage: int) -> tuple[int, ...]:
+        """Return the proportions in which the replicas of a stage share a micro-batch."""
+        return self.weights[stage] if self.weights else (1,) * len(self.stages[stage])
+
     def samples(self, stage: int, replica: int, microbatch: int, size: int) -> Samples:
         """Return the samples of a micro-batch of `size` samples that one replica of a stage computes (maybe none)."""
-        count = len(self.stages[stage])
         if stage in self.whole:
-            return Samples(0, size) if microbatch % count == replica else Samples(0, 0)
-        shares = self.weights[stage] if self.weights else (1,) * count
+            return Samples(0, size) if microbatch % len(self.stages[stage]) == replica else Samples(0, 0)
+        shares = self.shares(stage)
         before, total = sum(shares[:replica]), sum(shares)
         return Samples(before * size // total, (before + shares[replica]) * size // total)
 

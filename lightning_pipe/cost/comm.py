@@ -54,7 +54,8 @@ def flow_s(cluster: Cluster, sender: int, receiver: int, *, count: float, out: i
 def exchange_pairs(layout: Layout, source: int, target: int, microbatch: int) -> tuple[tuple[int, int], ...]:
     """Return the (sender, receiver) pairs between two stages for a micro-batch; a rank sends nothing to itself."""
     senders, receivers = layout.stages[source], layout.stages[target]
-    size = len(senders) * len(receivers)  # divides evenly on both sides, as large micro-batches nearly do
+    # divides evenly on both sides, as large micro-batches nearly do
+    size = sum(layout.shares(source)) * sum(layout.shares(target))
     return tuple(
         (sender, receiver)
         for i, sender in enumerate(senders)

@@ -5,7 +5,8 @@ flat pieces of at most `piece_bytes`, begun at `Reduce` while other stages still
 Whether a parameter takes part is decided from the split, alike on all ranks: a parameter that some stage
 differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`.
 
-Buffers that F mutates: floating ones become the mean over the replicas of their stage, others those of replica 0.
+Buffers that F mutates: floating ones become the mean over the replicas of their stage, in the proportions in which
+these share the samples, others those of replica 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_pipe.core.program import Layout, Reduce
 from lightning_pipe.runtime.groups import bucket_group, stage_group
 from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import State
-from lightning_pipe.runtime.transport.protocol import Group, Transport
+from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Handle, Wait, Walk
 
 PIECE_BYTES = 25 * 2**20  # as DistributedDataParallel's default bucket
@@ -98,17 +99,19 @@ class Gradients:
             if self._transport.rank not in replicas or len(replicas) == 1:
                 continue
             for name in sorted(program.mutations):
-                yield from self._synchronise(name, replicas, stage_group(program.stage, self._layout))
+                yield from self._synchronise(name, program.stage)
 
-    def _synchronise(self, name: str, replicas: tuple[int, ...], group: Group) -> Walk[None]:
-        buffer = self._state.tensor(name)
-        content = buffer.contiguous()
+    def _synchronise(self, name: str, stage: int) -> Walk[None]:
+        replicas, shares = self._layout.stages[stage], self._layout.shares(stage)
+        group, buffer = stage_group(stage, self._layout), self._state.tensor(name)
         if buffer.is_floating_point():
+            content = buffer.contiguous() * shares[replicas.index(self._transport.rank)]
             handle = self._transport.all_reduce(content, group=group)
         else:
+            content = buffer.contiguous()
             handle = self._transport.broadcast(content, source=replicas[0], group=group)
         yield Wait(handle, f"buffer {name}")
-        buffer.copy_(content / len(group) if buffer.is_floating_point() else content)
+        buffer.copy_(content / sum(shares) if buffer.is_floating_point() else content)
 
     def _pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
         """Cut parameters into runs of one type and at most `piece_bytes` (a larger parameter is a run of its own)."""

@@ -94,8 +94,9 @@ ROUNDING = 1e-9  # loads that fill the period exactly must fit, whatever the ord
 def _unit_star_depths(layout: Layout) -> tuple[int, ...]:
     """Return 1F1B* depths for stages of equal load and free messages.
 
-    A schedule knows no times, so every stage counts as one unit of work, shared by its replicas, and the period is the
-    load of the busiest rank. With one stage per rank that is "pa"; it is less where some ranks hold several stages or
+    A schedule knows no times, so every stage counts as one unit of work, which its replicas share such that they take
+    equally long (also by weights, which are there to make up for unequal devices), and the period is the load of the
+    busiest rank. With one stage per rank that is "pa"; it is less where some ranks hold several stages or
     stages have unequal replicas. A planner that knows times calls `star_depths` and passes the depths.
     """
     loads = [1 / len(ranks) for ranks in layout.stages]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import resource
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +15,9 @@ from torch import nn
 
 from capture.sequential import run_stages
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
+from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.resolve import transfer_cuts
 
@@ -178,6 +181,31 @@ def test_dropout_does_not_depend_on_the_layout():
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
     assert not torch.equal(runs[0], later[capture.record.loss])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fits"),
+    [
+        (Layout(((0,), (1,))), True),
+        (Layout(((0, 1), (2, 3))), True),
+        (Layout(((0, 1), (2,))), False),
+        (Layout(((0, 1), (2, 3)), frozenset({0})), False),
+        (Layout(((0, 1), (2, 3)), frozenset({0, 1})), True),
+        (Layout(((0, 1), (2, 3)), weights=((3, 1), (1, 1))), False),
+        (Layout(((0, 1), (2, 3)), weights=((3, 1), (1, 3))), False),
+        (Layout(((0, 1), (2, 3)), weights=((3, 1), (6, 2))), True),
+    ],
+)
+def test_what_cannot_be_sliced_crosses_between_stages_that_share_samples_alike_only(net, layout, fits):
+    _, capture = net
+    split = capture.split(all_cuts(capture, stages=2, seed=1))
+    joined = {name: replace(value, batch_dim=None, combine="cat") for name, value in split.values.items()}
+    split = replace(split, values=joined)
+    if fits:
+        check_slices(split, layout)
+        return
+    with pytest.raises(PlanError, match="same number of ranks, with the same share and weights, or move the cut"):
+        check_slices(split, layout)
 
 
 def test_cuts_out_of_order_are_refused(net):

@@ -104,6 +104,13 @@ def test_unequal_replicas_exchange_where_their_samples_overlap():
     assert pairs == ((0, 2), (0, 3), (1, 3), (1, 4))
 
 
+def test_unequal_parts_are_exchanged_where_they_overlap():
+    halves = (1, 1)
+    assert exchange_pairs(Layout(((0, 1), (2, 3)), weights=((3, 1), halves)), 0, 1, 0) == ((0, 2), (0, 3), (1, 3))
+    assert exchange_pairs(Layout(((0, 1), (2, 3)), weights=((1, 9), halves)), 0, 1, 0) == ((0, 2), (1, 2), (1, 3))
+    assert exchange_pairs(Layout(((0, 1), (2, 3)), weights=((1, 2), (2, 4))), 0, 1, 0) == ((0, 2), (1, 3))
+
+
 def test_replicas_that_take_turns_make_one_flow_per_micro_batch():
     layout = Layout(((0, 1), (2, 3, 4)), whole=frozenset({0, 1}))
     assert [exchange_pairs(layout, 0, 1, m) for m in range(3)] == [((0, 2),), ((1, 3),), ((0, 4),)]

@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -38,6 +39,7 @@ CPU = torch.device("cpu")
 UNREPLICATED = ["1", "1-1", "1-1-1"]
 REPLICATED = ["2-1", "1-2", "2-2"]
 COUPLED = {"resnet_batchnorm"}  # compared with accumulation over the same micro-batches, as batch statistics see them
+Weights = tuple[tuple[int, ...], ...]
 Update = Callable[[int, object], torch.Tensor]  # (number of the step, batch) -> loss; leaves gradients in the module
 
 
@@ -102,12 +104,16 @@ def accumulation(module: pl.LightningModule) -> Update:
     return update
 
 
-def pipeline(module: pl.LightningModule, name: str, *, layout: str, schedule: str, dropout: float = 0.0) -> Update:
+def pipeline(
+    module: pl.LightningModule, name: str, *, layout: str, schedule: str, dropout: float = 0.0, weights: Weights = ()
+) -> Update:
     """Programs on ranks of one process; gradients are brought to `module`, parameters back to the ranks."""
     capture = captured(name, dropout)
     replicas = [int(n) for n in layout.split("-")]
     problem = counted_problem(capture.graph, ranks=sum(replicas), samples=BATCH)
     plan = uniform(problem, replicas=replicas, microbatches=MICROBATCHES, schedule=schedule)
+    stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
+    plan = replace(plan, stages=tuple(replace(stage, weights=own) for stage, own in stages))
     split = capture.split(resolve(plan, capture.graph, ranks=sum(replicas)), exact_ties=True)
     check_slices(split, plan.layout)
     hub, modules = Hub(), [copy.deepcopy(module) for _ in range(sum(replicas))]
@@ -177,6 +183,20 @@ def test_training_is_that_of_one_device(name, layout, schedule):
     module = make_module(name).train()
     losses, parameters = train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
     expected_losses, expected_parameters = expected(name, accumulation if name in COUPLED else whole_batches)
+    for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
+        torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")
+    for parameter, value in expected_parameters.items():
+        close(parameters[parameter], value, parameter)
+
+
+@pytest.mark.parametrize(("layout", "weights"), [("2-1", ((3, 1),)), ("2-2", ((1, 4), (3, 1)))])
+@pytest.mark.parametrize("name", ["gpt_tied", "dict_batch"])
+def test_training_with_replicas_in_unequal_parts_is_accumulation(name, layout, weights):
+    """Micro-batches of 3, 3 and 2 samples: one to four leaves the first replica without any."""
+    module = make_module(name).train()
+    update = pipeline(module, name, layout=layout, schedule="1f1b", weights=weights)
+    losses, parameters = train(module, name, update)
+    expected_losses, expected_parameters = expected(name, accumulation)
     for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
         torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")
     for parameter, value in expected_parameters.items():

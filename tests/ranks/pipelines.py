@@ -93,10 +93,11 @@ class Case:
     sizes: tuple[int, ...] = (2, 2, 2)
     schedule: str = "1f1b"
     whole: frozenset[int] = frozenset()
+    weights: tuple[tuple[int, ...], ...] = ()
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.stages, self.whole)
+        return Layout(self.stages, self.whole, self.weights)
 
 
 def module_of(case: Case) -> pl.LightningModule:

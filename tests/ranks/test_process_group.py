@@ -31,6 +31,9 @@ CASES = {
     "tied": Case("Tied", ((0,), (1,), (2,))),
     "2-1": Case("Chain", ((0, 1), (2,)), ("second",), sizes=(3, 2)),
     "1-2": Case("Chain", ((0,), (1, 2)), ("second",)),
+    "2-1, three to one, and nothing of the last": Case(
+        "Skip", ((0, 1), (2,)), ("second",), sizes=(4, 4, 1), weights=((3, 1), (1,))
+    ),
     "2-2": Case("Skip", ((0, 1), (2, 3)), ("second",), sizes=(5, 4)),
 }
 

@@ -31,6 +31,15 @@ REPLICATED = {
     "3-2-1 uneven": Case("Skip", ((0, 1, 2), (3, 4), (5,)), sizes=(5, 5, 2)),
     "fewer samples than replicas": Case("Skip", ((0, 1, 2), (3, 4), (5,)), sizes=(2, 1)),
     "whole": Case("Chain", ((0, 1), (2,)), ("second",), sizes=(2, 2, 1), whole=frozenset({0})),
+    "three to one": Case("Chain", ((0, 1), (2,)), ("second",), sizes=(4, 4), weights=((3, 1), (1,))),
+    "one to three": Case("Chain", ((0,), (1, 2)), ("second",), sizes=(5, 4), weights=((1,), (1, 3))),
+    "unequal parts on both sides": Case("Skip", ((0, 1), (2, 3), (4,)), sizes=(7, 6), weights=((3, 1), (2, 5), (1,))),
+    "nothing for a replica of a small micro-batch": Case(
+        "Skip", ((0, 1), (2, 3), (4,)), sizes=(4, 1), weights=((3, 1), (1, 3), (1,))
+    ),
+    "nothing for a replica at all": Case("Chain", ((0, 1), (2,)), ("second",), sizes=(2, 2), weights=((1, 5), (1,))),
+    "sum, three to one": Case("Summed", ((0, 1), (2,)), ("second",), sizes=(4, 1), weights=((3, 1), (1,))),
+    "tied, three to one": Case("Tied", ((0, 1), (2,), (3,)), sizes=(4, 3), weights=((3, 1), (1,), (1,))),
     "sum": Case("Summed", ((0, 1), (2,)), ("second",), sizes=(3, 2)),
     "tied": Case("Tied", ((0,), (1,), (2,))),
     "tied, first stage replicated": Case("Tied", ((0, 1), (2,), (3,))),
@@ -125,6 +134,49 @@ def test_replicas_agree_on_running_averages_after_the_step() -> None:
     assert not torch.equal(first.running_mean, module_of(case).norm.running_mean)
     for name, buffer in first.named_buffers():
         assert torch.equal(buffer, second.get_buffer(name)), name
+
+
+def test_replicas_with_unequal_parts_count_by_them_in_running_averages() -> None:
+    """Six and two of eight samples: the mean of what the slices leave, three to one."""
+    case = Case("Normed", ((0, 1), (2,), (3,)), sizes=(8,), weights=((3, 1), (1,), (1,)))
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    modules = [module_of(case) for _ in range(4)]
+    executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
+    run_together(executors, program_of(case, split), [job_of(case)] * 4)
+    x, y = job_of(case).leaves
+    norms = []
+    for part in (slice(0, 6), slice(6, 8)):
+        plain = module_of(case)
+        plain.training_step((x[part], y[part]), 0)
+        norms.append(plain.norm)
+    for own in modules[:2]:
+        for name in ("running_mean", "running_var"):
+            expected = 0.75 * norms[0].get_buffer(name) + 0.25 * norms[1].get_buffer(name)
+            torch.testing.assert_close(own.norm.get_buffer(name), expected, rtol=0, atol=1e-12)
+        assert own.norm.num_batches_tracked == 1
+
+
+def test_results_of_unequal_parts_are_those_of_their_samples() -> None:
+    """A replicated last stage: each replica reports the loss of its samples, none where it has none."""
+    case = Case("Chain", ((0,), (1, 2)), ("second",), sizes=(4, 1), weights=((1,), (3, 1)))
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    executors = [executor_of(case, module_of(case), capture, split, hub.endpoint(rank)) for rank in range(3)]
+    outcomes = run_together(executors, program_of(case, split), [job_of(case)] * 3)
+    x, y = job_of(case).leaves
+    found = {p.samples: p for o in outcomes for p in o.results.get(capture.record.loss, ()) if p.microbatch == 0}
+    assert set(found) == {Samples(0, 3), Samples(3, 4)}
+    for samples, piece in found.items():
+        part = slice(samples.start, samples.stop)
+        torch.testing.assert_close(piece.content, module_of(case).training_step((x[part], y[part]), 0))
+    assert [[p.samples for p in o.results.get(capture.record.loss, ()) if p.microbatch == 1] for o in outcomes] == [
+        [],
+        [],
+        [Samples(0, 1)],
+    ]
 
 
 def test_results_are_those_of_the_micro_batches() -> None:
