@@ -67,12 +67,35 @@ def _check_ranks(plan: Plan, ranks: int) -> None:
     for s, stage in enumerate(plan.stages):
         if len(set(stage.ranks)) != len(stage.ranks):
             raise PlanError(f"Stage {s} lists a rank twice: {list(stage.ranks)}.")
+    check_weights(plan)
     used = {rank for stage in plan.stages for rank in stage.ranks}
     if used != set(range(ranks)):
         raise PlanError(
             f"The plan uses ranks {sorted(used)}, the trainer has ranks 0..{ranks - 1}. Every rank must run a stage: "
             f"change `devices` to {max(used) + 1}, or the plan's ranks."
         )
+
+
+def check_weights(plan: Plan) -> None:
+    """Check that weights of replicas fit the replicas, before the plan's layout is asked who computes what.
+
+    Raises:
+        PlanError: naming the stage, if weights are fewer or more than its ranks, below 1, or given for replicas that
+            take whole micro-batches.
+    """
+    for s, stage in enumerate(plan.stages):
+        if not stage.weights:
+            continue
+        if stage.share == "microbatches":
+            raise PlanError(
+                f"Stage {s} has weights: {list(stage.weights)}, but `share: microbatches`, under which its replicas "
+                "take whole micro-batches in turn. Remove the weights, or write `share: samples`."
+            )
+        if len(stage.weights) != len(stage.ranks) or min(stage.weights) < 1:
+            raise PlanError(
+                f"Stage {s} has weights: {list(stage.weights)} for ranks {list(stage.ranks)}; expected as many whole "
+                "numbers from 1. Write one weight for each rank, or remove the weights for equal parts."
+            )
 
 
 def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tuple[Reliefs, ...]:

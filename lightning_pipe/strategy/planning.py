@@ -14,7 +14,7 @@ from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.resolve import transfer_cuts
+from lightning_pipe.planner.resolve import check_weights, transfer_cuts
 from lightning_pipe.planner.uniform import candidates
 
 
@@ -22,11 +22,13 @@ def given_plan(config: DappleConfig) -> Plan | None:
     """Read the user's plan, if there is one.
 
     Raises:
-        PlanError: if the file cannot be read, or wants what is planned and priced, but not run yet.
+        PlanError: if the file cannot be read, has weights that do not fit its ranks, or wants what is planned and
+            priced, but not run yet.
     """
     if config.plan is None:
         return None
     plan = load_yaml(Plan, config.plan)
+    check_weights(plan)
     for s, stage in enumerate(plan.stages):
         if keys := [key for key, places in (("recompute", stage.recompute), ("offload", stage.offload)) if places]:
             raise PlanError(

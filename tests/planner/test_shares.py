@@ -1,0 +1,37 @@
+"""Weights of replicas fit the replicas, or are refused with the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.resolve import resolve
+from planner.test_uniform import cluster, problem
+
+
+def plan_of(*first: object) -> Plan:
+    return Plan((StagePlan("", (0, 1), *first), StagePlan("h_1", (2,))), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (("samples", (3,)), r"Stage 0 has weights: \[3\] for ranks \[0, 1\]; expected as many whole numbers from 1"),
+        (
+            ("samples", (3, 1, 1)),
+            r"Stage 0 has weights: \[3, 1, 1\] for ranks \[0, 1\].* Write one weight for each rank",
+        ),
+        (("samples", (3, 0)), r"Stage 0 has weights: \[3, 0\].* expected as many whole numbers from 1"),
+        (("microbatches", (3, 1)), r"Stage 0 has weights: \[3, 1\], but `share: microbatches`.* Remove the weights"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(first, message):
+    with pytest.raises(PlanError, match=message):
+        resolve(plan_of(*first), problem([1, 1], [8] * 2, cluster(3)).graph, ranks=3)
+
+
+def test_weights_that_fit_share_the_samples():
+    plan = plan_of("samples", (3, 1))
+    assert resolve(plan, problem([1, 1], [8] * 2, cluster(3)).graph, ranks=3) == (1,)
+    assert [len(plan.layout.samples(0, replica, 0, 8)) for replica in range(2)] == [6, 2]
