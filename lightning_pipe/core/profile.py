@@ -1,8 +1,8 @@
-"""How long does every operation take on one kind of device, and what does an optimizer step cost?
+"""How long does every operation take on one kind of device, with what memory, and what does an optimizer step cost?
 
-A profile belongs to one graph (`Graph.operations`, same order) and one kind of device. Times are measured for few
-numbers of samples and read between them along straight lines, so slices of replicas and any number of micro-batches
-have a price.
+A profile belongs to one graph (`Graph.operations`, same order) and one kind of device. Seconds and bytes are measured
+for few numbers of samples and read between them along straight lines, so slices of replicas and any number of
+micro-batches have a price.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ class Profile:
         message_s: seconds until a message without bytes has arrived, from the end of the compute that made it.
         post_s, post_s_per_byte: seconds for which posting a message keeps the sender from computing.
         spread: median over the operations of (upper quartile - lower quartile) / median of the repeated measurements.
-        source: `measured` or `counted`.
+        source: `measured`, `counted` or `published`.
         optimizer: cost of the optimizer step.
+        scratch_bytes: for every operation, at each of `samples`, the most bytes that it holds at once while it runs
+            besides what it reads and the tensors that it makes; () if it was not measured, which counts as none.
     """
 
     graph: str
@@ -58,6 +60,7 @@ class Profile:
     spread: float = 0.0
     source: str = "measured"
     optimizer: OptimizerProfile = OptimizerProfile()
+    scratch_bytes: tuple[tuple[int, ...], ...] = ()
 
     def weights(self, samples: float) -> tuple[tuple[int, float], ...]:
         """Return (index into `samples`, weight): seconds at this number are the weighted sum of the measured ones.
@@ -83,7 +86,7 @@ class Profile:
         return max(sum(times[i] * weight for i, weight in self.weights(samples)), _LEAST_SHARE * min(times))
 
     @cached_property
-    def _index(self) -> dict[int, int]:
+    def _index(self) -> dict[float, int]:
         return {samples: i for i, samples in enumerate(self.samples)}
 
 

@@ -3,19 +3,19 @@
 The code of a half frees every value after its last use; what is given to it stays until it ends. So, with the memory
 of a view counted once, under its base:
 
-    peak       max over the operations of a half of (what it was given + what it has made and still needs)
+    peak       max over the operations of a half of (what it was given + what it has made and still needs + scratch)
+    scratch    what the operation that runs holds for itself, as profiled; of counted profiles there is none
     F          peak - saved - results: what F needs beside what it leaves
     I          peak, with the gradients that arrived: all of `saved` is there as well until I ends
     W          peak: all of `kept` is there as well; with the gradients of parameters, which are all there at its end
 
-Left out: scratch memory inside an operation, results of an operation that nothing takes, fragmentation, and the pieces
-of a value that is joined from several messages.
+Left out: fragmentation, and the pieces of a value that is joined from several messages.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import assert_never
 
 from lightning_pipe.core.graph import Graph, Tensor
+from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import ComputeKind
 from lightning_pipe.cost.stage import HalfWork, StageWork
 
@@ -43,15 +44,45 @@ class Amount:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Bytes that some operations hold for themselves while they run, as a function of the samples.
+
+    Attributes:
+        profile: where they were measured.
+        measured: for each operation, at each of `profile.samples`.
+    """
+
+    profile: Profile
+    measured: NDArray[np.float64]
+
+    def __call__(self, samples: int) -> NDArray[np.float64]:
+        """Return the bytes of each operation for this many samples."""
+        found = np.zeros(len(self.measured))
+        for i, weight in self.profile.weights(samples):
+            found += weight * self.measured[:, i]
+        return found.clip(min=0.0)
+
+
+@dataclass(frozen=True)
 class Live:
-    """Bytes made and still needed while each operation of a half runs: per sample and besides."""
+    """Bytes needed while each operation of a half runs, and at its end.
+
+    Attributes:
+        per_sample, fixed: bytes made and still needed, per sample and besides.
+        scratch: bytes of the operations themselves; None where they are not known.
+    """
 
     per_sample: NDArray[np.float64]
     fixed: NDArray[np.float64]
+    scratch: Scratch | None
 
     def peak(self, samples: int) -> int:
         """Return the most bytes at once."""
-        return round(float((self.per_sample * samples + self.fixed).max(initial=0.0)))
+        needed = self.per_sample * samples + self.fixed
+        if self.scratch is not None:
+            own = self.scratch(samples)
+            needed[: len(own)] += own
+        return round(float(needed.max(initial=0.0)))
 
 
 class Memory:
@@ -59,10 +90,14 @@ class Memory:
 
     Args:
         graph: with its operations and tensors.
+        profile: with the scratch of its operations; without one, or if it has none, they are taken to need none.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, profile: Profile | None = None) -> None:
         self._graph = graph
+        self._scratch: Scratch | None = None
+        if profile is not None and profile.scratch_bytes:
+            self._scratch = Scratch(profile, np.array(profile.scratch_bytes, dtype=float))
         self._makes: list[list[int]] = [[] for _ in graph.operations]
         for t, tensor in enumerate(graph.tensors):
             if tensor.maker >= 0:
@@ -90,7 +125,13 @@ class Memory:
             change[:, begins[t]] += size
             change[:, last[t] + 1] -= size
         change[1, end:] += (adding, -adding)
-        return Live(*np.cumsum(change, axis=1))
+        per_sample, fixed = np.cumsum(change, axis=1)
+        return Live(per_sample, fixed, self._scratch_of(half.operations))
+
+    def _scratch_of(self, operations: Sequence[int]) -> Scratch | None:
+        if self._scratch is None:
+            return None
+        return Scratch(self._scratch.profile, self._scratch.measured[list(operations)])
 
     def _lifetimes(self, half: HalfWork) -> tuple[dict[int, int], dict[int, int]]:
         """Return, for what a half makes, the tensor whose memory it is, and for that the last operation to use it."""

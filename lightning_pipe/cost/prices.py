@@ -63,7 +63,7 @@ class Pricer:
             )
         self.graph, self.profile, self.cluster = graph, profile, cluster
         self.cutter = Cutter(graph)
-        self.memory = Memory(graph)
+        self.memory = Memory(graph, profile=profile)
         self.seconds = np.array(profile.seconds, dtype=float).reshape(len(graph.operations), len(profile.samples))
         self._works: dict[tuple[int, ...], tuple[StageWork, ...]] = {}
         self._traffic: dict[tuple[int, ...], Traffic] = {}

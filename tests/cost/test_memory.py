@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cost.sketches import WEIGHT, WIDTH, Sketch, chain
+from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.memory import Memory
 from lightning_pipe.cost.stage import stage_works
 
@@ -107,3 +108,52 @@ def test_new_content_of_state_is_there_until_the_forward_ends():
     assert memory_of(graph)[0].workspace("F", 1) == 24
     sketch.updates.append((new, "mean"))
     assert memory_of(sketch.graph())[0].workspace("F", 1) == 29
+
+
+def tower(*sizes: int):
+    """Return a chain of forward operations whose results have so many bytes; the last one is all that is taken."""
+    sketch = Sketch(len(sizes))
+    x = sketch.batch("x", per_sample=0)
+    for k, size in enumerate(sizes):
+        x = sketch.forward(f"h{k}", k, x, size=(0, size))
+    return sketch.graph()
+
+
+def scratchy(*rows: tuple[int, ...], samples: tuple[int, ...] = (2, 4)) -> Profile:
+    return Profile("sketch", "cpu", samples, ((1.0,) * len(samples),) * len(rows), scratch_bytes=rows)
+
+
+def workspace(graph, profile: Profile | None, samples: int = 2) -> int:
+    (work,) = stage_works(graph, ())
+    return Memory(graph, profile=profile).stage(work).workspace("F", samples)
+
+
+@pytest.mark.parametrize(
+    ("scratch", "needed"),
+    [((0, 0, 0), 50), ((0, 0, 7), 57), ((0, 7, 0), 50), ((0, 11, 0), 51), ((45, 0, 0), 55), ((45, 60, 7), 100)],
+)
+def test_scratch_counts_while_its_operation_runs(scratch, needed):
+    """Results of 10, 30 and 20 bytes: 10, 40 and 50 are there at a time."""
+    assert workspace(tower(10, 30, 20), scratchy(*((own, own) for own in scratch))) == needed
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(1, 0), (2, 20), (3, 50), (4, 80), (6, 140)])
+def test_scratch_lies_on_a_line_between_measured_samples_and_is_never_negative(samples, expected):
+    assert workspace(tower(10), scratchy((20, 80)), samples) == 10 + expected
+
+
+def test_a_profile_without_scratch_adds_none():
+    graph = chain(3)
+    bare = Profile("sketch", "cpu", (2, 4), ((1.0, 1.0),) * len(graph.operations))
+    for work in stage_works(graph, ()):
+        plain, other = (Memory(graph, profile=profile).stage(work) for profile in (None, bare))
+        assert [plain.workspace(k, 3) for k in "FIWB"] == [other.workspace(k, 3) for k in "FIWB"]
+
+
+def test_scratch_of_an_operation_counts_in_the_half_that_runs_it():
+    graph = chain(3)
+    rows = [(1000, 1000) if operation.name == "d_w_1" else (0, 0) for operation in graph.operations]
+    (work,) = stage_works(graph, ())
+    plain, other = (Memory(graph, profile=profile).stage(work) for profile in (None, scratchy(*rows)))
+    assert other.workspace("W", 2) > plain.workspace("W", 2) + 800
+    assert [other.workspace(k, 2) for k in "FI"] == [plain.workspace(k, 2) for k in "FI"]
