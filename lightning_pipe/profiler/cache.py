@@ -1,8 +1,8 @@
-"""Where are measured times kept, and for what do they hold?
+"""Where is kept what was measured of calls, and for what does it hold?
 
 One JSON file for every kind of device and version of torch, in a directory that the caller names:
 
-    {"device": {...}, "timings": {"digest of a signature": [seconds, spread], ...}}
+    {"device": {...}, "timings": {"digest of a signature": [seconds, spread, scratch bytes], ...}}
 
 It may be deleted at any time; times that are missing are measured again. Files are replaced as a whole, so that readers
 never see half of one; of two processes that write at the same time, one may lose what it added. A file that cannot be
@@ -12,6 +12,7 @@ read, or a directory that cannot be written, is said once and does not stop anyt
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -29,20 +30,22 @@ from lightning_pipe.profiler.devices import device_kind
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # raised when what is measured changes
+_FORMAT = 2  # raised when what is measured changes
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one call takes.
+    """What one call takes.
 
     Attributes:
         seconds: what it typically takes (`profiler.part`); not a number if it could not be run.
         spread: (upper quartile - lower quartile) / median of the repetitions.
+        scratch_bytes: what it holds for itself while it runs (`profiler.scratch`); not a number if that is not known.
     """
 
     seconds: float
     spread: float
+    scratch_bytes: float = 0.0
 
 
 Timings = Mapping[str, Timing]  # by digest
@@ -98,17 +101,17 @@ def _read(path: Path, device: torch.device) -> dict[str, Timing]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if content["device"] != conditions(device):
         raise ValueError(f"it is of {content['device']}")
-    return {name: Timing(float(seconds), float(spread)) for name, (seconds, spread) in content["timings"].items()}
+    return {name: Timing(*map(float, row)) for name, row in content["timings"].items()}
 
 
 def store_timings(directory: Path, device: torch.device, timings: Timings) -> None:
-    """Add times to those that are kept; calls that could not be timed are left out."""
+    """Add times to those that are kept; calls of which something could not be measured are left out."""
     path = cache_file(directory, device)
     known: dict[str, Timing] = {}
     with contextlib.suppress(*_UNREADABLE):  # `load_timings` has said so
         known = _read(path, device)
-    merged = {**known, **{name: timing for name, timing in timings.items() if not math.isnan(timing.seconds)}}
-    rows = {name: [timing.seconds, timing.spread] for name, timing in sorted(merged.items())}
+    whole = {name: timing for name, timing in timings.items() if not math.isnan(timing.seconds + timing.scratch_bytes)}
+    rows = {name: dataclasses.astuple(timing) for name, timing in sorted({**known, **whole}.items())}
     content = json.dumps({"device": conditions(device), "timings": rows}, indent=0)
     try:
         directory.mkdir(parents=True, exist_ok=True)

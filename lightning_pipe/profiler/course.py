@@ -59,12 +59,14 @@ class Course:
         items: all calls in the order in which stages make them: forward and repeated ones, input halves, weight halves.
         signatures: those of the items, each once, by the position of its first item.
         forms: tensors by name.
+        own: signatures of the calls of the operations, in their order.
     """
 
     def __init__(self, graph: Graph, calls: Sequence[OperatorCall]) -> None:
         self.graph = graph
         self.forms = {spec.name: spec for call in calls for spec in specs_of((call.args, call.kwargs))}
         self.forms |= {spec.name: spec for call in calls for spec, _ in call.results}
+        self.own: tuple[str, ...] = tuple(call.signature for call in calls)
         own = [_item(call, o) for o, call in enumerate(calls)]
         forward = [item for item in own if graph.operations[item.operation].phase != "backward"]
         backward = [item for item in own if graph.operations[item.operation].phase == "backward"]

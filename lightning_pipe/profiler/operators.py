@@ -1,4 +1,4 @@
-"""How long does every operation of a captured step take on this device?
+"""How long does every operation of a captured step take on this device, and what memory does it need for itself?
 
     profile = profile_capture(capture, device=device, sizes=(1, 4, 8), cache=Path(".lightning_pipe"))
 
@@ -39,6 +39,7 @@ from lightning_pipe.profiler.devices import device_kind
 from lightning_pipe.profiler.glue import glue_names, known_glue, measure_glue
 from lightning_pipe.profiler.part import Part
 from lightning_pipe.profiler.progress import Bar
+from lightning_pipe.profiler.scratch import gauge_of
 from lightning_pipe.profiler.walk import Tools
 
 _ROUNDS = 2
@@ -110,7 +111,10 @@ class Operators:
             parts = [Part(self._courses[n], names, tools) for n, names in wanted.items() if names]
             for part in parts * _ROUNDS:
                 part.measure(lambda done: bar.advance(done / (_ROUNDS * len(parts))))
-            found = {name: timing for part in parts for name, timing in part.timings()}
+            with gauge_of(self._device) as gauge:
+                for part in parts:
+                    part.watch(gauge)
+            found = {name: timing for part in parts for name, timing in part.timings(gauge.scratch)}
             if glue:
                 found |= measure_glue(self._capture, {n: self._courses[n] for n in glue}, tools)
         return {digest(name): timing for name, timing in found.items()}
@@ -133,6 +137,7 @@ class Operators:
             timings: of all calls.
         """
         columns = [self._column(n, timings) for n in self.sizes]
+        scratch = [self._scratch(n, timings) for n in self.sizes]
         found = [timings[digest(name)] for course in self._courses.values() for name in course.signatures]
         return Profile(
             graph=self._capture.graph.fingerprint,
@@ -140,7 +145,13 @@ class Operators:
             samples=self.sizes,
             seconds=tuple(zip(*columns, strict=True)),
             spread=statistics.median(t.spread for t in found if not math.isnan(t.seconds)),
+            scratch_bytes=tuple(zip(*scratch, strict=True)),
         )
+
+    def _scratch(self, samples: int, timings: Timings) -> list[int]:
+        """Return what every operation holds for itself at one number of samples, 0 where that is not known."""
+        found = (timings[digest(name)].scratch_bytes for name in self._courses[samples].own)
+        return [0 if math.isnan(scratch) else round(scratch) for scratch in found]
 
     def _column(self, samples: int, timings: Timings) -> list[float]:
         """Return the seconds of all operations at one number of samples, glue included."""

@@ -5,18 +5,21 @@ often, since its neighbours matter: the first step of a recurrent network finds 
 time of a call is the mean over where it is met, and over all repetitions but the slowest tenth: means, because the
 seconds of a stage are a sum, and medians of times that are now and then longer add up to less than the median of the
 sum. Rounds lie apart in time, so that a disturbance that lasts for one of them does not count fully.
+
+After the last round every call is met once more, without a clock, to see what memory it needs for itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from lightning_pipe.profiler.cache import Timing
 from lightning_pipe.profiler.course import Course
+from lightning_pipe.profiler.scratch import Gauge
 from lightning_pipe.profiler.walk import Tools, Walk
 
 _PART_S = 0.05  # of one run of a part: calls are met as often as this allows, at least once, and at most
@@ -79,8 +82,17 @@ class Part:
         walk.run()
         return walk, walk.run()
 
-    def timings(self) -> Iterator[tuple[str, Timing]]:
-        """Yield the signature and the time of every call that was wanted."""
+    def watch(self, gauge: Gauge) -> None:
+        """Run every call once more, watched."""
+        chosen = self._course.part(self._signatures, instances=1)
+        Walk(self._course, chosen, self._tools, around=gauge.around).run()
+
+    def timings(self, scratch: Mapping[str, float]) -> Iterator[tuple[str, Timing]]:
+        """Yield the signature and what was measured of every call that was wanted.
+
+        Args:
+            scratch: what the gauge has found.
+        """
         runs = np.sort(np.array(self._runs), axis=0)
         typical = runs[: math.ceil(len(runs) * (1 - _SLOWEST))].mean(axis=0)
         lower, middle, upper = np.percentile(runs, (25, 50, 75), axis=0)
@@ -90,7 +102,7 @@ class Part:
         for name in self._signatures:
             own = places[name]
             spread = (upper[own] - lower[own]) / np.maximum(middle[own], _TICK_S)
-            yield name, Timing(float(typical[own].mean()), float(np.median(spread)))
+            yield name, Timing(float(typical[own].mean()), float(np.median(spread)), scratch.get(name, 0.0))
 
 
 def _total_s(seconds: list[float]) -> float:

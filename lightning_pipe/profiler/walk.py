@@ -13,12 +13,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
-from lightning_pipe.capture.calls import TensorSpec
+from lightning_pipe.capture.calls import OperatorCall, TensorSpec
 from lightning_pipe.profiler.arguments import Maker, bytes_of, index_bounds, specs_of
 from lightning_pipe.profiler.clock import Clock
 from lightning_pipe.profiler.course import Course
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Key = str | tuple[str, int]  # name of a tensor; with a bound: of random indices in its stead
 Values = dict[Key, torch.Tensor]
 Fill = Callable[[Values], Any]  # makes an argument
+Around = Callable[[OperatorCall], Callable[..., Any]]  # says what is run for a call
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,14 @@ class Walk:
         course: all calls.
         chosen: items to run, in order.
         tools: maker, clock, memory.
+        around: what is run in the place of a call's target, if it is not this itself.
     """
 
-    def __init__(self, course: Course, chosen: Sequence[int], tools: Tools) -> None:
+    def __init__(
+        self, course: Course, chosen: Sequence[int], tools: Tools, *, around: Around = attrgetter("target")
+    ) -> None:
         self._tools = tools
-        self._calls = list(_prepared(course, chosen))
+        self._calls = list(_prepared(course, chosen, around))
         forms: dict[Key, TensorSpec] = {spec.name: spec for call in self._calls for spec in call.made}
         forms |= {key: spec for call in self._calls for key, spec in call.inputs.items()}
         self._is_tight = sum(map(bytes_of, forms.values())) > tools.limit_bytes
@@ -149,7 +153,7 @@ class _Call:
     made: tuple[TensorSpec, ...]
 
 
-def _prepared(course: Course, chosen: Sequence[int]) -> Iterator[_Call]:
+def _prepared(course: Course, chosen: Sequence[int], around: Around) -> Iterator[_Call]:
     read_here = {name for i in chosen for name in course.items[i].reads}
     made_here = {spec.name for i in chosen for spec, _ in course.items[i].call.results}
     for i in chosen:
@@ -157,7 +161,7 @@ def _prepared(course: Course, chosen: Sequence[int]) -> Iterator[_Call]:
         call, bounds = item.call, index_bounds(item.call)
         yield _Call(
             signature=call.signature,
-            target=call.target,
+            target=around(call),
             args=tuple(_fill(argument, bounds) for argument in call.args),
             kwargs=tuple((name, _fill(argument, bounds)) for name, argument in call.kwargs.items()),
             inputs={_key(spec, bounds): spec for spec in specs_of((call.args, call.kwargs))},

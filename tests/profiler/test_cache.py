@@ -13,7 +13,7 @@ import torch
 from lightning_pipe.profiler.cache import Timing, cache_file, digest, load_timings, store_timings
 
 CPU = torch.device("cpu")
-ONE = {digest("aten.mm"): Timing(1.5e-3, 0.1)}
+ONE = {digest("aten.mm"): Timing(1.5e-3, 0.1, 2048.0)}
 OTHER = {digest("aten.add"): Timing(2e-6, 0.3)}
 
 
@@ -28,8 +28,12 @@ def test_times_are_added_to_those_that_are_kept(tmp_path: Path):
     assert load_timings(tmp_path, CPU) == {**ONE, **OTHER}
 
 
-def test_calls_that_could_not_be_timed_are_not_kept(tmp_path: Path):
-    store_timings(tmp_path, CPU, {**ONE, digest("aten.odd"): Timing(math.nan, 0.0)})
+def test_calls_that_could_not_be_timed_or_watched_are_not_kept(tmp_path: Path):
+    store_timings(
+        tmp_path,
+        CPU,
+        {**ONE, digest("aten.odd"): Timing(math.nan, 0.0), digest("aten.blind"): Timing(1.0, 0.0, math.nan)},
+    )
     assert load_timings(tmp_path, CPU) == ONE
 
 
