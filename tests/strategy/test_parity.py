@@ -28,3 +28,20 @@ def test_a_pipeline_trains_as_one_device_does(case: Case) -> None:
     expected = fit(case)
     for found in World(ranks).run(fit_as_pipeline, case):
         assert_same(found, expected, rtol=ROUNDING)
+
+
+PLAN = """\
+stages:
+- {at: '', ranks: [0, 1], weights: [3, 1]}
+- {at: AT, ranks: [2]}
+microbatches: 3
+"""
+
+
+def test_a_plan_with_replicas_in_unequal_parts_trains_as_one_device_does(tmp_path) -> None:
+    """The last batch has 6 samples: micro-batches of 2, of which each replica takes one."""
+    (tmp_path / "plan.yaml").write_text(PLAN.replace("AT", "head"))
+    case = Case("dict_batch", {"plan": str(tmp_path / "plan.yaml")})
+    expected = fit(case)
+    for found in World(3).run(fit_as_pipeline, case):
+        assert_same(found, expected, rtol=ROUNDING)
