@@ -70,7 +70,7 @@ def load_published(
         raise ProfileError(f"{source}: found a profile of {samples} samples; expected at least 1. Pass `batch`.")
     layers = _layers(text, samples=samples, source=source)
     if saved_bytes_per_sample is not None:
-        if not layers.keeps_inputs:
+        if any(layer.stash_per_sample for layer in layers.layers):
             raise ProfileError(
                 f"{source}: found saved_bytes_per_sample={saved_bytes_per_sample:g} for a file that says what layers "
                 "keep; expected none. Leave it out."

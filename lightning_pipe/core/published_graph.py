@@ -3,11 +3,12 @@
 Every layer is one node with two operations, forward and backward; backward makes the gradients of its inputs and of its
 parameters at once. So a stage has no weight half (W) except where no gradient leaves it, as in the first.
 
-    output of a layer    made by its forward, read by the forward of its readers; by their backward too if layers keep
-                         their inputs, so that a stage keeps a_{i-1} for each of its layers i (after MadPipe)
+    output of a layer    made by its forward, read by forward and backward of its readers, so that a stage keeps a_{i-1}
+                         for each of its layers i (after MadPipe)
     gradient of it       as big; the last reader hands it to the reader before, which adds its own, and so on to the
                          layer: as captured graphs do, where a sum of gradients sits where its earliest term is
-    stash                made by forward, read by the backward of the same layer
+    stash                made by forward, read by the backward of the same layer: to drop it and run forward again is
+                         recomputation of the layer
     parameters           one for each layer that has any; backward makes its gradient
 
 Seconds are proportional to samples. Left out: what the formats leave out (`core.published`), results of the step, and
@@ -87,7 +88,7 @@ class _Drawing:
             made = self._add(f"{layer.name}.output{i}", k, per_sample=output.bytes_per_sample, base=base)
             for reader in output.readers:
                 self._reads[reader].append(made)
-                if self._model.keeps_inputs and self._differentiated[reader]:
+                if self._differentiated[reader]:
                     self._reads[self._backward(reader)].append(made)
 
     def _add_stash(self, k: int, layer: Layer) -> None:

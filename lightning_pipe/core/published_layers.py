@@ -10,7 +10,7 @@ import dataclasses
 import graphlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pipe.errors import ProfileError
@@ -34,7 +34,7 @@ class Layer:
         forward_s, backward_s: seconds for the samples of the profile.
         parameter_bytes: bytes of its parameters.
         outputs: the tensors that it makes.
-        stash_per_sample: bytes that it keeps from forward to backward, beside its inputs if layers keep them.
+        stash_per_sample: bytes that it keeps from forward to backward beside its inputs, which layers keep too.
     """
 
     name: str
@@ -58,12 +58,10 @@ class Layers:
     Attributes:
         layers: the layers, each before those that read its outputs.
         samples: samples for which times were taken.
-        keeps_inputs: whether backward reads what forward has read.
     """
 
     layers: tuple[Layer, ...]
     samples: int
-    keeps_inputs: bool
 
     @property
     def sources(self) -> tuple[tuple[int, ...], ...]:
@@ -86,6 +84,15 @@ class Layers:
         for layer, sources in zip(self.layers, self.sources, strict=True):
             found.append(layer.works_backward or any(found[source] for source in sources))
         return tuple(found)
+
+    @property
+    def kept(self) -> tuple[float, ...]:
+        """Return for every layer the bytes per sample of its outputs that readers keep for their backward."""
+        differentiated = self.differentiated
+        return tuple(
+            sum(output.bytes_per_sample for output in layer.outputs if any(differentiated[r] for r in output.readers))
+            for layer in self.layers
+        )
 
 
 def in_order(layers: Sequence[Layer], *, source: str) -> tuple[Layer, ...]:
@@ -154,16 +161,10 @@ def with_saved(layers: Layers, saved_per_sample: float, *, source: str) -> Layer
     Raises:
         ProfileError: if it is less than the inputs that layers keep.
     """
-    differentiated = layers.differentiated
-    kept = sum(
-        output.bytes_per_sample
-        for layer in layers.layers
-        for output in layer.outputs
-        if any(differentiated[reader] for reader in output.readers)
-    )
+    kept = sum(layers.kept)
     made = [
         sum(output.bytes_per_sample for output in layer.outputs) * has_gradient
-        for layer, has_gradient in zip(layers.layers, differentiated, strict=True)
+        for layer, has_gradient in zip(layers.layers, layers.differentiated, strict=True)
     ]
     rest = saved_per_sample - kept
     if rest < 0 or not sum(made):
@@ -171,12 +172,29 @@ def with_saved(layers: Layers, saved_per_sample: float, *, source: str) -> Layer
             f"{source}: saved_bytes_per_sample is {saved_per_sample:g}, but the inputs that layers keep for their "
             f"backward are {kept:g} bytes per sample already. Pass at least that, or leave it out."
         )
+    return _with_stashes(layers, [rest * count / sum(made) for count in made])
+
+
+def with_kept(layers: Layers, kept_per_sample: Mapping[str, float]) -> Layers:
+    """Return layers of which each keeps this many bytes per sample, where the outputs that others keep are its own.
+
+    Formula:
+        stash of a layer = what it keeps - its outputs that readers keep, at least 0
+
+    so that a stage keeps what its layers keep, and what it is given instead of what it gives.
+
+    Args:
+        layers: the layers.
+        kept_per_sample: bytes by name of the layer.
+    """
+    pairs = zip(layers.layers, layers.kept, strict=True)
+    return _with_stashes(layers, [max(0.0, kept_per_sample[layer.name] - kept) for layer, kept in pairs])
+
+
+def _with_stashes(layers: Layers, stashes: Sequence[float]) -> Layers:
+    pairs = zip(layers.layers, stashes, strict=True)
     return dataclasses.replace(
-        layers,
-        layers=tuple(
-            dataclasses.replace(layer, stash_per_sample=rest * count / sum(made))
-            for layer, count in zip(layers.layers, made, strict=True)
-        ),
+        layers, layers=tuple(dataclasses.replace(layer, stash_per_sample=stash) for layer, stash in pairs)
     )
 
 

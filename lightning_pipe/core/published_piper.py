@@ -5,8 +5,8 @@
      "edges": [{"sourceId": 0, "destId": 1, "communicationCost": 32}], ...}
 
 `TMPCs` has a list of variants for every number of tensor-parallel devices; `vanilla` on one device is taken. Bytes are
-those of one micro-batch; `memoryUsageA`, what a layer keeps for every micro-batch in flight, is its whole stash, so
-that a stage keeps the sum of its layers' (their equation of memory).
+those of one micro-batch; `memoryUsageA` is all that a layer keeps for every micro-batch in flight. So a stage keeps the
+sum of its layers' (their equation of memory) up to what crosses its borders (`published_layers.with_kept`).
 
     forward  = time with recomputation - time without, since recomputation runs forward once more
     backward = time without recomputation - forward
@@ -29,10 +29,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_pipe.core.published_layers import Layer, Layers, Output, in_order, unique_names
+from lightning_pipe.core.published_layers import Layer, Layers, Output, in_order, unique_names, with_kept
 from lightning_pipe.errors import ProfileError
 
-_PLAIN, _RECOMPUTED, _ONE_DEVICE = "vanilla", "activation recomp", "1"
+_PLAIN, _RECOMPUTING, _ONE_DEVICE = "vanilla", "activation recomp", "1"
 _MILLISECOND, _SECOND = 1e-3, 1.0
 
 
@@ -61,13 +61,18 @@ def layers_from_piper(content: object, *, samples: int, source: str) -> Layers:
     is_pipedream = all(re.fullmatch(r"node\d+", name) for name in names)
     unit_s = _MILLISECOND if is_pipedream else _SECOND
     outputs = _outputs(edges, position, samples)
+    unique = unique_names(names)
     layers = [
-        _layer(node, name=name, description=description, outputs=outputs[k], unit_s=unit_s, samples=samples)
-        for k, (node, name, description) in enumerate(zip(nodes, unique_names(names), names, strict=True))
+        _layer(node, name=name, description=description, outputs=outputs[k], unit_s=unit_s)
+        for k, (node, name, description) in enumerate(zip(nodes, unique, names, strict=True))
     ]
     if not layers:
         raise file.at("nodes").error("no nodes", "at least one")
-    return Layers(in_order(layers, source=source), samples, keeps_inputs=False)
+    kept = {
+        name: _variant(node, _PLAIN).at("memoryUsageA").number() / samples
+        for node, name in zip(nodes, unique, strict=True)
+    }
+    return with_kept(Layers(in_order(layers, source=source), samples), kept)
 
 
 @dataclass(frozen=True)
@@ -129,26 +134,25 @@ def _outputs(edges: list[_Place], position: Mapping[int, int], samples: int) -> 
     }
 
 
-def _layer(
-    node: _Place, *, name: str, description: str, outputs: tuple[Output, ...], unit_s: float, samples: int
-) -> Layer:
-    variants = node.at("TMPCs").at(_ONE_DEVICE)
-    found = {variant.at("id").text(): variant for variant in variants.items()}
-    missing = [kind for kind in (_PLAIN, _RECOMPUTED) if kind not in found]
-    if missing:
-        raise variants.error(
-            f"no variant {missing[0]!r}", f"{_PLAIN!r} and {_RECOMPUTED!r} (forward is their difference)"
-        )
-    plain = found[_PLAIN]
-    both, recomputed = (found[kind].at("timePerSample").number() for kind in (_PLAIN, _RECOMPUTED))
-    if not both <= recomputed <= 2 * both:
-        raise variants.error(f"{both:g} without and {recomputed:g} with recomputation", "from once to twice the time")
+def _layer(node: _Place, *, name: str, description: str, outputs: tuple[Output, ...], unit_s: float) -> Layer:
+    plain, recomputing = _variant(node, _PLAIN), _variant(node, _RECOMPUTING)
+    both, again = plain.at("timePerSample"), recomputing.at("timePerSample")
+    forward = again.number() - both.number()
+    if not 0 <= forward <= both.number():
+        raise again.error(f"{again.number():g}", f"from once to twice the {both.number():g} without recomputation")
     return Layer(
         name=name,
         description=description,
-        forward_s=(recomputed - both) * unit_s,
-        backward_s=(2 * both - recomputed) * unit_s,
+        forward_s=forward * unit_s,
+        backward_s=(both.number() - forward) * unit_s,
         parameter_bytes=round(plain.at("parameterSize").number()),
         outputs=outputs,
-        stash_per_sample=plain.at("memoryUsageA").number() / samples,
     )
+
+
+def _variant(node: _Place, kind: str) -> _Place:
+    variants = node.at("TMPCs").at(_ONE_DEVICE)
+    found = {variant.at("id").text(): variant for variant in variants.items()}
+    if kind not in found:
+        raise variants.error(f"variants {', '.join(found) or 'none'}", f"{kind!r} among them")
+    return found[kind]

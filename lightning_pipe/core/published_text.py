@@ -94,7 +94,7 @@ def layers_from_text(text: str, *, samples: int, source: str) -> Layers:
         )
         for position, (name, entry) in enumerate(zip(unique_names(list(entries)), entries.values(), strict=True))
     ]
-    return Layers(in_order(layers, source=source), samples, keeps_inputs=True)
+    return Layers(in_order(layers, source=source), samples)
 
 
 def _entry(line: _Line) -> tuple[str, _Entry]:

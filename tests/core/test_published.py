@@ -14,7 +14,7 @@ from lightning_pipe.core.cluster import NO_LINK, Cluster, Device, Host, Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import Edge, Layout
+from lightning_pipe.core.program import Compute, Edge, Layout
 from lightning_pipe.core.published import load_published
 from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.cost.stage import stage_works, traffic
@@ -232,12 +232,15 @@ def test_the_fingerprint_follows_content_and_options(load):
 # --- Piper
 
 
-def test_forward_is_what_recomputation_adds_and_a_stage_keeps_the_stashes_of_its_layers(load):
+def test_forward_is_what_recomputation_adds_and_a_stage_keeps_what_its_layers_keep(load):
     graph, profile = load(piper(), "model.json", batch=2)
     assert [node.name for node in graph.nodes] == ["Layer.0", "Layer.1", "Layer.2"]
     assert totals_ms(graph, profile) == pytest.approx((3000, 6000))
     assert graph.parameter_bytes == {"Layer.1.parameters": 8, "Layer.2.parameters": 16}
-    assert saved_bytes(graph, profile, (1,), samples=2) == [0, 1000 + 2000], "inputs are part of the stash"
+    assert saved_bytes(graph, profile, (), samples=2) == [1000 + 2000 + 64], "and the output of the first"
+    assert saved_bytes(graph, profile, (2,), samples=2) == [64 + 1000 - 64, 64 + 2000], (
+        "what is given, not what is given away"
+    )
     assert traffic(graph, (2,)).edges == (Edge("F", 0, 1, 32), Edge("B", 1, 0, 32))
 
 
@@ -263,10 +266,10 @@ def test_forward_is_what_recomputation_adds_and_a_stage_keeps_the_stashes_of_its
         (piper(edge=(1, 7)), "edges[1], destId: found the unknown node 7"),
         (piper(edge=(0, 1)), "edges[1]: found the edge 0 -> 1 again"),
         (piper(edge=(1, 0)), "found layers Layer.0 -> Layer.1 -> Layer.0 that"),
-        (piper(recomputed=7.0), "found 3 without and 7 with recomputation; expected from once to twice"),
+        (piper(recomputed=7.0), "timePerSample: found 7; expected from once to twice the 3 without recomputation"),
         (piper(parameterSize=-1), "nodes[0], TMPCs, 1[0], parameterSize: found -1; expected a number of at least 0"),
         (piper(timePerSample="3"), "nodes[0], TMPCs, 1[0], timePerSample: found '3'; expected a number"),
-        (piper(id="other"), "nodes[0], TMPCs, 1: found no variant 'vanilla'"),
+        (piper(id="other"), "nodes[0], TMPCs, 1: found variants other, activation recomp; expected 'vanilla' among"),
         (piper().replace("TMPCs", "variants"), "nodes[0]: found the keys id, name, variants; expected the key 'TMPCs'"),
         ('{"nodes": [], "edges": []}', "nodes: found no nodes; expected at least one"),
         ('{"nodes": 3, "edges": []}', "nodes: found 3; expected a list"),
@@ -330,15 +333,34 @@ def test_published_totals(name, samples, forward_ms, backward_ms, parameters):
 
 
 @needs_profiles
-def test_a_layer_of_pipers_bert_is_as_published_and_a_stage_keeps_the_sum_of_its_stashes():
+def test_a_layer_of_pipers_bert_is_as_published_and_a_stage_keeps_what_its_layers_keep():
     graph, profile = load_published(PROFILES / "piper_msr_fiddle" / "bert32a100.json")
     layer = graph.position("ParallelTransformerLayer.3")
     (forward,), (backward,) = profile.seconds[layer], profile.seconds[-1 - layer]
     assert (forward + backward, forward) == pytest.approx((30.5e-3, 10.2e-3), abs=0.05e-3)
     assert graph.parameter_bytes["ParallelTransformerLayer.3.parameters"] == 176997120
     first, second = saved_bytes(graph, profile, (layer + 16,), samples=1)
-    assert first == pytest.approx(16 * 606478336 + 1982464, abs=1), "16 layers and the embedding"
-    assert second == 16 * 606478336 + 31457280, "16 layers and the pooler"
+    hidden, embedded, first_mask, mask = 16777216, 31457280, 16777216, 31457280
+    assert first == 16 * 606478336 + 2 * 8192 + embedded + first_mask + mask - hidden, "16 layers and their inputs"
+    assert second == 16 * 606478336 + 31457280 + hidden + mask, "16 layers, the pooler, and what is given"
+
+
+@needs_profiles
+def test_recomputing_a_layer_of_pipers_bert_runs_its_forward_again_and_keeps_its_inputs_only():
+    graph, profile = load_published(PROFILES / "piper_msr_fiddle" / "bert32a100.json")
+    middle = graph.position("ParallelTransformerLayer.3") + 16
+    layers = [node.name for node in graph.nodes[middle : middle + 16]]
+    stashes = tuple(f"{name}.stash" for name in layers)
+    stages = StagePlan("", (0,)), StagePlan(layers[0], (1,))
+    relieved = StagePlan(layers[0], (1,), recompute=stashes)
+    problem = Problem(graph, profile, TWO, samples=4)
+    plain, anew = (judge(Plan((stages[0], last), microbatches=4), problem) for last in (stages[1], relieved))
+    forward_s = sum(profile.seconds[middle + k][0] for k in range(16))
+    backward = Compute(1, "B", 0)
+    added = anew.prices.compute_s(backward, 1, 1) - plain.prices.compute_s(backward, 1, 1)
+    assert added == pytest.approx(forward_s)
+    dropped = plain.prices.saved_bytes(1, 1) - anew.prices.saved_bytes(1, 1)
+    assert dropped == sum(tensor.size(1) for tensor in graph.tensors if tensor.name in stashes)
 
 
 @needs_profiles
