@@ -34,6 +34,7 @@ from lightning_pipe.errors import ProfileError
 
 _PLAIN, _RECOMPUTING, _ONE_DEVICE = "vanilla", "activation recomp", "1"
 _MILLISECOND, _SECOND = 1e-3, 1.0
+_DECIMALS = 9  # more than files state, so that beyond is what a subtraction has rounded
 
 
 def is_piper(content: object) -> bool:
@@ -137,14 +138,15 @@ def _outputs(edges: list[_Place], position: Mapping[int, int], samples: int) -> 
 def _layer(node: _Place, *, name: str, description: str, outputs: tuple[Output, ...], unit_s: float) -> Layer:
     plain, recomputing = _variant(node, _PLAIN), _variant(node, _RECOMPUTING)
     both, again = plain.at("timePerSample"), recomputing.at("timePerSample")
-    forward = again.number() - both.number()
-    if not 0 <= forward <= both.number():
+    forward = round(again.number() - both.number(), _DECIMALS)
+    backward = round(both.number() - forward, _DECIMALS)
+    if forward < 0 or backward < 0:
         raise again.error(f"{again.number():g}", f"from once to twice the {both.number():g} without recomputation")
     return Layer(
         name=name,
         description=description,
         forward_s=forward * unit_s,
-        backward_s=(both.number() - forward) * unit_s,
+        backward_s=backward * unit_s,
         parameter_bytes=round(plain.at("parameterSize").number()),
         outputs=outputs,
     )
