@@ -67,7 +67,7 @@ def candidates(graph: Graph, work: StageWork) -> tuple[Candidate, ...]:
         graph: with its operations and tensors.
         work: the stage when all is kept.
     """
-    remakeable = _Memories(graph, work).remakeable
+    remakeable = Memories(graph, work).remakeable
     found = ((m, graph.tensors[m]) for m in work.saved)
     return tuple(Candidate(m, t.bytes_per_sample, t.fixed_bytes, m in remakeable) for m, t in found)
 
@@ -82,12 +82,23 @@ def relieved(tables: Tables, work: StageWork, reliefs: Reliefs) -> StageWork:
         work: the stage when all is kept.
         reliefs: what it does not keep.
     """
-    memories = _Memories(tables.graph, work)
+    memories = Memories(tables.graph, work)
     return _Relieved(tables, memories, reliefs.recomputed & memories.remakeable).work()
 
 
-class _Memories:
-    """In which memory lie the tensors of a stage, and which of what it saves can be made anew?"""
+class Memories:
+    """In which memory lie the tensors of a stage, and which of what it saves can be made anew?
+
+    Args:
+        graph: with its operations and tensors.
+        work: the stage when all is kept.
+
+    Attributes:
+        forward: operations of F.
+        own: operations of the stage.
+        arrived: tensors that arrived for F.
+        there: memories that are there after F.
+    """
 
     def __init__(self, graph: Graph, work: StageWork) -> None:
         self.graph, self.work = graph, work
@@ -137,7 +148,7 @@ class _Memories:
 class _Relieved:
     """One stage that drops some memories, all of which can be made anew."""
 
-    def __init__(self, tables: Tables, memories: _Memories, dropped: frozenset[int]) -> None:
+    def __init__(self, tables: Tables, memories: Memories, dropped: frozenset[int]) -> None:
         self._tables, self._memories, self._dropped = tables, memories, dropped
         self._before, self._operations, self._tensors = memories.work, tables.graph.operations, tables.graph.tensors
         self._there = memories.there - dropped

@@ -74,11 +74,14 @@ class Judge:
 
     Args:
         problem: costs and devices.
+
+    Attributes:
+        pricer: prices its cuts.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
+        self.pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
         self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...]], PlanPrices] = {}
 
     def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None) -> Judged:
@@ -111,10 +114,10 @@ class Judge:
         return Judged(plan, cuts, program, prices, timeline, curves)
 
     def _priced(self, plan: Plan, cuts: tuple[int, ...]) -> PlanPrices:
-        reliefs = resolve_reliefs(plan, self._problem.graph, self._pricer.works(cuts))
+        reliefs = resolve_reliefs(plan, self._problem.graph, self.pricer.works(cuts))
         key = (cuts, plan.layout, reliefs)
         if key not in self._prices:
-            prices = self._pricer.price(cuts, plan.layout, reliefs)
+            prices = self.pricer.price(cuts, plan.layout, reliefs)
             _check_swaps(prices, self._problem.cluster)
             self._prices[key] = prices
         return self._prices[key]
