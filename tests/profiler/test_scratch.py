@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.capture import Request, capture_step, flatten
-from lightning_pipe.capture.calls import OperatorCall, TensorSpec
+from lightning_pipe.capture import Capture, Request, capture_step, flatten
+from lightning_pipe.capture.allocations import Allocations, highest
+from lightning_pipe.capture.calls import OperatorCall, TensorSpec, operator_calls
+from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import from_yaml, to_yaml
+from lightning_pipe.cost.memory import Memory
+from lightning_pipe.cost.stage import stage_works
 from lightning_pipe.profiler import glue, operators, part
+from lightning_pipe.profiler.arguments import Maker, specs_of
 from lightning_pipe.profiler.cache import load_timings
 from lightning_pipe.profiler.operators import profile_capture
 from lightning_pipe.profiler.scratch import gauge_of
@@ -33,6 +38,7 @@ def described(kib: int) -> TensorSpec:
 
 def scratch_of(target, *args, results=(), device=CPU) -> float:
     """Return the scratch of a function that returns these results: (KiB, where)."""
+    flat(1, device)  # so that the device has been used
     call = OperatorCall("call", target, args, {}, tuple((described(kib), where) for kib, where in results))
     with gauge_of(device) as gauge:
         watched = gauge.around(call)
@@ -97,7 +103,8 @@ class Sorting(pl.LightningModule):
 
 
 @pytest.fixture
-def sorting(monkeypatch):
+def quick(monkeypatch):
+    """Repeat what is timed as often as is needed for quartiles."""
     for module, name, value in [
         (part, "_RUNS", (2, 2)),
         (part, "_MOST_INSTANCES", 2),
@@ -105,8 +112,16 @@ def sorting(monkeypatch):
         (operators, "_ROUNDS", 1),
     ]:
         monkeypatch.setattr(module, name, value)
-    _, structure = flatten(torch.zeros(8, 64))
-    return capture_step(Request(Sorting().train(), "training_step", structure, samples=8))
+
+
+def captured(module: pl.LightningModule, batch: torch.Tensor) -> Capture:
+    _, structure = flatten(batch)
+    return capture_step(Request(module.train(), "training_step", structure, samples=len(batch)))
+
+
+@pytest.fixture
+def sorting(quick):
+    return captured(Sorting(), torch.zeros(8, 64))
 
 
 def test_a_profile_tells_the_scratch_of_every_operation_and_so_does_its_file(sorting, tmp_path):
@@ -137,3 +152,34 @@ def test_while_another_profiler_runs_scratch_is_not_known_and_nothing_is_kept(so
     assert set(profile.scratch_bytes) == {(0,)}
     assert all(math.isfinite(timing.scratch_bytes) for timing in load_timings(tmp_path, CPU).values())
     assert len(load_timings(tmp_path, CPU)) == 2, "only what glue takes, which needs no memory"
+
+
+class Convolving(pl.LightningModule):
+    """Convolutions copy what they read into forms of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3, 2, bias=False), nn.ReLU())
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.body(batch).square().mean()
+
+
+def test_stage_functions_need_what_was_predicted(quick):
+    capture, samples = captured(Convolving(), torch.zeros(4, 3, 32, 32)), 6
+    profile = profile_capture(capture, device=CPU, sizes=(samples,))
+    assert any(own > 0 for (own,) in profile.scratch_bytes), "there is scratch"
+    (work,), (program,) = stage_works(capture.graph, ()), capture.split(()).stages
+    expected = Memory(capture.graph, profile=profile).stage(work).live
+    forms = {s.name: s for c in operator_calls(capture.joint, samples, CPU) for s in specs_of((c.args, c.kwargs))}
+    values: dict[str, torch.Tensor] = {}
+    for half, live in zip((program.forward, program.input_grad, program.weight_grad), expected, strict=True):
+        if half is None:
+            continue
+        given = [values[name] if name in values else Maker(CPU).tensor(forms[name]) for name in half.inputs]
+        with torch.no_grad():
+            half.run(samples, RandomKey(0, 0, 0), *given)  # kernels keep some memory from their first call on
+            with Allocations() as seen:
+                outputs = half.run(samples, RandomKey(0, 0, 0), *given)
+        values |= dict(zip(half.outputs, outputs, strict=True))
+        assert highest(seen.changes) == pytest.approx(live.peak(samples), rel=0.01), half.outputs
