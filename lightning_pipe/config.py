@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_pipe.core.program import Options
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.planner.problem import Wishes
+from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
 from lightning_pipe.schedule.one_f_one_b import WARMUPS
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.registry import SCHEDULES
@@ -28,10 +29,12 @@ class DappleConfig:
 
     Attributes:
         plan: file of the plan to use (YAML); None lets the planner make one.
-        planner: who makes the plan.
-        layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1; None: one rank per stage.
-        schedule: order of the computes.
-        warmup: warm-up depth of 1F1B: "pa", "pb", "1f1b*", a depth, or one depth per stage such as "4,3,2,1".
+        planner: who makes the plan; "auto" asks all planners, and takes what the simulator finds best.
+        layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1; None lets the planner choose
+            ("uniform" takes one rank per stage).
+        schedule: order of the computes; None lets the planner choose.
+        warmup: warm-up depth of 1F1B: "pa", "pb", "1f1b*", a depth, or one depth per stage such as "4,3,2,1"; None lets
+            the planner choose.
         microbatches: micro-batches per batch; None lets the planner choose.
         costs: what plans are judged by: "measured" times every operation and link once, "counted" counts operations
             and bytes and supposes equal devices.
@@ -53,10 +56,10 @@ class DappleConfig:
     """
 
     plan: str | None = None
-    planner: str = "uniform"
+    planner: str = "auto"
     layout: str | None = None
-    schedule: str = "1f1b"
-    warmup: str = "pa"
+    schedule: str | None = None
+    warmup: str | None = None
     microbatches: int | None = None
     costs: str = "measured"
     cluster: str | None = None
@@ -91,9 +94,14 @@ class DappleConfig:
                 f"found plan={self.plan!r} and {', '.join(planned)}; expected one or the other, as the plan decides "
                 "these. Remove them, or change them in the plan file."
             )
-        if self.schedule != "1f1b" and self.warmup != defaults["warmup"]:
+        if self.schedule not in (None, "1f1b") and self.warmup is not None:
             raise ConfigError(
                 f"found warmup={self.warmup!r} with schedule={self.schedule!r}; only '1f1b' has a warm-up. Remove it."
+            )
+        if self.layout is not None and self.planner not in FOLLOW_LAYOUTS:
+            raise ConfigError(
+                f"found layout={self.layout!r} with planner={self.planner!r}, which decides the layout itself; "
+                f"expected one of the planners {', '.join(FOLLOW_LAYOUTS)}, or no layout."
             )
 
     @property
@@ -102,9 +110,10 @@ class DappleConfig:
         return None if self.layout is None else tuple(int(count) for count in self.layout.split("-"))
 
     @property
-    def schedule_options(self) -> Options:
-        """Return the options of the schedule."""
-        return {"warmup": self.warmup} if self.schedule == "1f1b" else {}
+    def wishes(self) -> Wishes:
+        """Return what a plan must keep to."""
+        schedule = "1f1b" if self.warmup is not None else self.schedule
+        return Wishes(self.microbatches, self.replicas, schedule, self.warmup)
 
     @property
     def cache_dir(self) -> Path | None:
@@ -146,7 +155,7 @@ def _choice(names: tuple[str, ...]) -> _Rule:
 
 _RULES = {
     "plan": _Rule(str, "the path of a plan file"),
-    "planner": _choice(("uniform",)),
+    "planner": _choice(PLANNER_NAMES),
     "layout": _Rule(str, "ranks per stage joined by '-', such as '2-1'", pattern=r"[1-9]\d*(-[1-9]\d*)*"),
     "schedule": _choice(tuple(SCHEDULES)),
     "warmup": _Rule(

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from lightning_pipe.config import DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.planner.problem import Wishes
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
@@ -58,7 +59,7 @@ def test_natural_spellings_are_read(name, value, read):
         ({"microbatches": "8"}, r"found microbatches='8' \(str\); expected an integer"),
         ({"exact_ties": 1}, r"found exact_ties=1 \(int\); expected true or false"),
         ({"schedule": "1f1"}, "found schedule='1f1'.*did you mean '1f1b'"),
-        ({"schedule": None}, "found schedule=None.*expected one of"),
+        ({"planner": None}, "found planner=None.*expected one of"),
         ({"planner": "uniforms"}, "did you mean 'uniform'"),
         ({"layout": "2,1"}, "expected ranks per stage joined by '-'"),
         ({"layout": "2-0"}, "expected ranks per stage joined by '-'"),
@@ -93,5 +94,5 @@ def test_the_schema_of_the_presets_has_the_same_defaults():
 def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig(layout="2-1").replicas == (2, 1)
     assert DappleConfig().replicas is None
-    assert DappleConfig(warmup="pb").schedule_options == {"warmup": "pb"}
-    assert DappleConfig(schedule="gpipe").schedule_options == {}
+    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb")
+    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe")

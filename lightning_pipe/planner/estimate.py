@@ -174,8 +174,8 @@ class Estimator:
         ahead, back = [], []
         for cut, here, there in zip(cuts, ranks[:-1], ranks[1:], strict=True):
             bound, found = self._bound[cut], self.segments.crossing
-            ahead.append(self._exchange_s(here, there, float(found["F"].bytes(samples)[bound])))
-            back.append(self._exchange_s(there, here, float(found["B"].bytes(samples)[bound])))
+            ahead.append(self.exchange_s(here, there, float(found["F"].bytes(samples)[bound])))
+            back.append(self.exchange_s(there, here, float(found["B"].bytes(samples)[bound])))
         if not training:
             backward = late = finish = [0.0] * len(forward)
             step = [0.0]
@@ -277,7 +277,7 @@ class Estimator:
             excess = max(excess, missing)
         return replace(row, backward=tuple(backward)), excess
 
-    def _exchange_s(self, senders: tuple[int, ...], receivers: tuple[int, ...], count: float) -> float:
+    def exchange_s(self, senders: tuple[int, ...], receivers: tuple[int, ...], count: float) -> float:
         """Return the seconds of a micro-batch's values between two stages; what is on one rank takes none."""
         key = (senders, receivers, count)
         if key not in self._exchanges:

@@ -206,6 +206,10 @@ class Segments:
             self._held_once(uses, [float(t.fixed_bytes) for t in tensors]),
         )
 
+    def peak_bytes(self, samples: float, held: int) -> Matrix:
+        """Return the bytes of every stage with so many micro-batches in flight, without workspace and messages."""
+        return self.state_bytes + held * self.saved_bytes.all(samples)
+
     def workspace_bytes(self, a: int, b: int, samples: float) -> float:
         """Return the most bytes that one operation of a stage reads and makes, beside what is saved.
 

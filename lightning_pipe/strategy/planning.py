@@ -5,7 +5,7 @@ Also here: how a plan meets graphs other than the one that it was made for (vali
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
@@ -14,8 +14,8 @@ from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.registry import propose as planned
 from lightning_pipe.planner.resolve import check_weights, transfer_cuts
-from lightning_pipe.planner.uniform import candidates
 
 
 def given_plan(config: DappleConfig) -> Plan | None:
@@ -56,27 +56,15 @@ class Planned:
 
 
 def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> list[Judged]:
-    """Judge the given plan, or let the planner that the configuration names make some; the best comes first.
+    """Judge the given plan, or let the planner that the configuration names make some; its choice comes first.
 
     Raises:
-        PlanError: if the plan does not fit, the layout does not fit the ranks, or the graph is too small.
+        PlanError: if the plan does not fit, the layout does not fit the ranks, the graph is too small, or no plan fits
+            into memory.
     """
     if given is not None:
         return [judge(given, problem)]
-    ranks = problem.cluster.ranks
-    replicas = config.replicas or (1,) * ranks
-    if sum(replicas) != ranks:
-        raise PlanError(
-            f"layout={config.layout!r} asks for {sum(replicas)} ranks, the trainer has {ranks}. Change `layout` or "
-            "`devices` (times `num_nodes`)."
-        )
-    return candidates(
-        problem,
-        replicas=replicas,
-        microbatches=config.microbatches,
-        schedule=config.schedule,
-        options=config.schedule_options,
-    )
+    return planned(replace(problem, wishes=config.wishes), config.planner)
 
 
 def check_samples(plan: Plan, samples: int) -> None:

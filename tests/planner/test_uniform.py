@@ -9,13 +9,14 @@ import pytest
 from cost.sketches import Sketch
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.graph import Graph, Node
+from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.cuts import crossing_bytes
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.problem import Problem, counted_problem
-from lightning_pipe.planner.uniform import candidates, uniform
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
+from lightning_pipe.planner.registry import propose
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e12)
 
@@ -49,6 +50,14 @@ def cluster(ranks: int, *, link: Link = FAST, memory: int = 1 << 40) -> Cluster:
 def problem(seconds: list[float], widths: list[float], devices: Cluster, *, samples: int = 16) -> Problem:
     graph, profile = layers(seconds, widths, samples=samples)
     return Problem(graph, profile, devices, samples)
+
+
+def candidates(asked: Problem, *, replicas: list[int], microbatches: int | None = None) -> list[Judged]:
+    return propose(replace(asked, wishes=Wishes(microbatches, tuple(replicas), warmup="pa")), "uniform")
+
+
+def uniform(asked: Problem, *, replicas: list[int], microbatches: int | None = None) -> Plan:
+    return candidates(asked, replicas=replicas, microbatches=microbatches)[0].plan
 
 
 def begins(plan) -> list[str]:

@@ -97,8 +97,11 @@ class Losses(pl.Callback):
 
 
 def dapple(**options: Any) -> DappleStrategy:
-    """Return the strategy with counted costs: nothing is measured, so that plans are the same in every run."""
-    return DappleStrategy(**{"costs": "counted", **options})
+    """Return the strategy with counted costs (plans are the same in every run) and one rank per stage by default."""
+    decided = {} if "plan" in options else {"planner": "uniform"}
+    if not {"plan", "schedule", "planner"} & {*options}:
+        decided |= {"warmup": "pa"}
+    return DappleStrategy(**{"costs": "counted", **decided, **options})
 
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:

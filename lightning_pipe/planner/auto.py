@@ -1,0 +1,218 @@
+"""What is the best plan that anybody proposes? All planners propose, a local search goes on, the simulator decides.
+
+    1  every planner's outlines, data parallel and straight ones are estimated
+    2  the best are improved by moves (`planner.moves`): others on the same devices, then cuts, by estimate
+    3  the best of all are settled within memory and judged by the simulator
+    4  the winner's cuts and depths are moved at node granularity while the judge says better
+
+So the result is never slower, in simulation, than what any planner proposes. Work is bounded by counts, not by clocks:
+the same problem gives the same plan everywhere. Estimates and judgements become dearer with stages, replicas and
+micro-batches, so for large clusters fewer of them are made.
+
+Legend: an outline's value is (bytes over memory, seconds), smaller is better.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from lightning_pipe.planner.balance import Balancer
+from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
+from lightning_pipe.planner.estimate import Estimator, microbatch_counts
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
+from lightning_pipe.planner.outline import Outline, never_growing
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.settle import fitted
+
+Value = tuple[float, float]
+Planner = Callable[[Problem], list[Outline]]
+
+_COARSE = 96  # positions over which layouts are compared
+_FINE = 400  # positions over which cuts are moved
+_GROUPED = 4  # devices up to which all groupings are tried
+_CLIMBED = 4  # outlines that are improved
+_ESTIMATED = 1_500_000  # computes that estimates may walk through, about a microsecond each
+_JUDGED = 60_000  # instructions that the judge may walk through, about twenty microseconds each
+_LEAST_JUDGED = 2  # plans that are judged however large they are
+_STEPS = (1, 2, 5)  # positions by which a cut is shifted
+
+
+def auto(problem: Problem, planners: Mapping[str, Planner]) -> list[Judged]:
+    """Return the best plans found, the best first.
+
+    Args:
+        problem: what is planned.
+        planners: who proposes.
+    """
+    proposed = [outline for planner in planners.values() for outline in planner(problem)]
+    search = _Search(problem, [position for outline in proposed for position in outline.cuts])
+    search.add(proposed)
+    search.improve()
+    return search.judged()
+
+
+class _Search:
+    """Outlines with their values, and what may still be spent on more of them."""
+
+    def __init__(self, problem: Problem, positions: Iterable[int]) -> None:
+        self._problem = problem
+        fine = {*worthwhile(problem, sliced=True, most=_FINE), *positions}
+        self._estimator = Estimator(Segments(problem, sorted(fine)))
+        self._positions = sorted(fine)
+        coarse = worthwhile(problem, sliced=True, most=max(_COARSE, 2 * problem.cluster.ranks))
+        self._coarse = Estimator(Segments(problem, coarse)) if len(coarse) < len(fine) else self._estimator
+        self._balancer = Balancer(self._coarse)
+        self._values: dict[Outline, Value] = {}
+        self._seen: dict[tuple[tuple[int, ...], Ranks, int], Outline] = {}
+        self._left = _ESTIMATED
+
+    def add(self, outlines: Iterable[Outline]) -> None:
+        """Take outlines of planners, with the depths that they chose and with those that seem best."""
+        for outline in outlines:
+            self._estimate(outline.cuts, outline.ranks, outline.microbatches)
+            self._values.setdefault(outline, (0.0, self._estimator.step_s(outline)))
+
+    def improve(self) -> None:
+        """Look for better outlines near the best, while there is something left to spend."""
+        ranks = self._problem.cluster.ranks
+        if self._problem.wishes.replicas is None:
+            whole = [(tuple(range(ranks)),), tuple((rank,) for rank in range(ranks))]
+            for layout in groupings(range(ranks)) if ranks <= _GROUPED else whole:
+                self._balanced(layout)
+            for start in self._best(_CLIMBED):
+                self._climb_layouts(start)
+        for start in self._best(_CLIMBED):
+            self._climb_cuts(start)
+
+    def _estimate(self, cuts: tuple[int, ...], ranks: Ranks, microbatches: int) -> Outline:
+        key = (cuts, ranks, microbatches)
+        if key not in self._seen:
+            outline, seconds, excess = self._estimator.outline(cuts, ranks, microbatches)
+            self._seen[key] = outline
+            self._values[outline] = (max(0.0, excess), seconds)
+            self._left -= 10 * microbatches * len(ranks)
+        return self._seen[key]
+
+    def _best(self, count: int) -> list[Outline]:
+        return heapq.nsmallest(count, self._values, key=self._values.__getitem__)
+
+    def _balanced(self, ranks: Ranks, near: int | None = None) -> Outline | None:
+        """Return the best outline of a layout, its cuts balanced; with few micro-batches more or less than `near`."""
+        counts = microbatch_counts(self._problem, stages=len(ranks), replicas=max(map(len, ranks)))
+        if near is not None:
+            counts = sorted(counts, key=lambda count: abs(count - near))[:2]
+        found = [
+            self._estimate(cuts, ranks, count) for count in counts for cuts in self._balancer.variants(ranks, count)
+        ]
+        return min(found, key=self._values.__getitem__, default=None)
+
+    def _climb_layouts(self, start: Outline) -> None:
+        """Change the layout for the better until nothing near is better."""
+        here = start
+        is_moving = True
+        while is_moving and self._left > 0:
+            is_moving = False
+            for layout in layouts_near(here.ranks, self._problem.cluster):
+                there = self._balanced(layout, near=here.microbatches) if self._left > 0 else None
+                if there is not None and self._values[there] < self._values[here]:
+                    here, is_moving = there, True
+                    break
+
+    def _climb_cuts(self, start: Outline) -> None:
+        """Move cuts and change the number of micro-batches for the better until nothing near is better."""
+        here = start
+        is_moving = True
+        while is_moving and self._left > -_ESTIMATED:  # cuts have as much to spend as layouts
+            is_moving = False
+            for cuts, count in self._near(here):
+                there = self._estimate(cuts, here.ranks, count)
+                if self._values[there] < self._values[here]:
+                    here, is_moving = there, True
+                    break
+
+    def _near(self, outline: Outline) -> Iterator[tuple[tuple[int, ...], int]]:
+        stages, replicas = len(outline.ranks), max(map(len, outline.ranks))
+        for count in microbatch_counts(self._problem, stages=stages, replicas=replicas):
+            yield outline.cuts, count
+        for cuts in shifted(outline.cuts, self._positions, steps=_STEPS):
+            yield cuts, outline.microbatches
+
+    def judged(self) -> list[Judged]:
+        """Judge the best outlines, go on from the winner, and return all, the best first."""
+        judge, budget = Judge(self._problem), _Budget()
+        found: dict[Outline, Judged] = {}
+        for outline in self._best(len(self._values)):
+            if len(found) >= _LEAST_JUDGED and not budget.allows(outline, share=0.5):
+                break
+            budget.spend(outline)
+            found[outline] = fitted(self._problem, outline, judge=judge)
+        best = min(found, key=lambda outline: self._rank(found[outline]))
+        self._refine(best, found, judge, budget)
+        return sorted(dict.fromkeys(found.values()), key=self._rank)
+
+    def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget) -> None:
+        """Move cuts between nodes and depths by one, as the judge says."""
+        positions = cuttable(self._problem.graph, sliced=len({*map(len, best.ranks)}) > 1)
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for outline in _neighbours(best, positions):
+                if outline in found:
+                    continue
+                if not budget.allows(outline):
+                    return
+                budget.spend(outline)
+                found[outline] = fitted(self._problem, outline, judge=judge)
+                if self._rank(found[outline]) < self._rank(found[best]):
+                    best, is_moving = outline, True
+                    break
+
+    def _rank(self, judged: Judged) -> Value:
+        return max(0, judged.overflow(self._problem.cluster)), judged.step_s
+
+
+class _Budget:
+    """What the judge may still walk through."""
+
+    def __init__(self) -> None:
+        self._left = float(_JUDGED)
+
+    def allows(self, outline: Outline, *, share: float = 1.0) -> bool:
+        """Say whether an outline can be judged so that no more than a share of all is spent."""
+        return _JUDGED - self._left + _instructions(outline) <= _JUDGED * share
+
+    def spend(self, outline: Outline) -> None:
+        self._left -= _instructions(outline)
+
+
+def _instructions(outline: Outline) -> int:
+    """Return about how many instructions the program of an outline has: computes, messages of both ends, memory."""
+    return sum(map(len, outline.ranks)) * outline.microbatches * 8
+
+
+def _neighbours(outline: Outline, positions: list[int]) -> Iterator[Outline]:
+    """Yield outlines with one cut or one depth changed a little."""
+    for cuts in shifted(outline.cuts, positions, steps=(1, 2)):
+        yield replace(outline, cuts=cuts)
+    for s, change in itertools.product(range(len(outline.depths)), (1, -1)):
+        depths = [*outline.depths]
+        depths[s] += change
+        if 1 <= depths[s] <= outline.microbatches:
+            yield replace(outline, depths=never_growing(depths))
+
+
+def shifted(cuts: tuple[int, ...], positions: list[int], *, steps: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield cuts of which one is moved by so many positions, either way; they stay rising."""
+    for k, cut in enumerate(cuts):
+        around = nearby(positions, cut, count=max(steps))
+        below, above = [p for p in around if p < cut][::-1], [p for p in around if p > cut]
+        for step in steps:
+            for side in (below, above):
+                moved = (*cuts[:k], side[step - 1], *cuts[k + 1 :]) if step <= len(side) else cuts
+                if moved != cuts and all(a < b for a, b in itertools.pairwise(moved)):
+                    yield moved

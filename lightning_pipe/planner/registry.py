@@ -1,0 +1,65 @@
+"""Which planners are there, and how does a name become plans?
+
+judged = propose(problem, "auto")
+judged[0].plan
+"""
+
+from __future__ import annotations
+
+from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.planner.auto import Planner, auto
+from lightning_pipe.planner.exhaustive import exhaustive
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.settle import check_fits, settle
+from lightning_pipe.planner.uniform import uniform
+from lightning_pipe.schedule.options import hint
+
+PLANNERS: dict[str, Planner] = {
+    "uniform": uniform,
+}
+PLANNER_NAMES = ("auto", *PLANNERS, "exhaustive")
+FOLLOW_LAYOUTS = ("auto", "uniform", "exhaustive")  # planners that keep to a layout of the user's
+
+
+def propose(problem: Problem, planner: str) -> list[Judged]:
+    """Return plans, the planner's choice first.
+
+    Args:
+        problem: what is planned.
+        planner: one of `PLANNER_NAMES`.
+
+    Raises:
+        ConfigError: if there is no such planner, or it does not keep to a layout and one is given.
+        PlanError: if no plan fits: into memory, or the graph.
+    """
+    if planner not in PLANNER_NAMES:
+        names = dict.fromkeys(PLANNER_NAMES)
+        raise ConfigError(f"no planner {planner!r}; planners: {', '.join(names)}{hint(planner, names)}")
+    wished = problem.wishes.replicas
+    if wished is not None and planner not in FOLLOW_LAYOUTS:
+        layout = "-".join(map(str, wished))
+        raise ConfigError(
+            f"planner={planner!r} decides the layout, but layout={layout!r} is set. Remove the layout, or use one of "
+            f"the planners {', '.join(FOLLOW_LAYOUTS)}."
+        )
+    if wished is not None and sum(wished) != problem.cluster.ranks:
+        raise PlanError(
+            f"layout={'-'.join(map(str, wished))!r} asks for {sum(wished)} ranks, the trainer has "
+            f"{problem.cluster.ranks}. Change `layout` or `devices` (times `num_nodes`)."
+        )
+    found = _proposed(problem, planner)
+    check_fits(problem, found)
+    return found
+
+
+def _proposed(problem: Problem, planner: str) -> list[Judged]:
+    match planner:
+        case "auto" if problem.wishes.replicas is not None:
+            return auto(problem, {"uniform": uniform})
+        case "auto":
+            return auto(problem, PLANNERS)
+        case "exhaustive":
+            return exhaustive(problem)
+        case _:
+            return settle(problem, PLANNERS[planner](problem), judge=Judge(problem))
