@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ from lightning_pipe.cost.memory import Amount, Memory, StageMemory, state_bytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
+
+_Stage: TypeAlias = tuple[tuple[int, ...], int, frozenset[int]]  # cuts, number, what it recomputes
 
 
 def price(graph: Graph, cuts: Sequence[int], layout: Layout, *, profile: Profile, cluster: Cluster) -> PlanPrices:
@@ -67,7 +70,8 @@ class Pricer:
         self.seconds = np.array(profile.seconds, dtype=float).reshape(len(graph.operations), len(profile.samples))
         self._works: dict[tuple[int, ...], tuple[StageWork, ...]] = {}
         self._traffic: dict[tuple[int, ...], Traffic] = {}
-        self._relieved: dict[tuple[tuple[int, ...], int, frozenset[int]], StageWork] = {}
+        self._relieved: dict[_Stage, StageWork] = {}
+        self._memories: dict[_Stage, StageMemory] = {}
 
     def works(self, cuts: Sequence[int], reliefs: Sequence[Reliefs] = ()) -> tuple[StageWork, ...]:
         """Return what every stage runs and holds.
@@ -79,19 +83,29 @@ class Pricer:
         key = tuple(cuts)
         if key not in self._works:
             self._works[key] = self.cutter.works(key)
-        kept = self._works[key]
         if not reliefs:
-            return kept
-        return tuple(self._relieve(key, s, relief) for s, (_, relief) in enumerate(zip(kept, reliefs, strict=True)))
+            return self._works[key]
+        assert len(reliefs) == len(self._works[key]), "reliefs of every stage"
+        return tuple(self._relieve((key, s, relief.recomputed)) for s, relief in enumerate(reliefs))
 
-    def _relieve(self, cuts: tuple[int, ...], stage: int, reliefs: Reliefs) -> StageWork:
-        work = self._works[cuts][stage]
-        if not reliefs.recomputed:
+    def _relieve(self, stage: _Stage) -> StageWork:
+        cuts, s, recomputed = stage
+        work = self._works[cuts][s]
+        if not recomputed:
             return work
-        key = (cuts, stage, reliefs.recomputed)
-        if key not in self._relieved:
-            self._relieved[key] = relieved(self.cutter.tables, work, reliefs)
-        return self._relieved[key]
+        if stage not in self._relieved:
+            self._relieved[stage] = relieved(self.cutter.tables, work, Reliefs(recomputed, frozenset()))
+        return self._relieved[stage]
+
+    def stage_memory(self, cuts: Sequence[int], stage: int, reliefs: Reliefs = KEEP) -> StageMemory:
+        """Return the bytes of a stage."""
+        works = self.works(cuts)
+        key = (tuple(cuts), stage, reliefs.recomputed)
+        if key not in self._memories:
+            others = (work.parameters for s, work in enumerate(works) if s != stage)
+            shared = frozenset(name for names in others for name in names)
+            self._memories[key] = self.memory.stage(self._relieve(key), shared=shared)
+        return self._memories[key]
 
     def traffic(self, cuts: Sequence[int]) -> Traffic:
         """Return what crosses between the stages."""
@@ -121,11 +135,10 @@ class PlanPrices:
 
     def __init__(self, pricer: Pricer, cuts: Sequence[int], layout: Layout, reliefs: Sequence[Reliefs] = ()) -> None:
         self.works = pricer.works(cuts, reliefs)
-        held = zip(self.works, reliefs or (KEEP,) * len(self.works), strict=True)
-        offloaded = [relief.offloaded.intersection(work.saved) for work, relief in held]
-        offloads = tuple(s for s, memories in enumerate(offloaded) if memories)
-        self._offloaded = tuple(pricer.memory.amount(sorted(memories)) for memories in offloaded)
-        self.traffic = replace(pricer.traffic(cuts), offloads=offloads)
+        self._cuts, self._reliefs = tuple(cuts), tuple(reliefs) or (KEEP,) * len(self.works)
+        leaving = [r.offloaded.intersection(work.saved) for work, r in zip(self.works, self._reliefs, strict=True)]
+        self._offloaded = tuple(pricer.memory.amount(sorted(memories)) for memories in leaving)
+        self.traffic = replace(pricer.traffic(cuts), offloads=tuple(s for s, found in enumerate(leaving) if found))
         self.layout = layout
         self._pricer, self._profile, self._cluster = pricer, pricer.profile, pricer.cluster
         self._times = {(s, kind): times for s, work in enumerate(self.works) for kind, times in self._halves(work)}
@@ -136,7 +149,6 @@ class PlanPrices:
         self._compute_s: dict[tuple[int, ComputeKind, int], float] = {}
         self._workspace: dict[tuple[int, ComputeKind, int], int] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
-        self._memories: dict[int, StageMemory] = {}
 
     def _halves(self, work: StageWork) -> list[tuple[ComputeKind, NDArray[np.float64]]]:
         """Return the seconds of the stage's computes at the profiled numbers of samples, without those of a call."""
@@ -227,11 +239,7 @@ class PlanPrices:
 
     def memory(self, stage: int) -> StageMemory:
         """Return the bytes of a stage."""
-        if stage not in self._memories:
-            others = (work.parameters for s, work in enumerate(self.works) if s != stage)
-            shared = frozenset(name for names in others for name in names)
-            self._memories[stage] = self._pricer.memory.stage(self.works[stage], shared=shared)
-        return self._memories[stage]
+        return self._pricer.stage_memory(self._cuts, stage, self._reliefs[stage])
 
     def _parameters(self, rank: int, *, trained: bool = False) -> list[str]:
         """Return the parameters that a rank holds, each once; `trained`: those that some stage has a gradient of."""

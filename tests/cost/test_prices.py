@@ -10,9 +10,10 @@ from cost.sketches import WEIGHT, WIDTH, Sketch, chain
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Compute, Layout, Message, Samples
+from lightning_pipe.cost.activations import KEEP, Reliefs
 from lightning_pipe.cost.counted import BYTES_PER_S, FLOPS_PER_BYTE, OPERATION_S, counted
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
-from lightning_pipe.cost.prices import price
+from lightning_pipe.cost.prices import Pricer, price
 from lightning_pipe.errors import PlanError
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
@@ -132,6 +133,24 @@ def test_bytes_of_a_stage_follow_the_samples():
     assert prices.result_bytes(2, 3) == 4 and prices.result_bytes(1, 3) == 0
     assert prices.workspace_bytes(Compute(1, "I", 0), 3) == 3 * WIDTH * 3
     assert prices.gradient_bytes(Compute(1, "W", 0)) == 2 * WEIGHT
+
+
+def test_what_a_stage_offloads_is_copied_over_the_link_of_its_rank_and_stays_among_what_it_saves():
+    """Stage 1 saves h_0, which arrives, and h_1."""
+    hosts = tuple(
+        Host(name, (Device("d", 1),) * count, inside=LINK, network=LINK, swap=Link(latency, 2.0))
+        for name, count, latency in (("a", 1, 1.0), ("b", 2, 3.0))
+    )
+    pricer = Pricer(GRAPH, profile=PROFILE, cluster=Cluster(hosts))
+    h_0, h_1 = (t for t, tensor in enumerate(GRAPH.tensors) if tensor.name in ("h_0", "h_1"))
+    plain = pricer.price(CUTS, STRAIGHT)
+    less = pricer.price(CUTS, STRAIGHT, (KEEP, Reliefs(frozenset(), frozenset({h_1})), KEEP))
+    assert (plain.traffic.offloads, less.traffic.offloads) == ((), (1,))
+    assert [less.offloaded_bytes(s, 3) for s in range(3)] == [0, 3 * WIDTH, 0]
+    assert less.swap_s(1, 0, 3) == 1.0 + 3 * WIDTH / 2.0 and less.swap_s(1, 1, 3) == 3.0 + 3 * WIDTH / 2.0
+    assert less.saved_bytes(1, 3) == plain.saved_bytes(1, 3) == 2 * WIDTH * 3
+    both = pricer.price(CUTS, STRAIGHT, (KEEP, Reliefs(frozenset({h_1}), frozenset({h_0})), KEEP))
+    assert both.saved_bytes(1, 3) == both.offloaded_bytes(1, 3) == 3 * WIDTH
 
 
 @pytest.mark.parametrize("profile", [replace(PROFILE, graph="other"), replace(PROFILE, seconds=PROFILE.seconds[1:])])
