@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipe.core.graph import Graph, Node
-from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Compute
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PlanError
@@ -40,6 +40,9 @@ def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = No
         table.add_column(heading, overflow="ellipsis", no_wrap=heading != "modules")
     for heading in ("parameters", "cost", "samples per replica"):
         table.add_column(heading, justify="right")
+    relieved = any(stage.recompute or stage.offload for stage in plan.stages)
+    if relieved:
+        table.add_column("not kept")
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         nodes = graph.nodes[start:stop]
         table.add_row(
@@ -50,6 +53,7 @@ def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = No
             format_bytes(_parameter_bytes(nodes, graph)),
             f"{sum(costs[start:stop]) / (sum(costs) or 1.0):.1%}",
             _samples(plan, stage, graph.samples),
+            *([_not_kept(plan.stages[stage])] if relieved else []),
         )
     return text_of(table, width)
 
@@ -96,6 +100,12 @@ def _samples(plan: Plan, stage: int, samples: int) -> str:
         return f"{size} in turn"
     layout, replicas = plan.layout, range(len(plan.stages[stage].ranks))
     return " + ".join(str(len(layout.samples(stage, replica, 0, size))) for replica in replicas)
+
+
+def _not_kept(stage: StagePlan) -> str:
+    """Say of how many places a stage recomputes or offloads what is saved."""
+    counts = {"recompute": len(stage.recompute), "offload": len(stage.offload)}
+    return ", ".join(f"{word} {count}" for word, count in counts.items() if count) or "-"
 
 
 def timeline_table(timeline: Timeline, *, width: int = WIDTH) -> str:

@@ -58,6 +58,18 @@ def test_bytes_stand_in_where_no_operations_are_counted():
     assert costs == ["75.0%", "25.0%"]
 
 
+def test_replicas_with_weights_take_unequal_parts():
+    plan = Plan((StagePlan("", (0, 1), weights=(3, 1)),), 1)
+    assert rows(plan_table(plan, GRAPH))[0][-1] == "7 + 3"
+
+
+def test_what_is_not_kept_is_counted_where_there_is_any():
+    relieved = StagePlan("model.blocks.1", (1,), recompute=("model.blocks.1", "gelu"), offload=("mm_1",))
+    table = plan_table(Plan((StagePlan("", (0,)), relieved), 1), GRAPH)
+    assert [row[-1] for row in rows(table)] == ["-", "recompute 2, offload 1"]
+    assert "not kept" not in plan_table(PLAN, GRAPH)
+
+
 def test_replicas_in_turn_take_whole_microbatches():
     plan = Plan((StagePlan("", (0, 1), "microbatches"),), 4)
     assert rows(plan_table(plan, GRAPH))[0][-1] == "3 in turn"
