@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.resolve import resolve
-from planner.test_uniform import cluster, problem
+
+NODES = tuple(Node(f"h_{k}", "op", f"layer.{k}", "", (), (), 0, 0, 0, 0) for k in range(2))
+GRAPH = Graph(NODES, samples=8, parameter_bytes={}, fingerprint="f")
 
 
 def plan_of(*first: object) -> Plan:
@@ -28,10 +31,10 @@ def plan_of(*first: object) -> Plan:
 )
 def test_weights_that_do_not_fit_are_refused(first, message):
     with pytest.raises(PlanError, match=message):
-        resolve(plan_of(*first), problem([1, 1], [8] * 2, cluster(3)).graph, ranks=3)
+        resolve(plan_of(*first), GRAPH, ranks=3)
 
 
 def test_weights_that_fit_share_the_samples():
     plan = plan_of("samples", (3, 1))
-    assert resolve(plan, problem([1, 1], [8] * 2, cluster(3)).graph, ranks=3) == (1,)
+    assert resolve(plan, GRAPH, ranks=3) == (1,)
     assert [len(plan.layout.samples(0, replica, 0, 8)) for replica in range(2)] == [6, 2]
