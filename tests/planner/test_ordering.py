@@ -1,7 +1,8 @@
-"""What an order of devices promises: hosts in one piece, fast neighbours, nothing that depends on the ranks' numbers."""
+"""What an order of devices promises: hosts in one piece, fast neighbours, nothing that depends on ranks' numbers."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import networkx
@@ -29,7 +30,7 @@ def complete(size: int, seed: int) -> np.ndarray:
 
 
 def summed(weights: np.ndarray, order: tuple[int, ...]) -> float:
-    return float(sum(weights[u, v] for u, v in zip(order, order[1:], strict=False)))
+    return float(sum(weights[u, v] for u, v in itertools.pairwise(order)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 9, 14])
@@ -50,7 +51,7 @@ def test_hosts_stay_in_one_piece(counts, inside):
     devices = hosts(counts, cards=[10.0, 10.0])
     visited = [devices.host_of(rank) for rank in order]
     assert sorted(order) == list(range(sum(counts)))
-    assert sum(a != b for a, b in zip(visited, visited[1:], strict=False)) == 1, order
+    assert sum(a != b for a, b in itertools.pairwise(visited)) == 1, order
 
 
 def test_equal_links_keep_the_order_of_the_ranks():
