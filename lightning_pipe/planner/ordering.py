@@ -125,7 +125,7 @@ def minimum_cut(weights: Weights) -> tuple[tuple[int, ...], float]:
     """
     merged = weights.astype(float, copy=True)
     np.fill_diagonal(merged, 0.0)
-    groups = [(v,) for v in range(len(merged))]
+    groups: list[tuple[int, ...]] = [(v,) for v in range(len(merged))]
     alive = np.ones(len(merged), dtype=bool)
     best: tuple[tuple[int, ...], float] = ((), np.inf)
     for _ in range(len(merged) - 1):
