@@ -103,8 +103,9 @@ def _with_source(cls: type[T], data: object, source: str) -> T:
 
 
 def to_dict(value: Dataclass) -> dict[str, object]:
-    """Return a dataclass as nested dictionaries and lists."""
-    return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    """Return a dataclass as nested dictionaries and lists, without lists that are empty as they are by default."""
+    written = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _plain(item) for field, item in written if item != () or field.default != ()}
 
 
 def _plain(value: object) -> object:

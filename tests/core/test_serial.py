@@ -91,6 +91,14 @@ def test_a_plan_file_reads_well():
     )
 
 
+def test_what_a_stage_does_not_keep_and_how_replicas_share_are_written_where_said():
+    stage = StagePlan("", (0, 1), weights=(3, 1), recompute=("gelu",), offload=("model.blocks.3", "mm"))
+    assert to_yaml(stage) == (
+        "at: ''\nranks: [0, 1]\nshare: samples\nweights: [3, 1]\nrecompute: [gelu]\noffload: [model.blocks.3, mm]\n"
+    )
+    assert from_yaml(StagePlan, to_yaml(stage)) == stage
+
+
 def test_keys_with_defaults_may_be_left_out():
     plan = from_yaml(Plan, "stages: [{at: '', ranks: [0]}]\nmicrobatches: 4")
     assert plan == Plan((StagePlan("", (0,)),), 4)
@@ -108,7 +116,7 @@ def test_keys_with_defaults_may_be_left_out():
         ("stages: [{at: '', ranks: [0, true]}]", "stages[0].ranks[1]: expected an integer, found True"),
         (
             "stages: [{at: '', rank: [0]}]",
-            "stages[0].rank: unknown key; expected at, ranks, share; did you mean 'ranks'?",
+            "stages[0].rank: unknown key; expected at, ranks, share, weights, recompute, offload; did you",
         ),
         ("stages: [{at: '', ranks: [0], share: half}]", "share: expected 'samples' or 'microbatches', found 'half'"),
         ("stages: [3]", "stages[0]: expected a mapping with the keys of StagePlan, found 3"),
