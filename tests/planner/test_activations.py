@@ -1,0 +1,193 @@
+"""What relief of memory must do: make plans fit, with no more than is needed, and for nothing where copies are free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cost.sketches import Sketch
+from lightning_pipe.core.cluster import NO_SWAP, Cluster, Device, Host, Link
+from lightning_pipe.core.graph import Graph, Node
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.core.profile import Profile
+from lightning_pipe.planner.activations import relieve
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.problem import Problem, Relief, Wishes
+from lightning_pipe.planner.remaking import Terms, choices
+from lightning_pipe.planner.resolve import resolve_reliefs
+from lightning_pipe.planner.swapping import Stay, absences, free_copy_s
+
+FAST = Link(latency_s=0.0, bytes_per_s=1e12)
+MICROBATCHES = 12
+WIDE, LINEAR_S, CHEAP_S = 1000.0, 1.0, 0.05  # bytes per sample of what a block saves, seconds of its operations
+
+
+def blocks(count: int, *, samples: int = 16) -> tuple[Graph, Profile]:
+    """Return blocks of x -> linear -> cheap -> cheap, all of which save their inputs."""
+    sketch, times = Sketch(count, samples=samples), []
+    values: list[list[int]] = []
+    x = sketch.batch(per_sample=WIDE)
+    for k in range(count):
+        values.append([x])
+        for name, seconds in (("linear", LINEAR_S), ("gelu", CHEAP_S), ("drop", CHEAP_S)):
+            more = {"parameters": (f"w_{k}",)} if name == "linear" else {}
+            x = sketch.forward(f"{name}_{k}", k, values[-1][-1], size=(WIDE, 0), **more)
+            values[-1].append(x)
+            times.append(seconds)
+    sketch.results.append(sketch.forward("loss", count - 1, x, size=(0, 4)))
+    gradient = sketch.backward("d_loss", count - 1, x, size=(WIDE, 0), reach=0)
+    times += [CHEAP_S, CHEAP_S]
+    for k in reversed(range(count)):
+        x, linear, gelu, _ = values[k]
+        for name, saved in (("drop", gelu), ("gelu", linear)):
+            gradient = sketch.backward(f"d_{name}_{k}", k, gradient, saved, size=(WIDE, 0), reach=0)
+        sketch.gradients.append((sketch.gradient(f"w_{k}", k, gradient, x), f"w_{k}"))
+        gradient = sketch.backward(f"d_x_{k}", k, gradient, parameters=(f"w_{k}",), size=(WIDE, 0), reach=0)
+        times += [CHEAP_S, CHEAP_S, LINEAR_S, LINEAR_S]
+    nodes = tuple(Node(f"n{k}", "op", f"block.{k}", "", (), (), 0, 0, 0, 0) for k in range(count))
+    profile = Profile("sketch", "sketch", (1, 2), tuple((seconds, 2 * seconds) for seconds in times))
+    return replace(sketch.graph(), nodes=nodes), profile
+
+
+def asked(
+    *reliefs: Relief, memory: float = 1e12, stages: int = 4, swap: Link = NO_SWAP, size: int = 16
+) -> tuple[Problem, Plan]:
+    """Return a balanced pipeline of `size` blocks on equal devices."""
+    graph, profile = blocks(size)
+    host = Host("a", (Device("x", int(memory)),) * stages, inside=FAST, network=FAST, swap=swap)
+    problem = Problem(graph, profile, Cluster((host,)), MICROBATCHES, wishes=Wishes(reliefs=frozenset(reliefs)))
+    begins = ["", *(f"n{s * size // stages}" for s in range(1, stages))]
+    plan = Plan(tuple(StagePlan(at, (s,)) for s, at in enumerate(begins)), MICROBATCHES, "1f1b", {"warmup": "pa"})
+    return problem, plan
+
+
+def deep(*reliefs: Relief, part: float, swap: Link) -> tuple[Problem, Plan]:
+    """Return eight stages, of which the first hold enough micro-batches to have some of them on the host."""
+    return asked(*reliefs, memory=part * DEEP_PEAK, stages=8, swap=swap)
+
+
+def relieved(problem: Problem, plan: Plan) -> tuple[Judged, Judged]:
+    judge = Judge(problem)
+    judged = judge.judge(plan)
+    return judged, relieve(problem, judged, judge=judge)
+
+
+def share(problem: Problem, judged: Judged) -> list[float]:
+    """Return the recomputed share of what each stage would save."""
+    works, tensors = Judge(problem).pricer.works(judged.cuts), problem.graph.tensors
+    found = resolve_reliefs(judged.plan, problem.graph, works)
+    return [
+        sum(tensors[m].bytes_per_sample for m in relief.recomputed)
+        / sum(tensors[m].bytes_per_sample for m in work.saved)
+        for relief, work in zip(found, works, strict=True)
+    ]
+
+
+PEAKS = relieved(*asked())[0].peak_bytes
+DEEP_PEAK = relieved(*asked(stages=8))[0].peak_bytes[0]
+
+
+@pytest.mark.parametrize("part", [0.4, 0.8])
+@pytest.mark.parametrize("reliefs", [("recompute",), ("offload",), ("recompute", "offload")])
+def test_a_relieved_plan_fits_or_says_by_how_much_not(part, reliefs):
+    problem, plan = deep(*reliefs, part=part, swap=Link(0.0, 1000.0))
+    judged, found = relieved(problem, plan)
+    assert judged.overflow(problem.cluster) > 0
+    assert found.overflow(problem.cluster) < judged.overflow(problem.cluster)
+    if "recompute" in reliefs:
+        assert found.overflow(problem.cluster) <= 0
+
+
+def test_stages_that_fit_keep_everything():
+    problem, plan = asked("recompute", memory=PEAKS[1] + 1)
+    _, found = relieved(problem, plan)
+    assert [bool(stage.recompute) for stage in found.plan.stages] == [True, False, False, False]
+
+
+def test_what_fits_is_left_alone():
+    problem, plan = asked("recompute", memory=PEAKS[0])
+    judged, found = relieved(problem, plan)
+    assert found is judged
+
+
+def test_nothing_is_given_up_that_is_not_allowed():
+    problem, plan = asked("recompute", memory=0.5 * PEAKS[0], swap=Link(0.0, 1e12))
+    _, found = relieved(problem, plan)
+    assert not any(stage.offload for stage in found.plan.stages)
+    problem, plan = asked("offload", memory=0.5 * PEAKS[0])  # no link to the host
+    judged, found = relieved(problem, plan)
+    assert found is judged
+
+
+@pytest.mark.parametrize("part", [0.5, 0.8])
+def test_at_most_one_tensor_too_many_is_recomputed(part):
+    problem, plan = asked("recompute", memory=part * PEAKS[0], size=12)
+    _, found = relieved(problem, plan)
+    judge, plan = Judge(problem), found.plan
+    for s, reliefs in enumerate(resolve_reliefs(found.plan, problem.graph, judge.pricer.works(found.cuts))):
+        given_up, kept = set(reliefs.recomputed), 0
+        for memory in reliefs.recomputed:
+            names = tuple(problem.graph.tensors[m].name for m in sorted(given_up - {memory}))
+            stages = list(plan.stages)
+            stages[s] = replace(stages[s], recompute=names)
+            fewer = replace(plan, stages=tuple(stages))
+            if judge.judge(fewer).overflow(problem.cluster) <= 0:
+                given_up, kept, plan = given_up - {memory}, kept + 1, fewer
+        assert kept <= 1, f"stage {s} could keep {kept} tensors more"
+
+
+def test_cheap_tensors_are_recomputed_first():
+    problem, plan = asked("recompute", memory=0.75 * PEAKS[0])
+    _, found = relieved(problem, plan)
+    assert all("gelu" in place or "drop" in place for place in found.plan.stages[0].recompute), found.plan.stages[0]
+    judge = Judge(problem)
+    added = found.step_s - judge.judge(plan).step_s
+    assert 0 < added < MICROBATCHES * 8 * 4 * CHEAP_S  # micro-batches x at most 8 cheap ones, on every stage
+
+
+def test_recompute_falls_along_a_balanced_pipeline():
+    for part in (0.45, 0.75):
+        problem, plan = asked("recompute", memory=part * PEAKS[0])
+        _, found = relieved(problem, plan)
+        shares = share(problem, found)
+        assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1], (part, shares)
+
+
+def test_free_copies_cost_no_time():
+    problem, plan = deep("recompute", "offload", part=0.8, swap=Link(0.0, 4000.0))
+    judged, found = relieved(problem, plan)
+    assert found.plan.stages[0].offload and not found.plan.stages[0].recompute
+    assert found.overflow(problem.cluster) <= 0
+    assert found.step_s == pytest.approx(judged.step_s)
+
+
+def test_slow_copies_leave_the_rest_to_recomputation():
+    problem, plan = deep("recompute", "offload", part=0.6, swap=Link(0.0, 400.0))
+    _, found = relieved(problem, plan)
+    only, _ = deep("recompute", part=0.6, swap=NO_SWAP)
+    _, recomputed = relieved(only, plan)
+    assert found.overflow(problem.cluster) <= 0
+    assert found.plan.stages[0].offload and found.plan.stages[0].recompute
+    assert found.step_s <= recomputed.step_s
+
+
+def test_two_lanes_make_the_free_time_of_capuchin():
+    alone = [Stay(begin=0.0, asked=0.0, end=10.0)]
+    assert free_copy_s(alone) == pytest.approx(5.0)  # end - begin - 2 x copy = 0
+    stream = [Stay(float(m), asked=m + 2.0, end=m + 5.0) for m in range(50)]
+    assert free_copy_s(stream) == pytest.approx(1.0, rel=0.1)  # one copy per direction and period
+    assert absences(alone, 2.0)[0].end == 2.0  # back as soon as it is gone, since it was asked for already
+
+
+def test_hundreds_of_tensors_are_ranked_at_once():
+    graph, profile = blocks(300)
+    work = Judge(Problem(graph, profile, Cluster((Host("a", (Device("x", 1),), FAST, FAST),)), 1)).pricer.works(())[0]
+    terms = Terms(1, frozenset({"recompute"}), free_bytes=0.0, bytes_per_s=0.0, remade=1.0, offloaded=0.0)
+    seconds = np.array(profile.seconds)[:, 0]
+    found = choices(graph, work, seconds, terms)
+    assert len(found) == 3 * 300  # all but the batch
+    names = [graph.tensors[choice.memory].name for choice in found]
+    assert all(name.startswith(("gelu", "drop")) for name in names[:600])
+    assert all(name.startswith("linear") for name in names[600:])
