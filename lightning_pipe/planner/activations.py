@@ -17,16 +17,14 @@ flight it counts all the same, since it is made anew piece by piece; the judge s
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.problem import Problem, Relief
 from lightning_pipe.planner.remaking import Choice, Terms, choices
@@ -34,6 +32,7 @@ from lightning_pipe.planner.resolve import places_of
 from lightning_pipe.planner.swapping import Stay, absences, free_copy_s, stays
 
 _MOST_JUDGED = 16
+_MOST_GUESSED = 5  # beginnings of one list that are tried by estimate; then the interval is halved
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the longest free copy: longer ones carry more, but are away for less long
 
 
@@ -88,20 +87,21 @@ class _Relieving:
     def _relieved(self, asked: Mapping[int, Sequence[int]]) -> Plan:
         stages = list(self._plan.stages)
         for s, numbers in asked.items():
-            given_up: dict[Relief, list[int]] = defaultdict(list)
-            for number in numbers:
-                choice = self._searches[s].choices[number]
-                given_up[choice.relief].append(choice.memory)
-            places = {relief: self._places(self._works[s], memories) for relief, memories in given_up.items()}
-            stages[s] = replace(stages[s], recompute=places.get("recompute", ()), offload=places.get("offload", ()))
+            given_up = self._searches[s].given_up(numbers)
+            stages[s] = replace(
+                stages[s],
+                recompute=self._places(s, given_up, "recompute"),
+                offload=self._places(s, given_up, "offload"),
+            )
         return replace(self._plan, stages=tuple(stages))
 
-    def _places(self, work: StageWork, memories: Sequence[int]) -> tuple[str, ...]:
-        return places_of(self._problem.graph, work, memories)
+    def _places(self, stage: int, given_up: Iterable[Choice], relief: Relief) -> tuple[str, ...]:
+        memories = [choice.memory for choice in given_up if choice.relief == relief]
+        return places_of(self._problem.graph, self._works[stage], memories)
 
-    def _rank_of(self, judged: Judged) -> tuple[int, float, int]:
-        given_up = sum(len(stage.recompute) + len(stage.offload) for stage in judged.plan.stages)
-        return max(0, judged.overflow(self._problem.cluster)), judged.step_s, given_up
+    def _rank_of(self, judged: Judged) -> tuple[int, int, float]:
+        over = [max(0, self._over(judged, rank)) for rank in range(self._problem.cluster.ranks)]
+        return max(over), sum(over), judged.step_s
 
     def _excess(self, judged: Judged, stage: int) -> int:
         return max(self._over(judged, rank) for rank in judged.plan.stages[stage].ranks)
@@ -190,75 +190,87 @@ def _count(times: NDArray[np.float64], begins: Sequence[float], ends: Sequence[f
     return found.astype(float)
 
 
-@dataclass
 class _Search:
     """The search for the shortest beginning of a stage's choices that fits.
 
-    Attributes:
+    Args:
         choices: in the order in which they are given up.
         moments: of the rank that decides.
-        excess: what the judge found, by the number of choices: bytes above memory.
-        shift: what the judge found last, less what was estimated.
+
+    Attributes:
+        choices: the same.
     """
 
-    choices: list[Choice]
-    moments: _Moments
-    excess: dict[int, int] = field(default_factory=dict)
-    shift: float = 0.0
+    def __init__(self, choices: list[Choice], moments: _Moments) -> None:
+        self.choices, self._moments = choices, moments
+        self._excess: dict[int, int] = {}  # number of choices -> bytes above memory that the judge found
+        self._shift = 0.0  # what the judge found last, less what was estimated
+        self._estimates = [self._estimate(given_up) for given_up in self._beginnings()]
 
-    def __post_init__(self) -> None:
-        self._estimates = [self._estimate(range(count)) for count in range(len(self.choices) + 1)]
+    def given_up(self, numbers: Iterable[int]) -> Iterable[Choice]:
+        """Return the choices of these numbers, the later one where a memory is chosen twice."""
+        return {self.choices[number].memory: self.choices[number] for number in sorted(numbers)}.values()
 
-    def _estimate(self, numbers: Sequence[int]) -> float:
-        sums: dict[Relief, float] = defaultdict(float)
-        for number in numbers:
-            sums[self.choices[number].relief] += self.choices[number].bytes
-        return self.moments.excess(sums["recompute"], sums["offload"])
+    def _beginnings(self) -> Iterator[dict[Relief, float]]:
+        """Yield the bytes that every beginning gives up."""
+        sums: dict[Relief, float] = {"recompute": 0.0, "offload": 0.0}
+        before: dict[int, Choice] = {}
+        yield sums
+        for choice in self.choices:
+            if choice.memory in before:
+                sums["offload"] -= before[choice.memory].bytes
+            before[choice.memory] = choice
+            sums[choice.relief] += choice.bytes
+            yield sums
 
-    @property
-    def _low(self) -> int:
-        """Return the most choices known not to do."""
-        fitting = self._fitting
-        return max(
-            count for count, excess in self.excess.items() if excess > 0 and (fitting is None or count < fitting)
-        )
+    def _estimate(self, given_up: Mapping[Relief, float]) -> float:
+        return self._moments.excess(given_up["recompute"], given_up["offload"])
 
-    @property
-    def _fitting(self) -> int | None:
-        """Return the fewest choices known to do."""
-        return min((count for count, excess in self.excess.items() if excess <= 0), default=None)
+    def next(self) -> range:
+        """Return the beginning to judge next: the best known, once the search is done."""
+        fitting = min((count for count, excess in self._excess.items() if excess <= 0), default=None)
+        low = max(count for count in self._excess if fitting is None or count < fitting)
+        if fitting is None and low == len(self.choices):
+            return range(self._nearest())
+        high = len(self.choices) if fitting is None else fitting - 1
+        if low >= high:
+            return range(self._best)
+        wanted = (count for count, value in enumerate(self._estimates) if value + self._shift <= 0)
+        guess = (low + high + 1) // 2 if len(self._excess) > _MOST_GUESSED else next(wanted, high)
+        return range(min(max(guess, low + 1), high))
+
+    def _nearest(self) -> int:
+        """Return where to look for the least excess when all choices do not do: giving up too much may take memory."""
+        best = self._best
+        below = max((count for count in self._excess if count < best), default=best)
+        above = min((count for count in self._excess if count > best), default=best)
+        return (below + best) // 2 if best - below > above - best else (best + above + 1) // 2
 
     @property
     def _best(self) -> int:
         """Return the fewest choices that do, or else those that come nearest."""
-        return min(self.excess, key=lambda count: (max(0, self.excess[count]), count))
-
-    @property
-    def _is_done(self) -> bool:
-        """Say whether the shortest beginning that fits is known, or that all choices do not do."""
-        return self._low + 1 == (len(self.choices) + 1 if self._fitting is None else self._fitting)
-
-    def next(self) -> range:
-        """Return the beginning to judge next: what is known to be best, once the search is done."""
-        if self._is_done:
-            return range(self._best)
-        high = len(self.choices) if self._fitting is None else self._fitting - 1
-        wanted = (count for count, value in enumerate(self._estimates) if value + self.shift <= 0)
-        return range(min(max(next(wanted, high), self._low + 1), high))
+        return min(self._excess, key=lambda count: (max(0, self._excess[count]), count))
 
     def spared(self) -> list[int]:
         """Return the best beginning without those recomputed, dearest first, that what is left over allows to keep."""
         best = self._best
-        chosen, shift = list(range(best)), self.excess[best] - self._estimates[best]
-        for number in reversed(range(max(0, best - 1))):
-            fewer = [other for other in chosen if other != number]
-            if self.choices[number].relief == "recompute" and self._estimate(fewer) + shift <= 0:
-                chosen = fewer
+        numbers = {choice: number for number, choice in enumerate(self.choices[:best])}
+        chosen = [numbers[choice] for choice in self.given_up(range(best))]
+        sums: dict[Relief, float] = {"recompute": 0.0, "offload": 0.0}
+        for number in chosen:
+            sums[self.choices[number].relief] += self.choices[number].bytes
+        shift = self._excess[best] - self._estimates[best]
+        for number in sorted(chosen, reverse=True):
+            choice = self.choices[number]
+            fewer = {**sums, choice.relief: sums[choice.relief] - choice.bytes}
+            if choice.relief == "recompute" and number < best - 1 and self._estimate(fewer) + shift <= 0:
+                chosen.remove(number)
+                sums = fewer
         return chosen
 
     def learn(self, chosen: Sequence[int], excess: int) -> None:
         """Take note of what the judge found."""
         count = len(chosen)
         if list(chosen) == list(range(count)):
-            self.excess[count] = excess
-            self.shift = excess - self._estimates[count]
+            self._excess[count] = excess
+            self._shift = excess - self._estimates[count]

@@ -1,18 +1,19 @@
 """Which of the tensors that a stage saves should it give up first? Those that save most bytes per second.
 
 After Capuchin (Peng et al., ASPLOS 2020): tensors are ranked by MSPS, the memory they save per second of recomputing,
-and costs are updated after every choice. Two things differ from Capuchin because a stage makes a tensor anew at most
-once per backward (`cost.activations`):
+and sources are updated after every choice:
 
-    seconds of a choice   = those of the operations that must run again and do not yet. What lies on the way to two
-                            tensors is paid by the first, so a choice makes others cheaper; Capuchin, which drops what
-                            it made again, makes them dearer
-    bytes of a choice     = its own, less those of arrived values that the stage then has to hold and does not yet
+    seconds of a choice   those of the operations that run from what is kept (its sources) to it, and once more for
+                          every choice before of which it is a source, which now goes through it
+    dependants            a choice takes its own sources, and its seconds, to all that have it as a source
+    bytes of a choice     its own, less those of arrived values that the stage has to hold for it and does not yet
+
+A stage makes a tensor anew once per backward (`cost.activations`), so chains take less time than that; but what is made
+in one go is in memory together, and the dearer figure keeps choices apart that would be.
 
 Offloading enters as a price: within the free time of the copies it costs nothing and what is dearest to make anew goes;
-beyond, every byte costs one period a byte's copy, compared with MSPS choice by choice.
-
-Left out: what is made anew needs memory during I, until its last use.
+beyond, every byte costs one period a byte's copy, compared with MSPS choice by choice. Three micro-batches or so are
+on their way or about to be used, so where memory is tightest what was offloaded is recomputed after all, in the end.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Terms:
 def choices(graph: Graph, work: StageWork, seconds: NDArray[np.float64], terms: Terms) -> list[Choice]:
     """Return what a stage should give up, in order; as much of it as memory asks for.
 
-    Takes seconds and bytes of the order of (saved tensors) x (operations of F).
+    A memory that comes again is given up by the later choice instead. O(saved tensors x operations of F).
 
     Args:
         graph: the step.
@@ -78,25 +79,25 @@ def choices(graph: Graph, work: StageWork, seconds: NDArray[np.float64], terms: 
         terms: of that rank.
     """
     chooser = _Chooser(graph, work, seconds, terms)
-    return [*chooser.free(), *chooser.paid()]
+    return [*chooser.free(), *chooser.paid(), *chooser.instead()]
 
 
 class _Chooser:
     """Choices so far, and what the others still cost.
 
-    Legend: rows are saved memories; columns of `_runs` are operations of F, columns of `_holds` arrived values.
+    Legend: rows are saved memories, as are columns of `_sources`; columns of `_holds` are arrived values.
     """
 
     def __init__(self, graph: Graph, work: StageWork, seconds: NDArray[np.float64], terms: Terms) -> None:
-        self._terms, self._memories = terms, np.array(work.saved, dtype=np.int64)
-        self._bytes = np.array([float(graph.tensors[m].size(terms.samples)) for m in work.saved])
-        self._open = np.ones(len(work.saved), dtype=bool)
         needs = _Needs(graph, work)
-        self._runs, self._seconds = needs.runs(work.saved), seconds[list(work.forward.operations)]
-        self._holds = needs.holds(work.saved)
+        self._terms, self._memories = terms, work.saved
+        self._bytes = np.array([float(graph.tensors[m].size(terms.samples)) for m in work.saved])
         self._held_bytes = np.array([float(graph.tensors[t].size(terms.samples)) for t in work.forward.given])
-        self._cost_s, self._net = self._runs @ self._seconds, self._bytes - self._holds @ self._held_bytes
-        self._running, self._holding = self._runs[:0].any(axis=0), self._holds[:0].any(axis=0)
+        self._cost_s = needs.of_memories(needs.runs) @ seconds[list(work.forward.operations)]
+        self._sources, self._holds = needs.of_memories(needs.sources), needs.of_memories(needs.holds)
+        self._holding = np.zeros(len(work.forward.given), dtype=bool)
+        self._open = np.ones(len(work.saved), dtype=bool)
+        self._remade, self._offloaded = ~self._open, ~self._open
         remakeable = needs.memories.remakeable if "recompute" in terms.reliefs else frozenset()
         self._remakeable = np.array([m in remakeable for m in work.saved], dtype=bool)
 
@@ -117,73 +118,95 @@ class _Chooser:
         terms, found = self._terms, []
         by_copy = terms.offloaded * terms.bytes_per_s if "offload" in terms.reliefs else 0.0
         while self._open.any():
-            saved = np.where(self._open & self._remakeable & (self._net > 0), self._net, 0.0)
-            worth = terms.remade * saved / np.maximum(self._cost_s, _NO_TIME)
-            best = int(worth.argmax())
-            if by_copy > worth[best]:
+            best, worth = self._worthiest(self._open)
+            if by_copy > worth:
                 found.append(self._offload(int(np.where(self._open, self._bytes, -1.0).argmax())))
-            elif worth[best] > 0:
+            elif worth > 0:
                 found.append(self._recompute(best))
             else:
                 break
         return found
 
+    def instead(self) -> list[Choice]:
+        """Return what was offloaded, to be recomputed instead."""
+        found = []
+        while self._offloaded.any():
+            best, worth = self._worthiest(self._offloaded)
+            if worth <= 0:
+                break
+            found.append(self._recompute(best))
+        return found
+
+    def _worthiest(self, rows: NDArray[np.bool_]) -> tuple[int, float]:
+        """Return which of these saves most per second when it is recomputed, and how much; zero if none saves any."""
+        net = self._bytes - self._holds @ np.where(self._holding, 0.0, self._held_bytes)
+        saved = np.where(rows & self._remakeable & (net > 0), net, 0.0)
+        times = 1 + self._sources[self._remade].sum(axis=0)
+        worth = self._terms.remade * saved / np.maximum(self._cost_s * times, _NO_TIME)
+        best = int(worth.argmax())
+        return best, float(worth[best])
+
     def _offload(self, row: int) -> Choice:
-        self._open[row] = False
-        return Choice(int(self._memories[row]), "offload", float(self._bytes[row]))
+        self._open[row], self._offloaded[row] = False, True
+        return Choice(self._memories[row], "offload", float(self._bytes[row]))
 
     def _recompute(self, row: int) -> Choice:
-        """Choose one, and take what it runs and holds off the costs of the others."""
-        self._open[row] = False
-        chosen = Choice(int(self._memories[row]), "recompute", float(self._net[row]))
-        runs, holds = self._runs[row] & ~self._running, self._holds[row] & ~self._holding
-        self._cost_s = self._cost_s - self._runs[:, runs] @ self._seconds[runs]
-        self._net = self._net + self._holds[:, holds] @ self._held_bytes[holds]
-        self._running, self._holding = self._running | runs, self._holding | holds
+        """Choose one, and hand its sources and seconds to what it was a source of."""
+        held = self._holds[row] & ~self._holding
+        chosen = Choice(self._memories[row], "recompute", float(self._bytes[row] - self._held_bytes[held].sum()))
+        self._open[row], self._offloaded[row], self._remade[row] = False, False, True
+        dependants = self._sources[:, row].copy()
+        self._cost_s[dependants] += self._cost_s[row]
+        self._sources[dependants] |= self._sources[row]
+        self._holds[dependants] |= self._holds[row]
+        self._sources[:, row] = False
+        self._holding |= held
         return chosen
 
 
 class _Needs:
-    """What has to run again, and to be held, so that each saved memory of a stage can be made anew by itself."""
+    """What has to run again, and to be there, so that each saved memory of a stage can be made anew by itself.
+
+    Attributes:
+        runs: operation of F -> the operations that run up to it, when all that is saved is there.
+        sources: operation of F -> the saved memories that these read.
+        holds: operation of F -> the arrived values that these read and that are not saved.
+    """
 
     def __init__(self, graph: Graph, work: StageWork) -> None:
         self.memories = Memories(graph, work)
-        self._column = {o: i for i, o in enumerate(work.forward.operations)}
-        self._arrived = {t: i for i, t in enumerate(work.forward.given)}
         self._graph, self._work = graph, work
+        self._column = {o: i for i, o in enumerate(work.forward.operations)}
+        self._saved = {m: i for i, m in enumerate(work.saved)}
+        self._arrived = {t: i for i, t in enumerate(work.forward.given)}
         count = len(self._column)
-        self._runs, self._holds = (
-            np.zeros((count, count), dtype=bool),
-            np.zeros((count, len(self._arrived)), dtype=bool),
-        )
+        self.runs = np.eye(count, dtype=bool)
+        self.sources = np.zeros((count, len(self._saved)), dtype=bool)
+        self.holds = np.zeros((count, len(self._arrived)), dtype=bool)
         for o, i in self._column.items():
             self._follow(o, i)
-        self._makers: dict[int, set[int]] = {m: set() for m in work.saved}
-        for t, tensor in enumerate(graph.tensors):
-            if tensor.maker in self._column and self.memories.of(t) in self._makers:
-                self._makers[self.memories.of(t)].add(self._column[tensor.maker])
 
     def _follow(self, operation: int, column: int) -> None:
-        """Note what an operation needs when all that is saved is there; operations come in order."""
-        self._runs[column, column] = True
+        """Note what an operation needs; operations come in order."""
         for t in self._graph.operations[operation].reads:
-            maker = self._column.get(self._graph.tensors[t].maker)
-            if self.memories.is_repeated(t) or self.memories.of(t) in self.memories.there:
+            maker, memory = self._column.get(self._graph.tensors[t].maker), self.memories.of(t)
+            if self.memories.is_repeated(t):
                 continue
-            if t in self._arrived:
-                self._holds[column, self._arrived[t]] = True
-            elif maker is not None:
-                self._runs[column] |= self._runs[maker]
-                self._holds[column] |= self._holds[maker]
+            if memory in self._saved:
+                self.sources[column, self._saved[memory]] = True
+            elif t in self._arrived:
+                self.holds[column, self._arrived[t]] = True
+            elif maker is not None and memory not in self.memories.there:
+                for needs in (self.runs, self.sources, self.holds):
+                    needs[column] |= needs[maker]
 
-    def runs(self, saved: tuple[int, ...]) -> NDArray[np.bool_]:
-        return self._together(self._runs, saved)
-
-    def holds(self, saved: tuple[int, ...]) -> NDArray[np.bool_]:
-        return self._together(self._holds, saved)
-
-    def _together(self, needs: NDArray[np.bool_], saved: tuple[int, ...]) -> NDArray[np.bool_]:
-        found = np.zeros((len(saved), needs.shape[1]), dtype=bool)
-        for row, memory in enumerate(saved):
-            found[row] = needs[sorted(self._makers[memory])].any(axis=0)
+    def of_memories(self, needs: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return what the saved memories need: all operations of F that make something in them; none is its own."""
+        found = np.zeros((len(self._saved), needs.shape[1]), dtype=bool)
+        for t, tensor in enumerate(self._graph.tensors):
+            row, maker = self._saved.get(self.memories.of(t)), self._column.get(tensor.maker)
+            if row is not None and maker is not None:
+                found[row] |= needs[maker]
+        if needs is self.sources:
+            np.fill_diagonal(found, False)
         return found
