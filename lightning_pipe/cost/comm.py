@@ -23,6 +23,7 @@ Left out: trees for small sums, the time of the additions, and that computes slo
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import defaultdict
@@ -56,13 +57,15 @@ def exchange_pairs(layout: Layout, source: int, target: int, microbatch: int) ->
     senders, receivers = layout.stages[source], layout.stages[target]
     # divides evenly on both sides, as large micro-batches nearly do
     size = sum(layout.shares(source)) * sum(layout.shares(target))
-    return tuple(
-        (sender, receiver)
-        for i, sender in enumerate(senders)
-        for j, receiver in enumerate(receivers)
-        if sender != receiver
-        and layout.samples(source, i, microbatch, size) & layout.samples(target, j, microbatch, size)
-    )
+    takers = [(receiver, layout.samples(target, j, microbatch, size)) for j, receiver in enumerate(receivers)]
+    takers = [(receiver, theirs) for receiver, theirs in takers if theirs]
+    stops = [theirs.stop for _, theirs in takers]
+    pairs = []
+    for i, sender in enumerate(senders):
+        ours = layout.samples(source, i, microbatch, size)
+        first, last = bisect.bisect_right(stops, ours.start), bisect.bisect_left(stops, ours.stop) + 1
+        pairs += [(sender, receiver) for receiver, theirs in takers[first:last] if ours & theirs and sender != receiver]
+    return tuple(pairs)
 
 
 def flows(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
