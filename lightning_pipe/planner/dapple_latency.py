@@ -75,9 +75,9 @@ def latency_s(elements: Sequence[Element], microbatches: int) -> float:
     q = pivot(elements, microbatches)
     warmup = sum(element.forward for element in elements[: q + 1])
     steady = (microbatches - 1) * (elements[q].forward + elements[q].backward)
+    backward = list(itertools.accumulate((element.backward for element in elements), initial=0.0))
     tails = (
-        element.reduce
-        + (sum(e.backward for e in elements[s : q + 1]) if s <= q else -sum(e.backward for e in elements[q : s + 1]))
+        element.reduce + (backward[q + 1] - backward[s] if s <= q else backward[q] - backward[s + 1])
         for s, element in enumerate(elements)
     )
     return warmup + steady + max(tails)
