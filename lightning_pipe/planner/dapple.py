@@ -49,6 +49,7 @@ _MOST_OUTLINES = 8
 _MOST_ALIKE = 2  # outlines with the same ranks
 _DIGITS = 9  # of seconds that are compared; then fewer stages and micro-batches are better
 _FEW_DEVICES = 16  # up to which every number of replicas is tried
+_FEW_HOSTS = 16  # up to which every number of whole hosts is tried
 _SMALL_DEGREES = (1, 2, 3, 4, 6, 8)  # beyond: these, and half, one, two, three, ... whole hosts
 _REFINED = 3  # plans of each number of stages whose cuts are moved and that are simulated
 _COUNTED = 4  # numbers of micro-batches of a plan that are simulated
@@ -56,7 +57,6 @@ _NEAR = 1.2  # times the best promise
 _MOST_WALKED = 8192  # stages times micro-batches of a plan that is simulated, about two microseconds each
 _MOST_STRAIGHT = 64  # stages of equal replication
 _STEPS = (8, 3, 1)  # positions by which cuts are moved
-_MOST_MOVES = 240  # of the cuts of a plan, for one step
 _FINE = 400  # positions between which cuts are moved
 
 
@@ -118,6 +118,7 @@ class _Effort:
         states: occupations kept for each number of stages.
         counts: numbers of micro-batches.
         kept: plans of each number of stages and micro-batches.
+        moves: of the cuts of a plan, for one step.
     """
 
     bounds: int
@@ -125,10 +126,11 @@ class _Effort:
     states: int
     counts: int
     kept: int
+    moves: int
 
 
-_EFFORTS = ((8, _Effort(64, 8, 32, 8, 2)), (16, _Effort(48, 8, 16, 8, 2)), (64, _Effort(40, 6, 8, 4, 1)))
-_LEAST_EFFORT = _Effort(32, 4, 4, 3, 1)
+_EFFORTS = ((8, _Effort(64, 8, 32, 8, 2, 240)), (16, _Effort(48, 8, 16, 8, 2, 240)), (64, _Effort(40, 6, 8, 4, 1, 240)))
+_LEAST_EFFORT = _Effort(32, 4, 4, 3, 1, 32)
 
 
 class _Planner:
@@ -173,9 +175,9 @@ class _Planner:
             return tuple(range(1, self._devices))
         host = max(len(host.devices) for host in self._problem.cluster.hosts)
         hosts = self._devices // host
-        whole = {host * count for count in range(1, hosts)} if hosts <= _FEW_DEVICES else set()
+        whole = {host * count for count in range(1, hosts)} if hosts <= _FEW_HOSTS else set()
         halves = {self._devices >> shift for shift in range(1, self._devices.bit_length())}
-        small = {degree for degree in _SMALL_DEGREES if degree <= host}
+        small = {degree for degree in _SMALL_DEGREES if degree <= host} if hosts <= _FEW_HOSTS else {1, host}
         return tuple(sorted(degree for degree in {*small, *whole, *halves} if degree < self._devices))
 
     def _counts(self) -> list[int]:
@@ -243,7 +245,7 @@ class _Planner:
         best = self._promise(layout, count)
         for step in _STEPS:
             tried, gained = 0, True
-            while gained and tried < _MOST_MOVES // len(layout.ranks):
+            while gained and tried < self._effort.moves // len(layout.ranks):
                 gained = False
                 for other in self._near(layout, step):
                     tried += 1

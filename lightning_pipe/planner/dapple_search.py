@@ -56,21 +56,26 @@ class Network:
     def __init__(self, problem: Problem) -> None:
         self.cluster, self.site = problem.cluster, site_of(problem.cluster)
         self._message_s = problem.profile.message_s
+        self._looks: dict[Ranks, object] = {}
         self._reductions: dict[object, tuple[float, float]] = {}
         self._exchanges: dict[tuple[Ranks, Ranks], tuple[float, float]] = {}
 
     def look(self, ranks: Ranks) -> object:
         """Return what is equal for devices that stages cannot tell apart."""
-        hosts = Counter((self.cluster.host_of(rank), self.cluster.device(rank)) for rank in ranks)
-        return frozenset(Counter((self.site.kinds[h], device, count) for (h, device), count in hosts.items()).items())
+        if ranks not in self._looks:
+            hosts = Counter((self.cluster.host_of(rank), self.cluster.device(rank)) for rank in ranks)
+            looks = Counter((self.site.kinds[h], device, count) for (h, device), count in hosts.items())
+            self._looks[ranks] = frozenset(looks.items())
+        return self._looks[ranks]
 
     def reduction(self, ranks: Ranks) -> tuple[float, float]:
         """Return latency and seconds per byte of a sum of gradients."""
-        if ranks not in self._reductions:
+        look = self.look(ranks)
+        if look not in self._reductions:
             start = all_reduce_s(self.cluster, ranks, count=0.0)
             per_byte = (all_reduce_s(self.cluster, ranks, count=_PROBE_BYTES) - start) / _PROBE_BYTES
-            self._reductions[ranks] = start, per_byte
-        return self._reductions[ranks]
+            self._reductions[look] = start, per_byte
+        return self._reductions[look]
 
     def exchange(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
         """Return latency and seconds per byte of what a stage sends to the next for a micro-batch."""
