@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
@@ -65,9 +65,7 @@ def chain(model: Model, processors: int) -> Chain:
 
 def ratio(whole: Chain, gigabytes: float) -> float:
     """Return the period of the blind partition over that of MadPipe; infinite if only MadPipe's fits."""
-    tight = replace(
-        whole, processors=tuple(replace(processor, memory_bytes=gigabytes * 1e9) for processor in whole.processors)
-    )
+    tight = whole.with_memory(gigabytes * 1e9)
     aware = best_pipeline(tight, precision=_PRECISION)
     blind = stretched(tight, blind_cuts(tight), precision=_PRECISION)
     if aware is None:

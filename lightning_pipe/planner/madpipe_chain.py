@@ -19,6 +19,7 @@ Legend: s processor or stage in the order of the pipeline, a, b bounds as in `pl
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,9 +89,16 @@ class Chain:
         """Return the micro-batches that a stage holds which needs `group` of them."""
         return min(self.depths[s] if self.depths else group, self.microbatches)
 
-    def with_more_memory(self, count: float) -> Chain:
-        """Return the chain with so many bytes more on every processor."""
-        return replace(self, processors=tuple(replace(p, memory_bytes=p.memory_bytes + count) for p in self.processors))
+    def most_groups(self, s: int) -> float:
+        """Return the largest group of 1F1B* that a stage can sustain with what it may hold."""
+        if self.depths is None or self.depths[s] >= self.microbatches:
+            return math.inf
+        return self.depths[s]
+
+    def with_memory(self, count: float, *, more: bool = False) -> Chain:
+        """Return the chain with so many bytes on every processor, or so many more than it has."""
+        changed = {id(p): replace(p, memory_bytes=count + (p.memory_bytes if more else 0.0)) for p in self.processors}
+        return replace(self, processors=tuple(changed[id(p)] for p in self.processors))
 
 
 def chain_of(estimator: Estimator, groups: Sequence[tuple[int, ...]], microbatches: int) -> Chain:
@@ -151,18 +159,22 @@ def _workspace_bytes(segments: Segments, samples: float) -> Matrix:
     return largest
 
 
+_MUCH = 1e9  # bytes
+
+
 def _link_s(estimator: Estimator, here: tuple[int, ...], there: tuple[int, ...], samples: float) -> Bytes:
     """Return, per bound, the seconds of both messages between two groups.
 
-    An exchange takes the longest of straight lines in its bytes; here the chord between none and the most is taken.
+    An exchange takes the longest of straight lines in its bytes; here it is the line through nothing and much.
     """
+    crossing = estimator.segments.crossing
+    ways = [(crossing["F"], here, there)]
+    if estimator.problem.training:
+        ways.append((crossing["B"], there, here))
     total = np.zeros(len(estimator.segments.bounds))
-    ways = (("F", here, there), ("B", there, here)) if estimator.problem.training else (("F", here, there),)
-    for direction, senders, receivers in ways:
-        counts = estimator.segments.crossing["F" if direction == "F" else "B"].bytes(samples)
-        most = float(counts.max())
-        ends = [estimator.exchange_s(senders, receivers, count) for count in (0.0, most)]
-        total += np.interp(counts, (0.0, most), ends) if most else ends[0]
+    for found, senders, receivers in ways:
+        none_s, much_s = (estimator.exchange_s(senders, receivers, count) for count in (0.0, _MUCH))
+        total += none_s + (much_s - none_s) / _MUCH * found.bytes(samples)
     return total
 
 

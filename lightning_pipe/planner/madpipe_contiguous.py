@@ -32,6 +32,7 @@ from lightning_pipe.planner.segments import Matrix
 from lightning_pipe.schedule.one_f_one_b import ROUNDING
 
 Found = TypeVar("Found")
+_START = 1e-3  # of the longest period: the first that is tried after the least
 _GROWTH = 1.5  # of a period until one is feasible
 
 
@@ -41,15 +42,25 @@ class Pipeline:
 
     Attributes:
         cuts: bounds at which stages 1, 2, ... begin.
-        groups: for each stage the micro-batches that it has to hold.
+        groups: for each stage the group of 1F1B*: the micro-batches that it has to hold.
+        held: for each stage those that it does hold: no more than there are, or as many as is decided already.
         dropped: for each stage the share that it drops of what it may drop.
         period: seconds per micro-batch.
     """
 
     cuts: tuple[int, ...]
     groups: tuple[int, ...]
+    held: tuple[int, ...]
     dropped: tuple[float, ...]
     period: float
+
+    def excess(self, chain: Chain) -> float:
+        """Return the bytes by which the fullest processor exceeds its memory; 0 or less if all fit."""
+        stages = itertools.pairwise((0, *self.cuts, chain.bounds - 1))
+        return max(
+            processor.bytes(a, b, held=held, dropped=share) - processor.memory_bytes
+            for processor, (a, b), held, share in zip(chain.processors, stages, self.held, self.dropped, strict=True)
+        )
 
 
 def best_pipeline(chain: Chain, *, precision: float = 1e-6) -> Pipeline | None:
@@ -63,6 +74,17 @@ def best_pipeline(chain: Chain, *, precision: float = 1e-6) -> Pipeline | None:
     whole = [float(p.load_s[0, -1]) for p in chain.processors]
     least = 1 / sum(1 / seconds for seconds in whole) if min(whole) > 0 else 0.0
     return least_period(search.pipeline, least=least, most=longest_period(chain), precision=precision)
+
+
+def least_exceeding(chain: Chain) -> Pipeline:
+    """Return a pipeline that exceeds memory as little as any, however long its period."""
+    most = max(float(p.fixed_bytes.max() + p.saved_bytes.max()) for p in chain.processors) * chain.held(0, 1)
+    period = longest_period(chain)
+    found = least_period(
+        lambda more: _Search(chain.with_memory(more, more=True)).pipeline(period), least=0.0, most=most, precision=0.01
+    )
+    assert found is not None, "a stage fits where memory is added that all stages together need"
+    return found
 
 
 def stretched(chain: Chain, cuts: Sequence[int], *, precision: float = 1e-6) -> Pipeline | None:
@@ -100,13 +122,12 @@ def least_period(
     found = attempt(least)
     if found is not None:
         return found
-    low = high = max(least, most * 1e-9)
-    while found is None:
+    low, high = least, min(most, max(least * _GROWTH, most * _START))
+    while (found := attempt(high)) is None:
         if high >= most:
             return None
         low, high = high, min(most, high * _GROWTH)
-        found = attempt(high)
-    while high - low > precision * low:
+    while high - low > precision * high:
         middle = (low + high) / 2
         better = attempt(middle)
         if better is None:
@@ -130,7 +151,7 @@ def sustained(chain: Chain, cuts: Sequence[int], period: float) -> Pipeline | No
                 break
         else:
             return None
-        if chain.depths is not None and number > chain.depths[s]:
+        if number > chain.most_groups(s):
             return None
         group, filled = number, used + load
         groups.append(group)
@@ -140,7 +161,9 @@ def sustained(chain: Chain, cuts: Sequence[int], period: float) -> Pipeline | No
             group, filled = (group, filled + link) if filled + link <= period * (1 + ROUNDING) else (group + 1, link)
             if link > period * (1 + ROUNDING):
                 return None
-    return Pipeline(tuple(cuts), tuple(reversed(groups)), tuple(reversed(shares)), period)
+    groups.reverse()
+    held = tuple(chain.held(s, number) for s, number in enumerate(groups))
+    return Pipeline(tuple(cuts), tuple(groups), held, tuple(reversed(shares)), period)
 
 
 def _share(processor: Processor, a: int, b: int, held: int) -> float:
@@ -154,7 +177,10 @@ def _share(processor: Processor, a: int, b: int, held: int) -> float:
 
 @dataclass(frozen=True)
 class _Band:
-    """Costs of a processor with stages by length: column w is the stage of w + 1 units, infinite beyond the end."""
+    """Costs of a processor with stages by length: column w is the stage of w + 1 units.
+
+    Loads are infinite beyond the end, and where not even one micro-batch fits.
+    """
 
     load_s: Matrix
     forward_s: Matrix
@@ -183,14 +209,11 @@ def _band(processor: Processor, ends: NDArray[np.int64]) -> _Band:
     units = len(ends)
     rows = np.arange(units)[:, None]
     inside = np.minimum(ends, units)
-    load = np.where(ends <= units, processor.load_s[rows, inside], np.inf)
-    return _Band(
-        load,
-        processor.forward_s[rows, inside],
-        processor.fixed_bytes[rows, inside],
-        processor.saved_bytes[rows, inside],
-        processor.droppable_bytes[rows, inside],
-    )
+    fixed, saved = processor.fixed_bytes[rows, inside], processor.saved_bytes[rows, inside]
+    droppable = processor.droppable_bytes[rows, inside]
+    may_fit = (ends <= units) & (fixed + saved - droppable <= processor.memory_bytes)
+    load = np.where(may_fit, processor.load_s[rows, inside], np.inf)
+    return _Band(load, processor.forward_s[rows, inside], fixed, saved, droppable)
 
 
 class _Search:
@@ -200,7 +223,8 @@ class _Search:
         self._chain = chain
         units = chain.bounds - 1
         self._ends = np.arange(units)[:, None] + 1 + np.arange(units)[None, :]
-        self._bands = {id(processor): _band(processor, self._ends) for processor in chain.processors}
+        different = {id(processor): processor for processor in chain.processors}
+        self._bands = {key: _band(processor, self._ends) for key, processor in different.items()}
 
     def pipeline(self, period: float) -> Pipeline | None:
         """Return a pipeline that sustains a period, with the least V; None if there is none."""
@@ -243,8 +267,7 @@ class _Search:
         stays = here <= limit
         number, packed = np.where(stays, number, number + 1), np.where(stays, here, further)
         packed[packed > limit] = np.inf
-        if self._chain.depths is not None:
-            packed[number > self._chain.depths[s]] = np.inf
+        packed[number > self._chain.most_groups(s)] = np.inf
         best = np.argmin((number - 1) * period + packed, axis=1)
         rows = np.arange(units)
         found = np.ones(units + 1), np.full(units + 1, np.inf)
