@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,20 +49,8 @@ class Balancer:
             traffic: price of messages.
             deep: whether stages hold as many micro-batches as 1F1B's "pa" needs, or one only.
         """
-        costs = self._costs(ranks, microbatches, traffic=traffic, deep=deep)
-        best = next(costs)[0]
-        choices = []
-        for cost in costs:
-            slowest = np.maximum(best[:, None], cost)
-            choices.append(slowest.argmin(axis=0))
-            best = slowest.min(axis=0)
-        if best[-1] == np.inf:
-            return None
-        found, b = [], self._segments.units
-        for choice in reversed(choices):
-            b = int(choice[b])
-            found.append(int(self._segments.bounds[b]))
-        return tuple(reversed(found))
+        found = least_largest(self._costs(ranks, microbatches, traffic=traffic, deep=deep))
+        return None if found is None else tuple(int(self._segments.bounds[b]) for b in found)
 
     def variants(self, ranks: Sequence[tuple[int, ...]], microbatches: int) -> Iterator[tuple[int, ...]]:
         """Yield the different cuts for all prices of messages; for less warm-up where there is not enough memory."""
@@ -124,3 +112,25 @@ class Balancer:
         if self._estimator.problem.wishes.reliefs:
             held = 0
         return np.asarray(self._segments.peak_bytes(n, held) <= room)
+
+
+def least_largest(costs: Iterable[Matrix]) -> tuple[int, ...] | None:
+    """Return the bounds at which stages 1, 2, ... begin so that the largest cost is least; None if all are infinite.
+
+    Args:
+        costs: of every stage in order, for all pairs of bounds; infinite where it cannot be.
+    """
+    stages = iter(costs)
+    best = next(stages)[0]
+    choices = []
+    for cost in stages:
+        largest = np.maximum(best[:, None], cost)
+        choices.append(largest.argmin(axis=0))
+        best = largest.min(axis=0)
+    if best[-1] == np.inf:
+        return None
+    found, b = [], len(best) - 1
+    for choice in reversed(choices):
+        b = int(choice[b])
+        found.append(b)
+    return tuple(reversed(found))
