@@ -18,6 +18,8 @@ Ours:
       are slow in fact. The best plans of every number of stages by the formula are ranked by `planner.estimate.row_s`,
       with the best of its warm-ups, which is exact where the formula is not and never below it otherwise;
     - several numbers of micro-batches are tried: the paper takes as many as a batch has slices of the profiled size;
+    - samples are whole in the ranking: three replicas of a micro-batch of four samples take as long as two samples do.
+      In the recursion and in the formula, as in the paper, they are divided evenly;
     - cuts are searched at few positions, then moved, one at a time, while the formula falls;
     - stages of equal replication, straight ones among them, are also cut by `planner.balance`, so that pipelines with
       more stages than the recursion reaches are there.
@@ -32,16 +34,18 @@ Legend: M micro-batches, G devices.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.dapple_latency import data_parallel_s, elements_of, latency_s
 from lightning_pipe.planner.dapple_search import Costs, Limits, Network, Ranks, search
-from lightning_pipe.planner.estimate import Estimator, microbatch_counts
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.estimate import Estimator, microbatch_counts, row_s
+from lightning_pipe.planner.outline import Outline, never_growing, share_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 
@@ -56,6 +60,7 @@ _COUNTED = 4  # numbers of micro-batches of a plan that are simulated
 _NEAR = 1.2  # times the best promise
 _MOST_WALKED = 8192  # stages times micro-batches of a plan that is simulated, about two microseconds each
 _MOST_STRAIGHT = 64  # stages of equal replication
+_ROUNDING = 1e-9  # of numbers of samples
 _STEPS = (8, 3, 1)  # positions by which cuts are moved
 _FINE = 400  # positions between which cuts are moved
 
@@ -67,12 +72,14 @@ class Ranked:
     Attributes:
         outline: the plan.
         latency_s: seconds of a batch by the paper's formula, and of the optimizer.
-        seconds: seconds by which it is ranked: simulated, or of data parallel training `latency_s`.
+        ideal_s: simulated seconds of the same, of data parallel training `latency_s`.
+        seconds: by which it is ranked: `ideal_s` with whole samples, the largest slice of every stage counting.
         excess: bytes by which it is estimated to exceed memory; 0 or less if it fits.
     """
 
     outline: Outline
     latency_s: float
+    ideal_s: float
     seconds: float
     excess: float
 
@@ -156,7 +163,7 @@ class _Planner:
                 self._moved(_Layout(one.outline.cuts, one.outline.ranks), one.outline.microbatches)
                 for one in some[:_REFINED]
             )
-            found.extend(some[:_REFINED])
+            found.extend(some)
             found.extend(self._estimated(layout, count) for layout in layouts for count in self._likely_counts(layout))
         return found
 
@@ -210,8 +217,36 @@ class _Planner:
                 yield layout, self._likely_counts(layout)[0]
 
     def _estimated(self, layout: _Layout, count: int) -> Ranked:
-        outline, seconds, excess = self._estimator.outline(layout.cuts, layout.ranks, count)
-        return Ranked(outline, self._latency_s(layout, count), seconds, excess)
+        """Simulate a plan with evenly divided samples and with whole ones, which may need less warm-up."""
+        outline, ideal, excess = self._estimator.outline(layout.cuts, layout.ranks, count)
+        parts = self._parts(layout, count)
+        row = self._estimator.row(layout.cuts, layout.ranks, count)
+        rooms = self._estimator.rooms(layout.cuts, layout.ranks, count)
+        whole = replace(
+            row,
+            forward=tuple(f * part for f, part in zip(row.forward, parts, strict=True)),
+            backward=tuple(b * part for b, part in zip(row.backward, parts, strict=True)),
+        )
+        most = [int(room.bytes / (room.saved * part or 1.0)) for room, part in zip(rooms, parts, strict=True)]
+        depths = outline.depths
+        if excess <= 0 and not self._problem.wishes.reliefs:
+            depths = never_growing([max(1, min(pair)) for pair in zip(depths, most, strict=True)])
+            held = zip(rooms, parts, depths, strict=True)
+            excess = max(room.saved * part * depth - room.bytes for room, part, depth in held)
+        seconds = max(ideal, row_s(whole, depths=depths, microbatches=count))
+        return Ranked(replace(outline, depths=depths), self._latency_s(layout, count), ideal, seconds, excess)
+
+    def _parts(self, layout: _Layout, count: int) -> list[float]:
+        """Return by how much the largest slice of each stage exceeds an even one."""
+        samples, graph = self._problem.samples / count, self._problem.graph
+        ends = itertools.pairwise((0, *layout.cuts, len(graph.nodes)))
+        found = []
+        for (begin, end), (a, b), group in zip(ends, self._estimator.stages(layout.cuts), layout.ranks, strict=True):
+            even = max(n for n, _ in self._estimator.slices(a, b, group, samples))
+            largest = math.ceil(math.ceil(samples) * even / samples - _ROUNDING)
+            is_cut = share_of(graph, begin, end, replicas=len(group)) == "samples"
+            found.append(max(1, largest) / even if is_cut else math.ceil(samples) / samples)
+        return found
 
     def _latency_s(self, layout: _Layout, count: int) -> float:
         row = self._estimator.row(layout.cuts, layout.ranks, count)
@@ -272,7 +307,8 @@ class _Planner:
         for count in microbatch_counts(self._problem, stages=1, replicas=self._devices):
             outline, _, excess = self._estimator.outline((), (ranks,), count)
             seconds = self._data_parallel_s(ranks, count)
-            yield Ranked(outline, seconds, seconds, excess)
+            whole = seconds * self._parts(_Layout((), (ranks,)), count)[0]
+            yield Ranked(outline, seconds, seconds, whole, excess)
 
     def _data_parallel_s(self, ranks: Ranks, count: int) -> float:
         """Return the latency of data parallel training, its backward in parts between the cut positions."""
