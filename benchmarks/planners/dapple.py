@@ -42,6 +42,7 @@ from lightning_pipe.core.published import load_published
 from lightning_pipe.planner.dapple import Ranked, ranked
 from lightning_pipe.planner.estimate import Estimator
 from lightning_pipe.planner.judge import Judge
+from lightning_pipe.planner.outline import Outline
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.planner.segments import Segments
@@ -165,9 +166,8 @@ def matches(published: str, found: Ranked) -> bool:
     return abs(int(wanted.split(":")[0]) - int(ours.split(":")[0])) <= 1
 
 
-def ratio(entry: Problem, found: Ranked) -> float:
+def ratio(entry: Problem, outline: Outline) -> float:
     """Return the ACR: mean seconds of a link over mean seconds of a stage, forward and backward."""
-    outline = found.outline
     if not outline.cuts:
         return 0.0
     row = Estimator(Segments(entry, outline.cuts)).row(outline.cuts, outline.ranks, outline.microbatches)
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] = ()) -> None:
                 configuration.upper(),
                 published,
                 described(entry, likely),
-                f"{ratio(entry, likely):.2f}",
+                f"{ratio(entry, likely.outline):.2f}",
                 *(f"{seconds:.3f}" for seconds in (likely.latency_s, likely.ideal_s, step_s(entry, likely))),
                 "yes" if matches(published, likely) else "no",
                 described(entry, best),

@@ -14,8 +14,9 @@ with AR = 0:
 Data parallel training is one stage with gradient accumulation; its sums of gradients overlap with the last backward:
 whatever is ready is summed as soon as the sum before it has ended.
 
-Left out: bubbles of the pivot (L is 3 to 8 % too small for few micro-batches, at worst a third), and that both
-directions of a link work at once (a link that is the pivot makes L too large). The optimizer is added by the callers.
+Left out: bubbles of the pivot (L is 3 to 8 % too small for few micro-batches, at worst a third); that both directions
+of a link work at once (a link that is the pivot makes L too large); that with deep warm-up the pivot ends with many
+backwards in a row, so that stages behind it end earlier than Te says. The optimizer is added by the callers.
 
 Legend: F, B seconds of forward and backward of one micro-batch, AR of the sum of gradients; M micro-batches; Q pivot.
 """
