@@ -145,7 +145,8 @@ class _Planner:
         self._problem, self._devices = problem, problem.cluster.ranks
         self._effort = next((effort for most, effort in _EFFORTS if self._devices <= most), _LEAST_EFFORT)
         coarse = worthwhile(problem, sliced=True, most=self._effort.bounds)
-        positions = sorted({*worthwhile(problem, sliced=True, most=_FINE), *coarse})
+        speeds = {problem.cluster.device(rank).speed for rank in range(self._devices)}
+        positions = sorted({*worthwhile(problem, sliced=len(speeds) > 1, most=_FINE), *coarse})
         self._estimator = Estimator(Segments(problem, positions))
         self._positions = positions
         self._place = {position: place for place, position in enumerate(positions)}
@@ -292,13 +293,14 @@ class _Planner:
         return layout
 
     def _near(self, layout: _Layout, step: int) -> Iterator[_Layout]:
+        unsliceable = self._problem.graph.unsliceable
         for s, cut in enumerate(layout.cuts):
-            at = self._place[cut]
-            for other in (at - step, at + step):
-                low = self._place[layout.cuts[s - 1]] if s else -1
-                high = self._place[layout.cuts[s + 1]] if s + 1 < len(layout.cuts) else len(self._positions)
-                if low < other < high:
-                    cuts = (*layout.cuts[:s], self._positions[other], *layout.cuts[s + 1 :])
+            at, is_equal = self._place[cut], len(layout.ranks[s]) == len(layout.ranks[s + 1])
+            low = self._place[layout.cuts[s - 1]] if s else -1
+            high = self._place[layout.cuts[s + 1]] if s + 1 < len(layout.cuts) else len(self._positions)
+            for place in (at - step, at + step):
+                if low < place < high and (is_equal or self._positions[place] not in unsliceable):
+                    cuts = (*layout.cuts[:s], self._positions[place], *layout.cuts[s + 1 :])
                     yield _Layout(cuts, layout.ranks)
 
     def _data_parallel(self) -> Iterator[Ranked]:

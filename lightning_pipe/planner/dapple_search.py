@@ -13,7 +13,8 @@ state. Ours:
     - a state knows its number of stages too, so that the best plans of each number are found (the formula is too kind
       to many stages, see `planner.dapple`);
     - hosts of one kind are interchangeable, so g is a multiset (`placement.canonical`);
-    - memory: what exceeds it least comes first. The last stage is taken to hold one micro-batch, the others two;
+    - memory: what exceeds it least comes first. The last stage is taken to hold one micro-batch, the others two; none
+      where what is saved may be recomputed or offloaded;
     - replicas that would get fewer samples than wanted are left out;
     - where many states of g are found (many hosts), those with the best values are kept.
 
@@ -175,12 +176,10 @@ class Found:
     """A complete plan of the search.
 
     Attributes:
-        value: L, and much more if it exceeds memory.
         cuts: graph positions at which stages 1, 2, ... begin.
         ranks: ranks of each stage.
     """
 
-    value: float
     cuts: tuple[int, ...]
     ranks: tuple[Ranks, ...]
 
@@ -250,6 +249,7 @@ class _Search:
         self._ranks = costs.network.cluster.ranks
         self._size = len(costs.bounds)
         self._penalty_s = costs.penalty_s
+        self._held = (0, 0) if costs.segments.problem.wishes.reliefs else (min(2, costs.microbatches), 1)
 
     def run(self, kept: int) -> list[Found]:
         found: list[Found] = []
@@ -262,7 +262,7 @@ class _Search:
                 if self._free(state) <= self._limits.most_replicas
                 for j in np.argsort(state.value, kind="stable")[:kept]
             )
-            found.extend(self._found(states[i], j, value) for value, i, j in best[:kept] if value < math.inf)
+            found.extend(self._found(states[i], j) for value, i, j in best[:kept] if value < math.inf)
             states = sorted(states, key=lambda state: float(state.value.min()))[: self._limits.most_states]
         return found
 
@@ -293,8 +293,8 @@ class _Search:
         used = tuple(map(sum, zip(state.used, taken, strict=True)))
         rest = self._rest(used)
         rows = np.flatnonzero(state.value < np.inf)
-        stage = self._costs.stage(ranks, held=min(2, count)).take(lambda values: values[rows])
-        last = self._costs.stage(rest, held=1).take(lambda values: values[:, end])
+        stage = self._costs.stage(ranks, held=self._held[0]).take(lambda values: values[rows])
+        last = self._costs.stage(rest, held=self._held[1]).take(lambda values: values[:, end])
         before = self._linked(state, ranks).take(lambda values: values[rows, None])
         new = before.append(stage, microbatches=count)
         whole = new.append(self._costs.link(ranks, rest), microbatches=count).append(last, microbatches=count)
@@ -329,7 +329,7 @@ class _Search:
         nothing = np.zeros(self._size)
         return state.prefix.append(Times(links[0], links[1], nothing, nothing), microbatches=self._costs.microbatches)
 
-    def _found(self, state: _State, j: int, value: float) -> Found:
+    def _found(self, state: _State, j: int) -> Found:
         """Return the plan of a state, in the hosts' own order."""
         cuts, moves = [], []
         while state.moves:
@@ -345,7 +345,7 @@ class _Search:
             ranks.append(ranks_of(self._site, used, here))
             used = tuple(map(sum, zip(used, here, strict=True)))
             hosts = reorder(hosts, move.order)
-        return Found(value, tuple(reversed(cuts)), (*ranks, self._rest(used)))
+        return Found(tuple(reversed(cuts)), (*ranks, self._rest(used)))
 
 
 def _better(old: _State, new: _State) -> _State:

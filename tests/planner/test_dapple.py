@@ -130,7 +130,9 @@ def check_outlines(asked: Problem) -> None:
     for outline in found:
         assert sorted(rank for group in outline.ranks for rank in group) == list(range(asked.cluster.ranks))
         assert list(outline.cuts) == sorted(set(outline.cuts))
-        assert not set(outline.cuts) & (asked.graph.uncuttable | asked.graph.unsliceable)
+        assert not set(outline.cuts) & asked.graph.uncuttable
+        for cut, here, there in zip(outline.cuts, outline.ranks[:-1], outline.ranks[1:], strict=True):
+            assert cut not in asked.graph.unsliceable or len(here) == len(there)
         assert asked.wishes.microbatches in (None, outline.microbatches)
     assert found == dapple(asked)
 
@@ -144,6 +146,20 @@ def test_outlines_use_every_device_once_and_keep_to_wishes(wishes):
     check_outlines(Problem(graph, profile, cluster(4, link=Link(0.01, 1000.0)), 16, wishes=wishes))
     check_outlines(Problem(graph, profile, cluster(1), 16, wishes=wishes))
     check_outlines(Problem(graph, profile, cluster(4), 16, training=False, wishes=wishes))
+
+
+def test_many_devices_are_planned_too():
+    graph, profile = layers([1.0 + 0.1 * (k % 7) for k in range(40)], [8.0 * (1 + k % 3) for k in range(40)])
+    hosts = tuple(Host(name, (Device("x", 1 << 40),) * 6, Link(0, 1e6), Link(0.0, 20.0)) for name in "abc")
+    check_outlines(Problem(graph, profile, Cluster(hosts), 64))
+
+
+def test_graphs_that_cannot_be_sliced_get_equal_stages():
+    graph, profile = layers([1.0] * 6, [8.0] * 6)
+    whole = replace(graph, unsliceable=frozenset(range(6)))
+    found = dapple(Problem(whole, profile, cluster(4, memory=900), 16))
+    assert {len({len(group) for group in outline.ranks}) for outline in found} == {1}
+    assert len(found[0].ranks) > 1
 
 
 def test_plans_that_fit_come_first_and_one_comes_always():
