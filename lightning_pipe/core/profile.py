@@ -66,7 +66,8 @@ class Profile:
         """Return (index into `samples`, weight): seconds at this number are the weighted sum of the measured ones.
 
         Between two measured numbers and beyond the largest the line through the two nearest is taken; below the
-        smallest too, but at least half of the smallest measured time is kept.
+        smallest too, but at least half of the smallest measured time is kept. What was measured once only is taken to
+        be in proportion.
         """
         known = self.samples
         if len(known) == 1:
@@ -83,7 +84,8 @@ class Profile:
 
     def between(self, times: Sequence[float], samples: float) -> float:
         """Return the seconds on this many samples of what takes `times` on the measured ones."""
-        return max(sum(times[i] * weight for i, weight in self.weights(samples)), _LEAST_SHARE * min(times))
+        seconds = sum(times[i] * weight for i, weight in self.weights(samples))
+        return seconds if len(self.samples) == 1 else max(seconds, _LEAST_SHARE * min(times))
 
     @cached_property
     def _index(self) -> dict[float, int]:

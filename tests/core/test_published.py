@@ -129,8 +129,9 @@ def test_the_whole_backward_is_input_half_where_a_gradient_leaves_the_stage_and_
 def test_seconds_are_proportional_to_samples_and_belong_to_their_stage(load):
     graph, profile = load(CHAIN, "chain-pbs-4.txt")
     assert (graph.samples, profile.samples, profile.source) == (4, (4,), "published")
-    times = [profile.operation_s(o, 2) for o in range(len(graph.operations))]
-    assert times == pytest.approx([0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.005, 0.004, 0.003, 0.002, 0.001])
+    for samples, factor in [(1, 0.5), (2, 1.0), (8, 4.0)]:
+        times = [profile.operation_s(o, samples) / factor for o in range(len(graph.operations))]
+        assert times == pytest.approx([0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.005, 0.004, 0.003, 0.002, 0.001])
     assert [operation.at for operation in graph.operations] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
 
 
