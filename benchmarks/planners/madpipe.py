@@ -112,7 +112,3 @@ def main(arguments: Sequence[str] = ()) -> None:
         cells = (f"{f'{r:.2f} ({e:.2f})':>16}" for r, e in zip(ratios, expected, strict=True))
         print(f"{f'{model.name} ({units})':22}{processors:>3}" + "".join(cells))
     print(f"\nlargest deviation: {100 * worst:.1f} %")
-
-
-if __name__ == "__main__":
-    main()
