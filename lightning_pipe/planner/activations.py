@@ -32,6 +32,8 @@ from lightning_pipe.planner.resolve import places_of
 from lightning_pipe.planner.swapping import Stay, absences, free_copy_s, stays
 
 _MOST_JUDGED = 16
+_LEAST_JUDGED = 4
+_INSTRUCTIONS = 300_000  # that the judge may walk through for one plan, about twenty microseconds each
 _MOST_GUESSED = 5  # beginnings of one list that are tried by estimate; then the interval is halved
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the longest free copy: longer ones carry more, but are away for less long
 
@@ -68,7 +70,8 @@ class _Relieving:
 
     def best(self) -> Judged:
         """Search, and return the best that was judged on the way."""
-        for _ in range(_MOST_JUDGED):
+        length = sum(map(len, self._unrelieved.program.ranks))
+        for _ in range(min(_MOST_JUDGED, max(_LEAST_JUDGED, _INSTRUCTIONS // length))):
             if not self._try({s: search.next() for s, search in self._searches.items()}):
                 break
         self._try({s: search.spared() for s, search in self._searches.items()})
