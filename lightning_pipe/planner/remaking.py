@@ -98,6 +98,7 @@ class _Chooser:
         self._holding = np.zeros(len(work.forward.given), dtype=bool)
         self._open = np.ones(len(work.saved), dtype=bool)
         self._remade, self._offloaded = ~self._open, ~self._open
+        self._times = np.ones(len(work.saved))  # for which each would be made: for itself, and for those chosen before
         remakeable = needs.memories.remakeable if "recompute" in terms.reliefs else frozenset()
         self._remakeable = np.array([m in remakeable for m in work.saved], dtype=bool)
 
@@ -141,8 +142,7 @@ class _Chooser:
         """Return which of these saves most per second when it is recomputed, and how much; zero if none saves any."""
         net = self._bytes - self._holds @ np.where(self._holding, 0.0, self._held_bytes)
         saved = np.where(rows & self._remakeable & (net > 0), net, 0.0)
-        times = 1 + self._sources[self._remade].sum(axis=0)
-        worth = self._terms.remade * saved / np.maximum(self._cost_s * times, _NO_TIME)
+        worth = self._terms.remade * saved / np.maximum(self._cost_s * self._times, _NO_TIME)
         best = int(worth.argmax())
         return best, float(worth[best])
 
@@ -154,12 +154,16 @@ class _Chooser:
         """Choose one, and hand its sources and seconds to what it was a source of."""
         held = self._holds[row] & ~self._holding
         chosen = Choice(self._memories[row], "recompute", float(self._bytes[row] - self._held_bytes[held].sum()))
-        self._open[row], self._offloaded[row], self._remade[row] = False, False, True
+        self._open[row], self._offloaded[row] = False, False
         dependants = self._sources[:, row].copy()
+        chosen_before = dependants & self._remade
+        self._times -= self._sources[chosen_before].sum(axis=0)
         self._cost_s[dependants] += self._cost_s[row]
         self._sources[dependants] |= self._sources[row]
         self._holds[dependants] |= self._holds[row]
         self._sources[:, row] = False
+        self._remade[row] = chosen_before[row] = True
+        self._times += self._sources[chosen_before].sum(axis=0)
         self._holding |= held
         return chosen
 
