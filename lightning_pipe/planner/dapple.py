@@ -13,10 +13,9 @@ The paper's:
 
 Ours:
 
-    - the formula prunes, an event simulation decides: it leaves bubbles of the pivot out, which are the more the more
-      stages and the fewer micro-batches there are, so with few micro-batches it prefers pipelines of many stages that
-      are slow in fact. The best plans of every number of stages by the formula are ranked by `planner.estimate.row_s`,
-      with the best of its warm-ups, which is exact where the formula is not and never below it otherwise;
+    - the formula prunes, an event simulation decides: the formula leaves bubbles of the pivot out, which are the more
+      the more stages and the fewer micro-batches there are, so it prefers pipelines that are slow in fact. The best
+      plans of every number of stages by the formula are ranked by `planner.estimate.row_s` with the best warm-up;
     - several numbers of micro-batches are tried: the paper takes as many as a batch has slices of the profiled size;
     - samples are whole in the ranking: three replicas of a micro-batch of four samples take as long as two samples do.
       In the recursion and in the formula, as in the paper, they are divided evenly;
@@ -24,8 +23,8 @@ Ours:
     - stages of equal replication, straight ones among them, are also cut by `planner.balance`, so that pipelines with
       more stages than the recursion reaches are there.
 
-Data parallel training is ranked by its formula: the event simulation sums after the last backward. So is its rank
-better than that of the plan as it runs here, where it does not overlap.
+Data parallel training is ranked by its formula, whose overlap the programs here do not have: they sum after the last
+backward. So it ranks better than the simulator then judges it.
 
 Growth: O(counts · stages · states · degrees · bounds²), see `planner.dapple_search`; the numbers are bounded below.
 
@@ -220,7 +219,9 @@ class _Planner:
     def _estimated(self, layout: _Layout, count: int) -> Ranked:
         """Simulate a plan with evenly divided samples and with whole ones, which may need less warm-up."""
         outline, ideal, excess = self._estimator.outline(layout.cuts, layout.ranks, count)
-        parts = self._parts(layout, count)
+        parts, latency = self._parts(layout, count), self._latency_s(layout, count)
+        if max(parts) <= 1 + _ROUNDING:
+            return Ranked(outline, latency, ideal, ideal, excess)
         row = self._estimator.row(layout.cuts, layout.ranks, count)
         rooms = self._estimator.rooms(layout.cuts, layout.ranks, count)
         whole = replace(
@@ -235,7 +236,7 @@ class _Planner:
             held = zip(rooms, parts, depths, strict=True)
             excess = max(room.saved * part * depth - room.bytes for room, part, depth in held)
         seconds = max(ideal, row_s(whole, depths=depths, microbatches=count))
-        return Ranked(replace(outline, depths=depths), self._latency_s(layout, count), ideal, seconds, excess)
+        return Ranked(replace(outline, depths=depths), latency, ideal, seconds, excess)
 
     def _parts(self, layout: _Layout, count: int) -> list[float]:
         """Return by how much the largest slice of each stage exceeds an even one."""
