@@ -13,6 +13,7 @@ even where a single device hangs on less bandwidth than a host does, and 1,024 d
 links of a part are equal, its order is that of the ranks. Hosts that are alike, and have no better link than to each
 other, stay together in that order as one vertex. Bandwidth is that of the slower direction; latency is left out.
 O(h^2) array operations over h different hosts for a cut, and h cuts if every cut peels off one host: a second for 128.
+More than 160 different ones are ordered by their bandwidth to all others instead, slow ones first.
 
     two racks, 10 between them, 40 inside; ranks numbered across      a0 b0 a1 b1  ->  a0 a1 b0 b1
 """
@@ -30,6 +31,9 @@ from lightning_pipe.core.cluster import Cluster
 
 Weights: TypeAlias = NDArray[np.float64]  # [u, v], symmetric
 
+_UNLIMITED = 1e15  # bytes per second that stand for unlimited ones, which have no sum
+_MOST_CUT = 160  # different vertices that are ordered by cuts
+
 
 def device_order(cluster: Cluster) -> tuple[int, ...]:
     """Return all ranks, neighbours in the order being devices with much bandwidth between them."""
@@ -46,7 +50,7 @@ def quality(cluster: Cluster, order: Sequence[int]) -> float:
 
 def bandwidth(cluster: Cluster, u: int, v: int) -> float:
     """Return the bytes per second between two ranks, in the slower direction."""
-    return min(cluster.link(u, v).bytes_per_s, cluster.link(v, u).bytes_per_s)
+    return min(cluster.link(u, v).bytes_per_s, cluster.link(v, u).bytes_per_s, _UNLIMITED)
 
 
 def order_of(weights: Weights) -> tuple[int, ...]:
@@ -55,7 +59,11 @@ def order_of(weights: Weights) -> tuple[int, ...]:
     member = np.zeros((len(groups), len(weights)))
     for g, group in enumerate(groups):
         member[g, list(group)] = 1.0
-    order = _ordered(member @ weights @ member.T, tuple(range(len(groups))))
+    between = member @ weights @ member.T
+    if len(groups) > _MOST_CUT:
+        order = tuple(sorted(range(len(groups)), key=lambda g: float(between[g].sum()) / len(groups[g])))
+    else:
+        order = _ordered(between, tuple(range(len(groups))))
     return tuple(itertools.chain.from_iterable(groups[g] for g in order))
 
 
@@ -78,14 +86,16 @@ def _members(cluster: Cluster) -> list[tuple[int, ...]]:
 
 def _host_weights(cluster: Cluster, members: Sequence[tuple[int, ...]]) -> Weights:
     """Return the bandwidth between the devices of any two hosts, summed over their pairs."""
-    cards = np.array([host.network.bytes_per_s for host in cluster.hosts])
-    counts = np.array([len(ranks) for ranks in members])
-    weights: Weights = np.minimum.outer(cards, cards) * np.multiply.outer(counts, counts)
-    for pair in {tuple(sorted((link.sender, link.receiver))) for link in cluster.links}:
-        here, there = (cluster.host_of(rank) for rank in pair)
-        if here != there:  # measured, so this pair has not what the cards say
-            change = bandwidth(cluster, pair[0], pair[1]) - min(cards[here], cards[there])
-            weights[[here, there], [there, here]] += change
+    cards = np.array([min(host.network.bytes_per_s, _UNLIMITED) for host in cluster.hosts])
+    counts = np.array([len(ranks) for ranks in members], dtype=float)
+    unmeasured = np.multiply.outer(counts, counts)
+    measured: Weights = np.zeros_like(unmeasured)
+    for u, v in {(min(link.sender, link.receiver), max(link.sender, link.receiver)) for link in cluster.links}:
+        here, there = cluster.host_of(u), cluster.host_of(v)
+        unmeasured[[here, there], [there, here]] -= 1
+        measured[[here, there], [there, here]] += bandwidth(cluster, u, v)
+    weights: Weights = np.minimum.outer(cards, cards) * unmeasured + measured
+    np.fill_diagonal(weights, 0.0)
     return weights
 
 

@@ -40,7 +40,7 @@ from lightning_pipe.planner.prm import partitions, recut
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 
-Held = Literal["pa", "one", "none"]
+Held = Literal["pe", "pa", "one", "none"]
 
 _MOST_UNITS = 128
 _MOST_POSITIONS = 100
@@ -53,17 +53,17 @@ _RETUNED = 12  # drafts that get the best number of micro-batches
 _REFINED = 4  # of them, drafts whose cuts are moved to the positions between
 _FINE = 200  # positions for that, shared by the cuts of a draft
 _MOST_OUTLINES = 8
-_TRIES: tuple[tuple[Held, bool], ...] = (  # until there is a partition: memory, and whether shares may be small
-    ("pa", False),
-    ("one", False),
-    ("pa", True),
-    ("one", True),
-    ("none", False),
-    ("none", True),
+_TRIES: tuple[tuple[tuple[Held, ...], bool], ...] = (  # until there is a partition: memory, and may shares be small
+    (("pe", "pa"), False),
+    (("one",), False),
+    (("pa",), True),
+    (("one",), True),
+    (("none",), False),
+    (("none",), True),
 )
 
 
-def pe_bound(pipeline: Pipeline, *, microbatches: int) -> float:
+def pe_bound(pipeline: Pipeline, *, microbatches: int, depths: Sequence[int] | None = None) -> float:
     """Return the seconds that a batch takes at most if executed in PE's order.
 
     PE regards S stages as J = 4S - 3 steps: computes and links forward, then backward, the last stage's F and B being
@@ -74,9 +74,24 @@ def pe_bound(pipeline: Pipeline, *, microbatches: int) -> float:
 
     with C the slowest device's F + B or the slowest link's messages there and back, and A the slowest sum of gradients
     (after SPP; own proof by induction over the cycles). Left out: the optimizer.
+
+    Ours, where memory keeps a stage from having as many micro-batches in flight as PE wants (K < 4 (S - 1 - s) + 1):
+    the way from its forward to its backward is worth so many seconds R, stages and links behind it included, and K of
+    them share it, so that M - 1 of the cycles take max(C, R / K). Then it is a prediction, no bound.
+
+    Args:
+        pipeline: seconds of stages and links.
+        microbatches: M.
+        depths: K of every stage; by default as many as PE wants.
     """
     slowest = max(*pipeline.loads, *pipeline.links, 0.0)
-    return (microbatches + 4 * len(pipeline.loads) - 4) * slowest + max(pipeline.sums)
+    period = slowest
+    if depths is not None:
+        way = 0.0
+        for load, link, depth in zip(pipeline.loads[::-1], (0.0, *pipeline.links[::-1]), reversed(depths), strict=True):
+            way += load + link
+            period = max(period, way / depth) if depth < microbatches else period
+    return (microbatches - 1) * period + (4 * len(pipeline.loads) - 3) * slowest + max(pipeline.sums)
 
 
 def pe_depths(stages: int, *, is_free: bool) -> tuple[int, ...]:
@@ -92,42 +107,36 @@ def spp(problem: Problem) -> list[Outline]:
     """Return at most 8 outlines, those that seem to fit into memory first, then by PE's bound."""
     row = DeviceRow(problem.cluster, device_order(problem.cluster), most=_MOST_UNITS)
     most = max(_LEAST_POSITIONS, min(_MOST_POSITIONS, _POSITIONS_AND_UNITS // len(row)))
-    drafts = _Search(problem, row, worthwhile(problem, sliced=True, most=most)).drafts()
-    cuts = sorted({cut for draft in drafts for cut in draft.cuts})
-    estimator = Estimator(Segments(problem, cuts))
-    found: dict[Outline, bool] = {}
-    for draft in drafts:
-        outline, excess = _outline(draft, row, estimator)
-        found.setdefault(outline, excess > 0)
-    return sorted(found, key=lambda outline: found[outline])[:_MOST_OUTLINES]
-
-
-def _outline(draft: _Draft, row: DeviceRow, estimator: Estimator) -> tuple[Outline, float]:
-    """Return the outline with PE's depths within memory, or those wished for, and the bytes that are missing."""
-    firsts = itertools.accumulate(draft.degrees, initial=0)
-    ranks = tuple(row.ranks(first, count) for first, count in zip(firsts, draft.degrees, strict=False))
-    wishes = estimator.problem.wishes
+    drafts = _Search(problem, row, worthwhile(problem, sliced=True, most=most)).drafts()[:_MOST_OUTLINES]
+    outlines = [draft.outline for draft in drafts]
+    wishes = problem.wishes
     if wishes.warmup is not None or wishes.schedule not in (None, "1f1b"):
-        outline, _, excess = estimator.outline(draft.cuts, ranks, draft.microbatches)
-        return outline, excess
-    wanted = pe_depths(len(ranks), is_free=draft.is_free)
-    return within_memory(estimator, Outline(draft.cuts, ranks, draft.microbatches, wanted))
+        estimator = Estimator(Segments(problem, sorted({cut for outline in outlines for cut in outline.cuts})))
+        outlines = [estimator.outline(draft.cuts, draft.ranks, draft.microbatches)[0] for draft in outlines]
+    return list(dict.fromkeys(outlines))
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """A pipeline on blocks of the row, with its score."""
+    """An outline on blocks of the row: what it was found by, and how good it is.
 
-    cuts: tuple[int, ...]
+    Attributes:
+        outline: with PE's depths, as far as memory allows them.
+        degrees: units of each stage.
+        sum_price: part of the sums of gradients that counted when it was found.
+        fits: whether it seems to fit into memory.
+        score: seconds of a batch by PE's bound.
+    """
+
+    outline: Outline
     degrees: tuple[int, ...]
-    microbatches: int
     sum_price: float
-    is_free: bool
+    fits: bool
     score: float
 
-    def rank(self) -> tuple[float, int, tuple[int, ...], tuple[int, ...]]:
-        """Order by score, and what scores the same by something that does not change."""
-        return self.score, self.microbatches, self.degrees, self.cuts
+    def rank(self) -> tuple[bool, float, int, tuple[int, ...], tuple[int, ...]]:
+        """Order by memory and score, and what is as good by something that does not change."""
+        return not self.fits, self.score, self.outline.microbatches, self.degrees, self.outline.cuts
 
 
 class _Costs:
@@ -137,19 +146,25 @@ class _Costs:
         blocks: costs of stages on blocks.
         microbatches: micro-batches per batch.
         sum_price: part of the sums of gradients that counts.
-        held: micro-batches in flight that a stage must have memory for: one per stage from it on, one, or none.
+        held: micro-batches in flight that a stage must have memory for: PE's, one per stage from it on, one, or none.
+
+    Attributes:
+        is_bound: whether memory has forbidden anything.
     """
 
     def __init__(self, blocks: Blocks, *, microbatches: int, sum_price: float, held: Held) -> None:
         self._blocks, self._microbatches, self._held = blocks, microbatches, held
         self._price = sum_price / microbatches
+        self.is_bound = False
         self._known: dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64], float]] = {}
 
     def stages(self, first: int, degrees: Sequence[int], behind: int) -> NDArray[np.float64]:
-        needed = {"pa": min(behind + 1, self._microbatches), "one": 1, "none": 0}[self._held]
+        wanted = {"pe": 4 * behind + 1, "pa": behind + 1, "one": 1, "none": 0}[self._held]
+        needed = min(wanted, self._microbatches)
         found = []
         for degree in degrees:
             seconds, in_flight, least = self._stage(first, degree)
+            self.is_bound |= least < needed
             found.append(seconds if least >= needed else np.where(in_flight >= needed, seconds, np.inf))
         return np.stack(found)
 
@@ -177,21 +192,21 @@ class _Search:
     def __init__(self, problem: Problem, row: DeviceRow, positions: Sequence[int]) -> None:
         self._problem, self._row = problem, row
         self._segments = Segments(problem, positions)
+        self._estimator = Estimator(self._segments)
         self._allowed = cuttable(problem.graph, sliced=True)
 
     def drafts(self) -> list[_Draft]:
         """Return drafts, the best first."""
         found: set[_Draft] = set()
         for held, may_be_small in _TRIES:
-            found = {
-                draft for count in self._counts() for draft in self._partitioned(count, held, may_be_small=may_be_small)
-            }
+            for count in self._counts():
+                found.update(self._partitioned(count, held, may_be_small=may_be_small))
             if found:
                 break
         best = _best({retuned for draft in _best(found)[:_RETUNED] for retuned in self._retuned(draft)})
         if len(self._segments.bounds) - 2 < len(self._allowed):
             best = _best({*best, *map(self._refined, best[:_REFINED])})
-        different = {(draft.degrees, draft.microbatches): draft for draft in reversed(best)}
+        different = {(draft.degrees, draft.outline.microbatches): draft for draft in reversed(best)}
         return _best(different.values())
 
     def _counts(self) -> list[int]:
@@ -211,61 +226,77 @@ class _Search:
         devices = max(len(unit) for unit in self._row.units)
         return [degree for degree in self._row.degrees if may_be_small or degree * devices <= most]
 
-    def _partitioned(self, microbatches: int, held: Held, *, may_be_small: bool) -> Iterator[_Draft]:
-        """Yield what PRM finds, for every number of stages that may be worth it."""
+    def _partitioned(self, microbatches: int, held: Sequence[Held], *, may_be_small: bool) -> Iterator[_Draft]:
+        """Yield what PRM finds; with less memory held only if more would forbid something."""
         blocks = self._blocks(self._segments, microbatches)
         degrees = self._degrees(microbatches, may_be_small=may_be_small)
         for price in _SUM_PRICES:
-            costs = _Costs(blocks, microbatches=microbatches, sum_price=price, held=held)
-            found = partitions(costs, units=len(self._row), degrees=degrees, last=self._segments.units)
-            best = math.inf
-            for x, partition in enumerate(found, start=1):
-                if partition is not None:
-                    draft = self._draft(blocks, partition.bounds, partition.degrees, microbatches, price)
-                    best = min(best, draft.score)
-                    yield draft
-                if (microbatches + 4 * x) * blocks.balanced_s() >= best:  # x + 1 stages cannot score better
+            for wanted in held:
+                costs = _Costs(blocks, microbatches=microbatches, sum_price=price, held=wanted)
+                yield from self._by_stages(blocks, costs, microbatches=microbatches, degrees=degrees, price=price)
+                if not costs.is_bound:
                     break
+
+    def _by_stages(
+        self, blocks: Blocks, costs: _Costs, *, microbatches: int, degrees: Sequence[int], price: float
+    ) -> Iterator[_Draft]:
+        """Yield the best partition for every number of stages that may be worth it."""
+        best = math.inf
+        found = partitions(costs, units=len(self._row), degrees=degrees, last=self._segments.units)
+        for x, partition in enumerate(found, start=1):
+            if partition is not None:
+                draft = self._draft(self._estimator, blocks, partition.bounds, partition.degrees, price)
+                best = min(best, draft.score)
+                yield draft
+            if (microbatches + 4 * x) * blocks.balanced_s() >= best:  # x + 1 stages cannot score better
+                return
 
     def _blocks(self, segments: Segments, microbatches: int) -> Blocks:
         return Blocks(segments, self._row, samples=self._problem.samples / microbatches)
 
     def _draft(
-        self, blocks: Blocks, bounds: Sequence[int], degrees: tuple[int, ...], microbatches: int, price: float
+        self, estimator: Estimator, blocks: Blocks, bounds: Sequence[int], degrees: tuple[int, ...], price: float
     ) -> _Draft:
         pipeline = blocks.pipeline(bounds, degrees)
-        cuts = tuple(int(blocks.segments.bounds[bound]) for bound in bounds)
-        score = pe_bound(pipeline, microbatches=microbatches)
-        return _Draft(cuts, degrees, microbatches, price, not any(pipeline.links), score)
+        cuts = tuple(int(estimator.segments.bounds[bound]) for bound in bounds)
+        ranks = tuple(self._row.ranks(first, count) for first, count in _placed(degrees))
+        microbatches = round(self._problem.samples / blocks.samples)
+        wanted = pe_depths(len(ranks), is_free=not any(pipeline.links))
+        outline, missing = within_memory(estimator, Outline(cuts, ranks, microbatches, wanted))
+        score = pe_bound(pipeline, microbatches=microbatches, depths=outline.depths)
+        return _Draft(outline, degrees, price, missing <= 0, score)
 
     def _retuned(self, draft: _Draft) -> Iterator[_Draft]:
         """Yield the draft, and the draft with the number of micro-batches that scores best."""
         yield draft
-        replicas = max(self._row.devices(first, count) for first, count in _placed(draft.degrees))
-        bounds = [int(bound) for bound in np.searchsorted(self._segments.bounds, draft.cuts)]
-        counts = microbatch_counts(self._problem, stages=len(draft.degrees), replicas=replicas)
-        yield _best(
-            self._draft(self._blocks(self._segments, count), bounds, draft.degrees, count, draft.sum_price)
-            for count in counts
-        )[0]
+        outline = draft.outline
+        bounds = [int(bound) for bound in np.searchsorted(self._segments.bounds, outline.cuts)]
+        replicas = max(map(len, outline.ranks))
+        counts = microbatch_counts(self._problem, stages=len(outline.ranks), replicas=replicas)
+        others = [self._blocks(self._segments, count) for count in counts]
+        yield _best(self._draft(self._estimator, blocks, bounds, draft.degrees, draft.sum_price) for blocks in others)[
+            0
+        ]
 
     def _refined(self, draft: _Draft) -> _Draft:
         """Return the draft with its best cuts among all positions near them."""
-        if not draft.cuts:
+        cuts, microbatches = draft.outline.cuts, draft.outline.microbatches
+        if not cuts:
             return draft
-        each = max(1, _FINE // (2 * len(draft.cuts)))
-        near = [sorted({cut, *nearby(self._allowed, cut, count=each)}) for cut in draft.cuts]
+        each = max(1, _FINE // (2 * len(cuts)))
+        near = [sorted({cut, *nearby(self._allowed, cut, count=each)}) for cut in cuts]
         segments = Segments(self._problem, sorted({position for window in near for position in window}))
-        blocks = self._blocks(segments, draft.microbatches)
-        costs = _Costs(blocks, microbatches=draft.microbatches, sum_price=draft.sum_price, held="none")
+        blocks = self._blocks(segments, microbatches)
+        costs = _Costs(blocks, microbatches=microbatches, sum_price=draft.sum_price, held="pa")
         placed = _placed(draft.degrees)
         found = recut(
-            [costs.stages(first, (count,), 0)[0] for first, count in placed],
+            [costs.stages(first, (count,), len(cuts) - s)[0] for s, (first, count) in enumerate(placed)],
             [blocks.link_s(*here, (then,))[0] for here, (_, then) in itertools.pairwise(placed)],
             [np.searchsorted(segments.bounds, window) for window in near],
         )
-        assert found is not None, "the cuts of the draft are among them"
-        return self._draft(blocks, found.bounds, draft.degrees, draft.microbatches, draft.sum_price)
+        if found is None:  # memory forbids all of them
+            return draft
+        return self._draft(Estimator(segments), blocks, found.bounds, draft.degrees, draft.sum_price)
 
 
 def _placed(degrees: Sequence[int]) -> list[tuple[int, int]]:

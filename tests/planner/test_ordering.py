@@ -91,3 +91,21 @@ def test_an_order_is_better_than_that_of_shuffled_ranks():
     weights = complete(12, 0)
     shuffled = [summed(weights, tuple(random.Random(seed).sample(range(12), k=12))) for seed in range(20)]
     assert summed(weights, order_of(weights)) > max(shuffled), shuffled
+
+
+def test_unlimited_links_have_an_order_too():
+    links = tuple(PairLink(u, v, Link(0.0, 10.0)) for u in range(6) for v in range(6) if u != v and {u, v} != {0, 5})
+    cluster = Cluster(hosts([1] * 6, cards=[float("inf")] * 6).hosts, links)
+    order = device_order(cluster)
+    assert sorted(order) == list(range(6))
+    assert abs(order.index(0) - order.index(5)) == 1
+
+
+def test_measured_equal_links_are_equal():
+    links = tuple(PairLink(u, v, Link(0.0, 0.8e9)) for u in range(6) for v in range(6) if u != v)
+    assert device_order(Cluster(hosts([1] * 6, cards=[float("inf")] * 6).hosts, links)) == tuple(range(6))
+
+
+def test_very_many_different_hosts_are_ordered():
+    order = device_order(hosts([1] * 300, cards=[float(1 + (7 * i) % 300) for i in range(300)]))
+    assert sorted(order) == list(range(300))
