@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.planners import memory
 from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
@@ -145,3 +146,16 @@ def test_many_nodes_on_many_devices_are_planned():
     graph, profile = big(200)
     problem = Problem(graph, profile, cluster(32), 512)
     assert len(dawnpiper(problem)[0].ranks) >= 1
+
+
+@pytest.mark.skipif(not memory.PROFILE.exists(), reason="the published profile is not beside the repository")
+def test_large_published_layers_fit_by_recompute_that_falls_along_the_pipeline():
+    asked = replace(memory.problem(4, 8, "recompute"), samples=10)
+    outline = next(outline for outline in dawnpiper(asked) if len(outline.ranks) == 8)
+    judge = Judge(asked)
+    kept = judge.judge(replace(outline, depths=tuple(range(8, 0, -1))).plan(asked))
+    found = relieve(asked, kept, judge=judge)
+    assert kept.overflow(asked.cluster) > 10e9
+    assert found.overflow(asked.cluster) <= 0
+    shares = [*memory.shares(asked, found)]
+    assert shares[0] > 0.9 > shares[-1] and memory.is_falling(shares), shares

@@ -1,0 +1,136 @@
+"""Which plans are possible with little memory? A published profile with large layers, with and without recompute.
+
+    python -m benchmarks.planners memory
+
+BERT-32 of Piper (Tarnawski et al., NeurIPS 2021), `bert32a100.json`: 32 layers of 177 MB of parameters, of which each
+keeps 606 MB per sample, on one host of equal devices with 25 GB/s links (the file's bandwidth); 32 samples a batch.
+
+State is parameters and their gradients, twice the parameters, as the file counts it (`memoryUsageB`); Adam would
+double it. What that means for numbers of devices:
+
+    8 GB, 8 devices     4 layers each: 1.4 GB of state, and up to 20 GB kept by 1F1B; without recompute only pipelines
+                        that hold one or two micro-batches fit
+    4 GB, 8 devices     a micro-batch of 4 layers is 2.4 GB, so that with state and the gradients of one backward no
+                        plan fits that keeps all
+    2 GB, 20 devices    2 layers at most, with room for two micro-batches; the first stage, with the embedding (0.4 GB
+                        of state), has room for one layer, so that 16 devices are too few
+    1 GB, 32 devices    one layer each needs 354 MB of state, 177 MB of gradients beside those that are summed, and
+                        606 MB of stash at once even when it is made anew, since a layer is one node here: 1.2 GB. So
+                        no number of devices suffices without cutting layers, and plans say what is missing
+
+Plans of a planner are relieved (`planner.activations`) at their own depths, at 1F1B's and at lower ones; the best by
+the simulator counts. The shares of saved bytes that stages recompute are printed: they fall along the pipeline, as in
+the plans that vPipe (Zhao et al., TPDS 2022) published, since early stages hold more micro-batches. (By a few percent
+they may not: the first stage keeps inputs that others do not have.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_pipe.core.cluster import Cluster, Device, Host, Link
+from lightning_pipe.core.published import load_published
+from lightning_pipe.planner.activations import relieve
+from lightning_pipe.planner.dapple import dapple
+from lightning_pipe.planner.dawnpiper import dawnpiper
+from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.problem import Problem, Relief, Wishes
+from lightning_pipe.planner.resolve import resolve_reliefs
+
+PROFILE = Path(__file__).parents[3] / "shared" / "profiles" / "piper_msr_fiddle" / "bert32a100.json"
+LINK = Link(latency_s=5e-6, bytes_per_s=25e9)
+SAMPLES = 32
+SETTINGS = ((8, 8), (4, 8), (2, 20), (1, 32))  # gigabytes, devices
+PLANNERS: dict[str, Callable[[Problem], list[Outline]]] = {"dapple": dapple, "dawnpiper": dawnpiper}
+_OUTLINES = 2  # of each planner
+_UNEVEN = 0.05  # of what a stage would save
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a planner.
+
+    Attributes:
+        judged: the plan.
+        excess: bytes by which its fullest rank exceeds memory; 0 or less if it fits.
+        shares: part of what each stage would save that it recomputes.
+    """
+
+    judged: Judged
+    excess: int
+    shares: tuple[float, ...]
+
+
+def problem(gigabytes: float, devices: int, *reliefs: Relief) -> Problem:
+    """Return the problem of a batch on so many devices with so much memory."""
+    graph, profile = load_published(PROFILE, optimizer_state=0.0)
+    host = Host("host", (Device("A100", round(gigabytes * 1e9)),) * devices, inside=LINK, network=LINK)
+    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Wishes(reliefs=frozenset(reliefs)))
+
+
+def best(asked: Problem, planner: str) -> Found:
+    """Return the best plan of a planner: that fits, or else nearly does."""
+    judge = Judge(asked)
+    judged: list[Judged] = []
+    for outline in PLANNERS[planner](asked)[:_OUTLINES]:
+        for depths in tried_depths(outline):
+            judged.append(relieve(asked, judge.judge(replace(outline, depths=depths).plan(asked)), judge=judge))
+            if judged[-1].overflow(asked.cluster) <= 0:
+                break
+    least = min(judged, key=lambda one: (max(0, one.overflow(asked.cluster)), one.step_s))
+    return Found(least, least.overflow(asked.cluster), tuple(shares(asked, least)))
+
+
+def tried_depths(outline: Outline) -> list[tuple[int, ...]]:
+    """Return the depths of an outline, those of 1F1B, and these with fewer and fewer micro-batches in flight."""
+    stages = len(outline.ranks)
+    most = [stages // 2**k for k in range(stages.bit_length())]
+    lower = (tuple(min(stages - s, limit, outline.microbatches) for s in range(stages)) for limit in most)
+    return list(dict.fromkeys((outline.depths, *lower)))
+
+
+def shares(asked: Problem, judged: Judged) -> Iterator[float]:
+    """Yield the part of what each stage would save that it recomputes."""
+    works, tensors = Judge(asked).pricer.works(judged.cuts), asked.graph.tensors
+    for work, relief in zip(works, resolve_reliefs(judged.plan, asked.graph, works), strict=True):
+        recomputed = sum(tensors[m].bytes_per_sample for m in relief.recomputed)
+        yield recomputed / (sum(tensors[m].bytes_per_sample for m in work.saved) or 1.0)
+
+
+def is_falling(shares: Sequence[float]) -> bool:
+    """Say whether no share is larger than the one before, but for what the first stage cannot recompute."""
+    return all(b <= a + _UNEVEN for a, b in itertools.pairwise(shares))
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Print what fits, with and without recompute."""
+    if arguments:
+        raise SystemExit(f"memory: found {' '.join(arguments)}; expected no arguments.")
+    for gigabytes, devices in SETTINGS:
+        for planner in PLANNERS:
+            kept = best(problem(gigabytes, devices), planner)
+            found = best(problem(gigabytes, devices, "recompute"), planner)
+            plan = found.judged.plan
+            peaks = [max(found.judged.peak_bytes[rank] for rank in stage.ranks) / 1e9 for stage in plan.stages]
+            replicas = "-".join(str(len(stage.ranks)) for stage in plan.stages)
+            print(f"\n{gigabytes} GB on {devices} devices, {planner}")
+            print(f"  all kept    {verdict(kept)}")
+            print(f"  recompute   {verdict(found)}; replicas {replicas}, {plan.microbatches} micro-batches")
+            shown = " ".join(f"{share:.2f}" for share in found.shares)
+            print(f"  shares      {shown} ({'falling' if is_falling(found.shares) else 'not falling'})")
+            print(f"  peaks [GB]  {' '.join(f'{peak:.2f}' for peak in peaks)}")
+
+
+def verdict(found: Found) -> str:
+    """Return whether a plan fits, in words."""
+    if found.excess > 0:
+        return f"exceeds memory by {found.excess / 1e9:.2f} GB"
+    return f"fits, {found.judged.step_s:.2f} s a batch, warm-up {found.judged.plan.options.get('warmup')}"
+
+
+if __name__ == "__main__":
+    main()
