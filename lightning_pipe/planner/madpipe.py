@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts, row_s
 from lightning_pipe.planner.madpipe_chain import chain_of
@@ -35,7 +37,7 @@ _COARSE = 144  # positions over which everything is compared
 _FINE = 256  # positions around the cuts of the best
 _ROUGH, _PRECISE = 1e-2, 1e-4  # relative errors of periods
 _MOST_STAGES = 64
-_PER_STAGE = (1, 2, 4, 8)  # micro-batches per stage that are tried
+_PER_STAGE = (1, 2, 4, 8, 16)  # micro-batches per stage that are tried
 _COUNTS_KEPT = 2  # of them, for each r
 _REFINED = 3  # pipelines that are improved at finer positions
 _MOST_OUTLINES = 8
@@ -97,13 +99,15 @@ class _Search:
         """Yield the candidate with cuts at finer positions, with its own depths and with those estimated best."""
         groups, count = candidate.groups, candidate.microbatches
         estimator = self._estimator(self._around(candidate))
-        pipeline = best_pipeline(chain_of(estimator, groups, count), precision=_PRECISE)
+        chain = chain_of(estimator, groups, count)
+        pipeline = best_pipeline(chain, precision=_PRECISE)
         better = _candidate(estimator, pipeline, groups, count) if pipeline else candidate
         if better.seconds > candidate.seconds:
             better = candidate
         yield better
-        outline, seconds, excess = estimator.outline(better.outline.cuts, groups, count)
-        if excess <= 0:
+        outline, seconds, _ = estimator.outline(better.outline.cuts, groups, count)
+        cuts = np.searchsorted(estimator.segments.bounds, outline.cuts).tolist()
+        if chain.fits(cuts, outline.depths):
             yield replace(better, seconds=seconds, outline=outline)
 
     def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:

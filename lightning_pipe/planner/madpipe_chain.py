@@ -9,9 +9,14 @@ Parallelism (ScaDL at IPDPS 2022). A stage on a processor keeps what it saves fo
                  the weights, since a batch ends before they change (`chain_of`)
 
 Ours beside the paper: a processor may be a group of equal replicas that share every micro-batch; processors differ in
-speed, memory and links; a stage may drop a share of what it saves and make it anew: a fluid, so that dropping a share
-phi adds phi F to its load. What has arrived for a stage is not dropped. Left out: what one step of making anew holds
-meanwhile, and offload.
+speed, memory and links; a stage may drop a share phi of what it saves and make it anew, as if that were a fluid:
+
+    load     U + phi F
+    bytes    fixed + g saved - phi max((g - 1) droppable, g spread)
+
+Droppable is what has not arrived for the stage; the micro-batch in backward has all of it again. Or what is kept is
+spread: of n nodes every sqrt(n)-th, so that sqrt(n) are made anew at once (Chen et al., Training Deep Nets with
+Sublinear Memory Cost, 2016), which leaves 2/sqrt(n) of what is saved. Left out: that nodes differ, and offload.
 
 Legend: s processor or stage in the order of the pipeline, a, b bounds as in `planner.segments`, g micro-batches.
 """
@@ -47,7 +52,8 @@ class Processor:
         forward_s: seconds of F alone, which is also what making anew all that may be dropped adds.
         fixed_bytes: bytes whatever is in flight.
         saved_bytes: bytes of a micro-batch in flight.
-        droppable_bytes: how many of these may be dropped; none where plans may not recompute.
+        droppable_bytes: how many of these may be dropped until backward; none where plans may not recompute.
+        spread_bytes: how many may be dropped in backward too, where what is kept is spread.
         memory_bytes: what it has.
     """
 
@@ -56,12 +62,17 @@ class Processor:
     fixed_bytes: Matrix
     saved_bytes: Matrix
     droppable_bytes: Matrix
+    spread_bytes: Matrix
     memory_bytes: float
 
     def bytes(self, a: int, b: int, *, held: int, dropped: float = 0.0) -> float:
         """Return the bytes of a stage that holds so many micro-batches and drops a share of what it may."""
-        saved = self.saved_bytes[a, b] - dropped * self.droppable_bytes[a, b]
-        return float(self.fixed_bytes[a, b] + held * saved)
+        kept = float(self.fixed_bytes[a, b] + held * self.saved_bytes[a, b])
+        return kept - dropped * self.relief_bytes(a, b, held=held) if dropped else kept
+
+    def relief_bytes(self, a: int, b: int, *, held: int) -> float:
+        """Return the bytes that a stage saves less if it drops all that it may."""
+        return max((held - 1) * float(self.droppable_bytes[a, b]), held * float(self.spread_bytes[a, b]))
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,11 @@ class Chain:
     def held(self, s: int, group: int) -> int:
         """Return the micro-batches that a stage holds which needs `group` of them."""
         return min(self.depths[s] if self.depths else group, self.microbatches)
+
+    def fits(self, cuts: Sequence[int], held: Sequence[int]) -> bool:
+        """Say whether stages that hold so many micro-batches fit, if they drop all that they may."""
+        stages = zip(self.processors, itertools.pairwise((0, *cuts, self.bounds - 1)), held, strict=True)
+        return all(p.bytes(a, b, held=count, dropped=1.0) <= p.memory_bytes for p, (a, b), count in stages)
 
     def most_groups(self, s: int) -> float:
         """Return the largest group of 1F1B* that a stage can sustain with what it may hold."""
@@ -131,7 +147,7 @@ def _processor(
     """Return the costs of stages on replicas with these (samples, speed)."""
     training, most = segments.problem.training, max(samples for samples, _ in shares)
     forward = np.maximum.reduce([segments.forward_s.all(samples) / speed for samples, speed in shares])
-    backward = saved = droppable = np.zeros_like(forward)
+    backward = saved = droppable = spread = np.zeros_like(forward)
     if training:
         backward = np.maximum.reduce([segments.backward_s.all(samples) / speed for samples, speed in shares])
         saved = segments.saved_bytes.all(most)
@@ -144,7 +160,9 @@ def _processor(
         arriving = crossing["F"].copy()
         arriving[0] = _batch_bytes(segments.problem.graph, most)
         droppable = np.maximum(0.0, saved - arriving[:, None])
-    return Processor(forward + backward, forward, fixed, saved, droppable, memory_bytes)
+        nodes = np.maximum(1, segments.bounds[None, :] - segments.bounds[:, None])
+        spread = np.maximum(0.0, droppable - 2 / np.sqrt(nodes) * saved)
+    return Processor(forward + backward, forward, fixed, saved, droppable, spread, memory_bytes)
 
 
 def _batch_bytes(graph: Graph, samples: float) -> float:
@@ -208,7 +226,8 @@ def published_chain(problem: Problem, *, versions: int = 2) -> Chain:
     link = problem.cluster.link(0, 1) if ranks > 1 else None
     crossing = [ahead, segments.crossing["B"].bytes(samples)]
     seconds = np.sum([link.latency_s + b / link.bytes_per_s for b in crossing], axis=0) if link else np.zeros(0)
-    processor = Processor(load, forward, fixed, made, np.zeros_like(load), problem.cluster.device(0).memory_bytes)
+    none = np.zeros_like(load)
+    processor = Processor(load, forward, fixed, made, none, none, problem.cluster.device(0).memory_bytes)
     return Chain((processor,) * ranks, (seconds,) * (ranks - 1), microbatches=1 << 30)
 
 

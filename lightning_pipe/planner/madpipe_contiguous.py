@@ -9,9 +9,10 @@ is V, the seconds packed so far, where what does not fit begins a new group:
     best[s, a] = min over b of (best[s+1, b] + link[s, b]) + U[s, a, b], if bytes(a, b, g of the sum) fit
 
 "+" is monotone in V and bytes grow with g, so the least V is all that must be kept of a state: one value per bound and
-processor. Where a stage may drop a share of what it saves, the share and its seconds follow from g, and a stage is
-either in the group of V or in the next: two cases, still exact. The least feasible T is found by bisection. For one T,
-O(bounds^2) if stages are short (rows are as wide as the longest stage within T), O(processors bounds^2) at most.
+processor. Where a stage may drop a share of what it saves, the share and its seconds follow from g and grow with it,
+and a stage is either in the group of V or in the next: two cases, still exact. The least feasible T is found by
+bisection. For one T, O(bounds^2) if stages are short (rows are as wide as the longest stage within T), otherwise
+O(processors bounds^2).
 
 Legend: s processor, a, b bounds, g group; V is kept as (group, seconds filled of it).
 """
@@ -171,8 +172,8 @@ def _share(processor: Processor, a: int, b: int, held: int) -> float:
     excess = processor.bytes(a, b, held=held) - processor.memory_bytes
     if excess <= 0:
         return 0.0
-    droppable = held * float(processor.droppable_bytes[a, b])
-    return excess / droppable if droppable else np.inf
+    relief = processor.relief_bytes(a, b, held=held)
+    return excess / relief if relief else np.inf
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ class _Band:
     fixed_bytes: Matrix
     saved_bytes: Matrix
     droppable_bytes: Matrix
+    spread_bytes: Matrix
 
     @cached_property
     def can_drop(self) -> bool:
@@ -201,6 +203,7 @@ class _Band:
             self.fixed_bytes[:, :width],
             self.saved_bytes[:, :width],
             self.droppable_bytes[:, :width],
+            self.spread_bytes[:, :width],
         )
 
 
@@ -210,10 +213,10 @@ def _band(processor: Processor, ends: NDArray[np.int64]) -> _Band:
     rows = np.arange(units)[:, None]
     inside = np.minimum(ends, units)
     fixed, saved = processor.fixed_bytes[rows, inside], processor.saved_bytes[rows, inside]
-    droppable = processor.droppable_bytes[rows, inside]
-    may_fit = (ends <= units) & (fixed + saved - droppable <= processor.memory_bytes)
+    droppable, spread = processor.droppable_bytes[rows, inside], processor.spread_bytes[rows, inside]
+    may_fit = (ends <= units) & (fixed + saved - spread <= processor.memory_bytes)
     load = np.where(may_fit, processor.load_s[rows, inside], np.inf)
-    return _Band(load, processor.forward_s[rows, inside], fixed, saved, droppable)
+    return _Band(load, processor.forward_s[rows, inside], fixed, saved, droppable, spread)
 
 
 class _Search:
@@ -281,9 +284,9 @@ class _Search:
         excess = band.fixed_bytes + held * band.saved_bytes - chain.processors[s].memory_bytes
         if not band.can_drop:
             return np.where(excess <= 0, band.load_s, np.inf)
-        droppable = held * band.droppable_bytes
-        enough = excess <= droppable
-        share = np.divide(np.maximum(excess, 0.0), droppable, out=np.zeros_like(droppable), where=enough & (excess > 0))
+        relief = np.maximum((held - 1) * band.droppable_bytes, held * band.spread_bytes)
+        enough = excess <= relief
+        share = np.divide(np.maximum(excess, 0.0), relief, out=np.zeros_like(relief), where=enough & (excess > 0))
         return np.where(enough, band.load_s + share * band.forward_s, np.inf)
 
 
