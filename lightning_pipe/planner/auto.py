@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
@@ -49,11 +50,18 @@ def auto(problem: Problem, planners: Mapping[str, Planner]) -> list[Judged]:
         problem: what is planned.
         planners: who proposes.
     """
-    proposed = [outline for planner in planners.values() for outline in planner(problem)]
+    proposed = [outline for planner in planners.values() for outline in _proposed(planner, problem)]
     search = _Search(problem, [position for outline in proposed for position in outline.cuts])
     search.add(proposed)
     search.improve()
     return search.judged()
+
+
+def _proposed(planner: Planner, problem: Problem) -> list[Outline]:
+    try:
+        return planner(problem)
+    except PlanError:  # it has nothing for so few operations
+        return []
 
 
 class _Search:
@@ -153,7 +161,8 @@ class _Search:
             found[outline] = fitted(self._problem, outline, judge=judge)
         best = min(found, key=lambda outline: self._rank(found[outline]))
         self._refine(best, found, judge, budget)
-        return sorted(dict.fromkeys(found.values()), key=self._rank)
+        different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
+        return sorted(different.values(), key=self._rank)
 
     def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget) -> None:
         """Move cuts between nodes and depths by one, as the judge says."""
@@ -161,7 +170,7 @@ class _Search:
         is_moving = True
         while is_moving:
             is_moving = False
-            for outline in _neighbours(best, positions):
+            for outline in self._neighbours(best, positions):
                 if outline in found:
                     continue
                 if not budget.allows(outline):
@@ -172,8 +181,28 @@ class _Search:
                     best, is_moving = outline, True
                     break
 
+    def _neighbours(self, outline: Outline, positions: list[int]) -> Iterator[Outline]:
+        """Yield outlines with one cut, the number of micro-batches, or one depth changed a little."""
+        for cuts in shifted(outline.cuts, positions, steps=(1, 2)):
+            yield replace(outline, cuts=cuts)
+        stages, replicas = len(outline.ranks), max(map(len, outline.ranks))
+        counts = microbatch_counts(self._problem, stages=stages, replicas=replicas)
+        for count in sorted(counts, key=lambda count: abs(count - outline.microbatches))[:3]:
+            yield self._estimate(outline.cuts, outline.ranks, count)
+            yield replace(outline, microbatches=count)
+        for s, change in itertools.product(range(stages), (1, -1)):
+            depths = [*outline.depths]
+            depths[s] += change
+            if 1 <= depths[s] <= outline.microbatches:
+                yield replace(outline, depths=never_growing(depths))
+
     def _rank(self, judged: Judged) -> Value:
         return max(0, judged.overflow(self._problem.cluster)), judged.step_s
+
+
+def _identity(judged: Judged) -> tuple[object, ...]:
+    plan = judged.plan
+    return judged.cuts, plan.stages, plan.microbatches, tuple(plan.options.items())
 
 
 class _Budget:
@@ -193,17 +222,6 @@ class _Budget:
 def _instructions(outline: Outline) -> int:
     """Return about how many instructions the program of an outline has: computes, messages of both ends, memory."""
     return sum(map(len, outline.ranks)) * outline.microbatches * 8
-
-
-def _neighbours(outline: Outline, positions: list[int]) -> Iterator[Outline]:
-    """Yield outlines with one cut or one depth changed a little."""
-    for cuts in shifted(outline.cuts, positions, steps=(1, 2)):
-        yield replace(outline, cuts=cuts)
-    for s, change in itertools.product(range(len(outline.depths)), (1, -1)):
-        depths = [*outline.depths]
-        depths[s] += change
-        if 1 <= depths[s] <= outline.microbatches:
-            yield replace(outline, depths=never_growing(depths))
 
 
 def shifted(cuts: tuple[int, ...], positions: list[int], *, steps: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipe.core.cluster import NO_SWAP, Cluster
+from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, exchange_s
-from lightning_pipe.planner.outline import Outline, never_growing, share_of, weights_of
+from lightning_pipe.planner.outline import Outline, never_growing, weights_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 from lightning_pipe.schedule.one_f_one_b import star_depths
@@ -62,12 +63,14 @@ class Room:
 
     Attributes:
         bytes: for saved tensors: what state, workspace and messages leave.
+        spare: what state and workspace alone leave.
         saved: saved per micro-batch.
         arriving: the part of a micro-batch that arrives from other stages.
         swap_bytes_per_s: speed of copies to the host; 0 where there are none.
     """
 
     bytes: float
+    spare: float
     saved: float
     arriving: float
     swap_bytes_per_s: float
@@ -151,6 +154,10 @@ class Estimator:
         self.segments = segments
         self.problem: Problem = segments.problem
         self._bound = {int(position): bound for bound, position in enumerate(segments.bounds)}
+        self._times = (segments.forward_s, segments.backward_s, segments.late_s)
+        self._stages: dict[tuple[int, int, tuple[int, ...], float], tuple[float, ...]] = {}
+        self._shares: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._coupled = segments.coupled
         self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...], float], float] = {}
         self._reductions: dict[tuple[tuple[int, ...], float], float] = {}
 
@@ -161,38 +168,53 @@ class Estimator:
 
     def row(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> Row:
         """Return the times of a pipeline on micro-batches of `samples / microbatches`."""
-        samples, training = self.problem.samples / microbatches, self.problem.training
-        forward, backward, late, finish, step = [], [], [], [], [0.0]
-        for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
-            slices = self.slices(a, b, group, samples)
-            cluster, segments = self.problem.cluster, self.segments
-            forward.append(max(segments.forward_s.at(a, b, n) / cluster.device(rank).speed for n, rank in slices))
-            backward.append(max(segments.backward_s.at(a, b, n) / cluster.device(rank).speed for n, rank in slices))
-            late.append(max(segments.late_s.at(a, b, n) / cluster.device(rank).speed for n, rank in slices))
-            finish.append(self._reduce_s(group, float(segments.trained_bytes[a, b])))
-            step.append(max(float(segments.step_s[a, b]) / cluster.device(rank).speed for rank in group))
+        samples = self.problem.samples / microbatches
+        costs = [self._stage(a, b, group, samples) for (a, b), group in zip(self.stages(cuts), ranks, strict=True)]
         ahead, back = [], []
         for cut, here, there in zip(cuts, ranks[:-1], ranks[1:], strict=True):
             bound, found = self._bound[cut], self.segments.crossing
             ahead.append(self.exchange_s(here, there, float(found["F"].bytes(samples)[bound])))
             back.append(self.exchange_s(there, here, float(found["B"].bytes(samples)[bound])))
-        if not training:
-            backward = late = finish = [0.0] * len(forward)
-            step = [0.0]
-        return Row(
-            tuple(forward), tuple(backward), tuple(ahead), tuple(back), tuple(finish), tuple(late), step=max(step)
-        )
+        forward, backward, late, finish, step = (tuple(column) for column in zip(*costs, strict=True))
+        return Row(forward, backward, tuple(ahead), tuple(back), finish, late, step=max(step))
+
+    def _stage(self, a: int, b: int, group: tuple[int, ...], samples: float) -> tuple[float, ...]:
+        """Return the seconds of F, of the backward, of its part after the gradient has left, of sums, of the step."""
+        key = (a, b, group, samples)
+        if key not in self._stages:
+            cluster, segments = self.problem.cluster, self.segments
+            shares = {(n, cluster.device(rank).speed) for n, rank in self.slices(a, b, group, samples)}
+            seconds = [max(times.at(a, b, n) / speed for n, speed in shares) for times in self._times]
+            reduced = self._reduce_s(group, float(segments.trained_bytes[a, b]))
+            step = max(float(segments.step_s[a, b]) / speed for _, speed in shares)
+            self._stages[key] = (*seconds, reduced, step) if self.problem.training else (seconds[0], 0.0, 0.0, 0.0, 0.0)
+        return self._stages[key]
 
     def stages(self, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the bounds of every stage."""
         return itertools.pairwise((0, *(self._bound[cut] for cut in cuts), self.segments.units))
 
     def slices(self, a: int, b: int, ranks: Sequence[int], samples: float) -> list[tuple[float, int]]:
-        """Return the samples of a micro-batch that each rank of a stage gets; whole ones in turn count as parts."""
-        begin, end = int(self.segments.bounds[a]), int(self.segments.bounds[b])
-        is_shared = share_of(self.problem.graph, begin, end, replicas=len(ranks)) == "samples"
-        weights = (weights_of(self.problem.cluster, ranks) if is_shared else ()) or (1,) * len(ranks)
-        return [(samples * weight / sum(weights), rank) for weight, rank in zip(weights, ranks, strict=True)]
+        """Return the samples of a micro-batch that each rank of a stage gets; whole ones in turn count as parts.
+
+        Samples are whole, so where replicas do not divide a micro-batch, all wait for those with one more.
+        """
+        if len(ranks) == 1 or self._coupled[a:b].any():
+            return [(samples / len(ranks), rank) for rank in ranks]
+        weights = self._weights(tuple(ranks)) or (1,) * len(ranks)
+        total = sum(weights)
+        sizes = microbatch_sizes(self.problem.samples, round(self.problem.samples / samples))
+        most = {size: sizes.count(size) / len(sizes) for size in (sizes[0], sizes[-1])}
+        share = {
+            weight: sum(math.ceil(size * weight / total) * part for size, part in most.items())
+            for weight in set(weights)
+        }
+        return [(share[weight], rank) for weight, rank in zip(weights, ranks, strict=True)]
+
+    def _weights(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if ranks not in self._shares:
+            self._shares[ranks] = weights_of(self.problem.cluster, ranks)
+        return self._shares[ranks]
 
     def depth_choices(self, row: Row, *, most: Sequence[int], microbatches: int) -> Iterator[tuple[int, ...]]:
         """Yield warm-up depths worth trying: PA, PB, 1F1B* and all forwards first, none above `most`, never growing."""
@@ -244,11 +266,13 @@ class Estimator:
             n = max(share for share, _ in self.slices(a, b, group, samples))
             ends = [max(c.bytes(n)[a], c.bytes(n)[b]) for c in self.segments.crossing.values()]
             reduced = self.segments.trained_bytes[a, b] if len(group) > 1 else 0.0
-            own = self.segments.state_bytes[a, b] + self.segments.workspace_bytes(a, b, n) + max(ends) + reduced
+            own = self.segments.workspace_bytes(a, b, n) + float(self.segments.state_bytes[a, b])
             swaps = (cluster.hosts[cluster.host_of(rank)].swap for rank in group)
+            spare = min(cluster.device(rank).memory_bytes for rank in group) - own
             found.append(
                 Room(
-                    bytes=min(cluster.device(rank).memory_bytes for rank in group) - float(own),
+                    bytes=spare - max(ends) - float(reduced),
+                    spare=spare,
                     saved=self.segments.saved_bytes.at(a, b, n),
                     arriving=float(self.segments.crossing["F"].bytes(n)[a]),
                     swap_bytes_per_s=min(0.0 if swap == NO_SWAP else swap.bytes_per_s for swap in swaps),

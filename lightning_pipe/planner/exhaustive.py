@@ -1,22 +1,23 @@
 """What is the best plan of all? Every cut, every grouping of the devices, every number of micro-batches, every warm-up.
 
-The truth for small problems, by the simulator. Outlines are looked at in the order of a bound on their time, from their
-computes alone:
+The truth for small problems, by the simulator. Most outlines are never judged, as two numbers say that they lose:
 
-    step >= max over stages s of  (first micro-batch forward through the stages before s) + n (F_s + B_s)
+    bound      of an estimate: head of the pipeline + what one stage or link must do for all micro-batches + tail
+    estimate   `planner.estimate`; whatever it puts `margin` above the best judged plan is left out
 
-and once the bound exceeds the best plan found, all that follow do. (F and B at the exact share of samples; the largest
-real share is no less.) O(2^nodes x groupings), so refused above a number of outlines.
+O(2^nodes x groupings), so refused above a number of outlines.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, microbatch_counts
+from lightning_pipe.planner.estimate import Estimator, Row, microbatch_counts, row_s
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.moves import Ranks, groupings
 from lightning_pipe.planner.outline import Outline
@@ -24,50 +25,80 @@ from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 
 MOST_OUTLINES = 200_000
-_ROUNDING = 1e-9
+MARGIN = 0.25
+Bounded: TypeAlias = tuple[float, Row, tuple[tuple[int, ...], Ranks, int]]
 
 
-def exhaustive(problem: Problem) -> list[Judged]:
+def exhaustive(problem: Problem, *, margin: float = MARGIN) -> list[Judged]:
     """Return the best plan of all that fit into memory, or the one that misses it by least.
+
+    Args:
+        problem: what is planned.
+        margin: share by which estimates may be too long.
 
     Raises:
         PlanError: if there are too many plans to try them all.
     """
     judge = Judge(problem)
     estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
-    bounded = sorted(_outlines(problem, estimator), key=lambda one: one[0])
+    rows = sorted(_rows(problem, estimator), key=lambda one: one[0])
     best: Judged | None = None
-    for bound, (cuts, ranks, count), row in bounded:
-        if best is not None and bound > best.step_s * (1 + _ROUNDING) and best.overflow(problem.cluster) <= 0:
-            break
-        most = [count] * len(ranks)
-        for depths in _lowered(estimator.depth_choices(row, most=most, microbatches=count)):
-            judged = judge.judge(Outline(cuts, ranks, count, depths).plan(problem))
+    for slack in (margin, math.inf):  # what estimates say to fit may not; then all others are looked at
+        for seconds, outline in _outlines(problem, estimator, rows, slack):
+            if best is not None and _fits(best, problem) and seconds > best.step_s * (1 + margin):
+                return [best]
+            judged = judge.judge(outline.plan(problem))
             if best is None or _rank(judged, problem) < _rank(best, problem):
                 best = judged
+        if best is not None and _fits(best, problem):
+            break
     assert best is not None, "one stage on all ranks is always possible"
     return [best]
+
+
+def _fits(judged: Judged, problem: Problem) -> bool:
+    return judged.overflow(problem.cluster) <= 0
 
 
 def _rank(judged: Judged, problem: Problem) -> tuple[int, float]:
     return max(0, judged.overflow(problem.cluster)), judged.step_s
 
 
+def _outlines(
+    problem: Problem, estimator: Estimator, rows: list[Bounded], margin: float
+) -> list[tuple[float, Outline]]:
+    """Return the outlines that the bound allows by estimated seconds; of those that cannot fit, one for each layout."""
+    found: list[tuple[float, Outline]] = []
+    least = math.inf
+    hopeless: set[Ranks] = set()
+    for bound, row, (cuts, ranks, count) in rows:
+        if bound > least * (1 + margin):
+            break
+        rooms = estimator.rooms(cuts, ranks, count)
+        if any(room.saved > room.spare for room in rooms) and not problem.wishes.reliefs:
+            if ranks in hopeless:
+                continue
+            hopeless.add(ranks)
+        for depths in _lowered(estimator.depth_choices(row, most=[count] * len(ranks), microbatches=count)):
+            seconds = row_s(row, depths=depths, microbatches=count)
+            found.append((seconds, Outline(cuts, ranks, count, depths)))
+            if all(depth * room.saved <= room.bytes for depth, room in zip(depths, rooms, strict=True)):
+                least = min(least, seconds)
+    return sorted(found, key=lambda one: one[0])
+
+
 def _lowered(choices: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the depths, and what memory may force them down to."""
     found = [*choices]
-    least = tuple(tuple(min(depth, most) for depth in depths) for depths in found for most in range(1, max(depths)))
+    least = [tuple(min(depth, most) for depth in depths) for depths in found for most in range(1, max(depths))]
     return list(dict.fromkeys((*found, *least)))
 
 
-def _outlines(
-    problem: Problem, estimator: Estimator
-) -> Iterator[tuple[float, tuple[tuple[int, ...], Ranks, int], Row]]:
-    """Yield a bound on the time, cuts, ranks and micro-batches, and the row of every outline."""
+def _rows(problem: Problem, estimator: Estimator) -> Iterator[tuple[float, Row, tuple[tuple[int, ...], Ranks, int]]]:
+    """Yield a bound on the time, the row, and cuts, ranks and micro-batches of every outline."""
     positions = [int(position) for position in estimator.segments.bounds[1:-1]]
-    layouts = _layouts(problem)
     tried = 0
-    for ranks in layouts:
+    for ranks in _layouts(problem):
         counts = microbatch_counts(problem, stages=len(ranks), replicas=max(map(len, ranks)))
         for cuts in itertools.combinations(positions, len(ranks) - 1):
             tried += len(counts)
@@ -78,7 +109,7 @@ def _outlines(
                 )
             for count in counts:
                 row = estimator.row(cuts, ranks, count)
-                yield _bound(row, count), (cuts, ranks, count), row
+                yield _bound(row, count), row, (cuts, ranks, count)
 
 
 def _layouts(problem: Problem) -> list[Ranks]:
@@ -88,5 +119,16 @@ def _layouts(problem: Problem) -> list[Ranks]:
 
 
 def _bound(row: Row, microbatches: int) -> float:
-    before = itertools.accumulate(row.forward, initial=0.0)
-    return max(first + microbatches * load for first, load in zip(before, row.loads(), strict=False)) + row.step
+    """Return what no order of this row can be quicker than: one stage or link is busy all the time."""
+    heads = [0.0, *itertools.accumulate(f + a for f, a in zip(row.forward, (*row.ahead, 0.0), strict=True))]
+    waits = [b - late for b, late in zip(row.backward, row.late, strict=True)]
+    tails = [0.0, *itertools.accumulate(w + back for w, back in zip(waits, (*row.back, 0.0), strict=True))]
+    stages = (
+        heads[s] + microbatches * load + max(row.finish[s], tails[s] - row.late[s] + row.late[0] + row.finish[0])
+        for s, load in enumerate(row.loads())
+    )
+    links = (
+        heads[s] + row.forward[s] + microbatches * ahead + row.forward[s + 1] + waits[s + 1] + back + tails[s]
+        for s, (ahead, back) in enumerate(zip(row.ahead, row.back, strict=True))
+    )
+    return max(*stages, *links, 0.0) + row.step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.planner.auto import Planner, auto
+from lightning_pipe.planner.dapple import dapple
 from lightning_pipe.planner.exhaustive import exhaustive
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.problem import Problem
@@ -16,6 +17,7 @@ from lightning_pipe.planner.uniform import uniform
 from lightning_pipe.schedule.options import hint
 
 PLANNERS: dict[str, Planner] = {
+    "dapple": dapple,
     "uniform": uniform,
 }
 PLANNER_NAMES = ("auto", *PLANNERS, "exhaustive")

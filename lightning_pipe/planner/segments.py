@@ -106,6 +106,15 @@ class Segments:
         }
         self._unit_bytes: dict[float, NDArray[np.float64]] = {}
 
+    @cached_property
+    def coupled(self) -> NDArray[np.bool_]:
+        """Say which units have nodes that mix samples."""
+        names = set(self.problem.graph.coupled)
+        found = np.zeros(self.units, dtype=bool)
+        mixing = [position for position, node in enumerate(self.problem.graph.nodes) if node.name in names]
+        found[np.searchsorted(self.bounds, mixing, side="right") - 1] = True
+        return found
+
     @property
     def units(self) -> int:
         """Count the units between bounds."""
