@@ -21,7 +21,7 @@ double it. What that means for numbers of devices:
 Plans of a planner are relieved (`planner.activations`) at their own depths, at 1F1B's and at lower ones; the best by
 the simulator counts. The shares of saved bytes that stages recompute are printed: they fall along the pipeline, as in
 the plans that vPipe (Zhao et al., TPDS 2022) published, since early stages hold more micro-batches. (By a few percent
-they may not: the first stage keeps inputs that others do not have.)
+they may not: the first stage keeps inputs that others do not have. Nor where all hold one micro-batch.)
 """
 
 from __future__ import annotations

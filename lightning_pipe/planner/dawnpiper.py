@@ -13,8 +13,8 @@ After Peng et al., DawnPiper (arXiv 2505.05856, 2025), of which abstract and ope
                than the best found.
     squeeze    saved bytes as a fluid: what a copy to the host carries during the stage's own work on a micro-batch is
                free, and gone for all but the micro-batches on their way; the share that is still too much is recomputed
-               for that share of F; what arrived for the stage stays. Which tensors these are is decided for the judged
-               plan, see `planner.activations`.
+               for that share of F; what arrived for the stage stays, and once what the largest node saves. Which
+               tensors these are is decided for the judged plan, see `planner.activations`.
 
 Where seconds per byte differ between stages the theorem fails, so the interval is widened to a few positions more, of
 which those with the least mean time after squeezing are tried; up to `_TRIED` for few stages, which is all of them in
@@ -22,7 +22,8 @@ small graphs, and fewer for many stages. Positions are those that few bytes cros
 
 Ours: the synchronous schedule (K = stages behind, one version of the weights); groups of r equal replicas, neighbours
 in rank order, as one device each, for every r that divides the devices; several numbers of micro-batches. Between
-these the estimate of the whole batch decides, between cuts the largest time of a stage, as in the paper.
+these the estimate of the whole batch decides, between cuts the largest time of a stage, as in the paper. Where nothing
+fits however it is squeezed, fewer micro-batches are held.
 
 Growth: O(groups . counts . tried partitions), each of O(positions) by numpy; `planner.groups` bounds the stages.
 
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -57,7 +58,7 @@ _POSITIONS = 200
 _TRIED = ((8, 9), (16, 5), (32, 3), (64, 2))  # cuts tried for up to so many stages; one for more
 _PARTITIONED = ((16, 6), (64, 3))  # numbers of micro-batches for which up to so many stages are cut; one for more
 _WIDER = 2  # positions by which the interval is widened on both sides
-_PER_BYTE = 1.0  # seconds charged for a byte that does not fit whatever is squeezed: more than all else
+_PER_BYTE = 1e6  # seconds charged for a byte that does not fit whatever is squeezed: more than all else
 
 
 def dawnpiper(problem: Problem) -> list[Outline]:
@@ -71,18 +72,35 @@ def dawnpiper(problem: Problem) -> list[Outline]:
     for groups in equal_groups(problem, estimator.segments.units):
         counts = microbatch_counts(problem, stages=len(groups), replicas=len(groups[0]))
         few = next((count for stages, count in _PARTITIONED if len(groups) <= stages), 1)
-        partitions = [partition(estimator, groups, count) for count in counts[-few:]]
-        for cuts, count in itertools.product(dict.fromkeys(partitions), counts):
+        partitions = dict.fromkeys(partition(estimator, groups, count) for count in counts[-few:])
+        for (cuts, most), count in itertools.product(partitions, counts):
             outline, seconds, excess = estimator.outline(cuts, groups, count)
             found[outline] = (max(0.0, excess), seconds)
+            if most < len(groups) and problem.wishes.reliefs:
+                capped = replace(outline, depths=tuple(min(depth, most) for depth in outline.depths))
+                found[capped] = (max(0.0, excess), max(seconds, estimator.step_s(capped)))
     return sorted(found, key=lambda outline: found[outline])[:_MOST_OUTLINES]
 
 
-def partition(estimator: Estimator, groups: Ranks, microbatches: int) -> tuple[int, ...]:
-    """Return the graph positions at which the stages of given groups begin, by halving."""
+def partition(estimator: Estimator, groups: Ranks, microbatches: int) -> tuple[tuple[int, ...], int]:
+    """Return where the stages of given groups begin, by halving, and with how many micro-batches in flight at most.
+
+    These are halved while no partition fits even when all that can be is squeezed.
+
+    Args:
+        estimator: costs.
+        groups: ranks of each stage.
+        microbatches: micro-batches per batch.
+    """
+    most = len(groups)
     model = StageTimes(estimator, groups, microbatches)
-    _, cuts = _Halving(model).best(0, estimator.segments.units, 0, len(groups), math.inf)
-    return tuple(int(estimator.segments.bounds[cut]) for cut in cuts)
+    while True:
+        slowest, cuts = _Halving(model).best(0, estimator.segments.units, 0, len(groups), math.inf)
+        if slowest < _PER_BYTE or most == 1:
+            positions = tuple(int(estimator.segments.bounds[cut]) for cut in cuts)
+            return positions, most
+        most //= 2
+        model.limit(most)
 
 
 @dataclass(frozen=True)
@@ -93,6 +111,7 @@ class _Kind:
         load: seconds of F and B on the slowest replica.
         forward: seconds of F.
         saved: bytes saved per micro-batch on the fullest replica.
+        remade: the most of it that one unit saves, which is there while it is made anew.
         own: bytes beside them.
         memory: bytes of the smallest device.
         carried: bytes that a copy to the host carries per second.
@@ -101,6 +120,7 @@ class _Kind:
     load: Matrix
     forward: Matrix
     saved: Matrix
+    remade: Matrix
     own: Matrix
     memory: float
     carried: float
@@ -129,6 +149,10 @@ class StageTimes:
                 kinds[key] = self._kind(group, samples)
             self._kinds.append(kinds[key])
 
+    def limit(self, most: int) -> None:
+        """Let no stage hold more micro-batches than these."""
+        self.held = [min(held, most) for held in self.held]
+
     def _key(self, group: tuple[int, ...], samples: float) -> tuple[object, ...]:
         cluster = self._estimator.problem.cluster
         slices = self._estimator.slices(0, self._estimator.segments.units, group, samples)
@@ -143,33 +167,38 @@ class StageTimes:
         most = max(n for n, _ in shares)
         crossing = np.maximum.reduce([found.bytes(most) for found in segments.crossing.values()])
         own = segments.state_bytes + np.maximum(crossing[:, None], crossing[None, :])
-        own = own + (segments.trained_bytes if len(group) > 1 else 0.0)
+        if self._microbatches > 1 or len(group) > 1:
+            own = own + segments.trained_bytes  # gradients of one micro-batch, or their sum, beside those of all
         work = np.array([segments.workspace_bytes(u, u + 1, most) for u in range(segments.units)])
-        for a in range(segments.units):
-            own[a, a + 1 :] += np.maximum.accumulate(work[a:])
+        saved = segments.saved_bytes.all(most)
         swaps = [cluster.hosts[cluster.host_of(rank)].swap for rank in group]
         return _Kind(
             load=forward + backward,
             forward=forward,
-            saved=segments.saved_bytes.all(most),
-            own=own,
+            saved=saved,
+            remade=_largest(np.diagonal(saved, offset=1)),
+            own=own + _largest(work),
             memory=float(min(cluster.device(rank).memory_bytes for rank in group)),
             carried=min(0.0 if swap == NO_SWAP else swap.bytes_per_s for swap in swaps),
         )
 
     def seconds(self, stage: int, a: Bounds | int, b: Bounds | int) -> Seconds:
         """Return the seconds of a stage on the nodes from bound a to bound b, for arrays of bounds."""
-        kind, held = self._kinds[stage], self.held[stage]
-        saved, load = kind.saved[a, b], kind.load[a, b]
-        return self._squeezed(kind, a, load, kind.forward[a, b], saved, held, kind.own[a, b])
+        return self.mean_seconds(stage, 1, a, b)
 
     def mean_seconds(self, first: int, count: int, a: Bounds | int, b: Bounds | int) -> Seconds:
         """Return the seconds of each of `count` stages that share nodes as a fluid."""
-        kind = self._kinds[first]
-        held = sum(self.held[first : first + count]) / count
-        parts = (matrix[a, b] / count for matrix in (kind.load, kind.forward, kind.saved))
-        load, forward, saved = parts
-        return self._squeezed(kind, a, load, forward, saved, held, kind.own[a, b] / count)
+        kind, held = self._kinds[first], sum(self.held[first : first + count]) / count
+        load, forward, saved = (matrix[a, b] / count for matrix in (kind.load, kind.forward, kind.saved))
+        missing = held * saved + kind.own[a, b] / count - kind.memory
+        if "offload" in self._reliefs:
+            missing = missing - max(0.0, held - AHEAD) * np.minimum(saved, kind.carried * load)
+        if "recompute" in self._reliefs:
+            droppable = np.maximum(held * (saved - self._arriving[a]) - kind.remade[a, b], 0.0)
+            dropped = np.clip(missing, 0.0, droppable)
+            load = load + forward * dropped / np.maximum(droppable, 1.0)
+            missing = missing - dropped
+        return np.asarray(load + _PER_BYTE * np.maximum(missing, 0.0))
 
     def mean_load(self, first: int, count: int, a: Bounds | int, b: Bounds | int) -> Seconds:
         """Return the seconds of F and B of each of `count` stages: no partition of these nodes is quicker."""
@@ -184,18 +213,13 @@ class StageTimes:
         """Return one stage of every kind among some."""
         return list({id(self._kinds[s]): s for s in range(first, first + count)}.values())
 
-    def _squeezed(
-        self, kind: _Kind, a: Bounds | int, load: Seconds, forward: Seconds, saved: Seconds, held: float, own: Seconds
-    ) -> Seconds:
-        missing = held * saved + own - kind.memory
-        if "offload" in self._reliefs:
-            missing = missing - max(0.0, held - AHEAD) * np.minimum(saved, kind.carried * load)
-        if "recompute" in self._reliefs:
-            droppable = held * np.maximum(saved - self._arriving[a], 0.0)
-            dropped = np.clip(missing, 0.0, droppable)
-            load = load + forward * dropped / np.maximum(droppable, 1.0)
-            missing = missing - dropped
-        return np.asarray(load + _PER_BYTE * np.maximum(missing, 0.0))
+
+def _largest(units: NDArray[np.float64]) -> Matrix:
+    """Return, for all pairs of bounds, the largest amount of a unit between them."""
+    found = np.zeros((len(units) + 1, len(units) + 1))
+    for a in range(len(units)):
+        found[a, a + 1 :] = np.maximum.accumulate(units[a:])
+    return found
 
 
 class _Halving:
