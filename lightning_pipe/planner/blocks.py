@@ -6,7 +6,7 @@ where there are many, by equal parts of hosts. A block of replicas with differen
 
 Exchanges and sums are those of `cost.comm`, worked out once for blocks that look alike: an exchange is a line through
 its seconds for no bytes and for many, a sum of gradients is read between a few numbers of bytes (it is the cheaper of
-two lines). Left out: shares of unequal size in exchanges.
+two lines). Left out: shares of unequal size in exchanges; that samples are whole where replicas have different speeds.
 
 Legend: a, b bounds; n samples of a micro-batch; a block is (first unit, number of units).
 """
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.cost.comm import all_reduce_s, exchange_s
 from lightning_pipe.planner.estimate import Estimator
 from lightning_pipe.planner.outline import Outline, never_growing
@@ -36,6 +37,7 @@ Look: TypeAlias = tuple[object, ...]
 _MANY_BYTES = 1e9  # a line through the seconds of none and of so many bytes
 _SUMMED = (0.0, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e11)  # bytes of sums of gradients between which seconds are read
 _NO_LIMIT = 1 << 30
+_PARTS = 16  # steps from the depths that are wanted to the least
 _ALL_DEGREES = 16  # units up to which every number of them may make a stage
 _NEAR_ENDS = 8  # of more units: so many from either end, multiples of a host's, divisors, and powers of two
 
@@ -62,7 +64,9 @@ class DeviceRow:
         self.units = tuple(_units(cluster, order, most))
         self._ends = [0, *itertools.accumulate(len(unit) for unit in self.units)]
         self._order = tuple(itertools.chain.from_iterable(self.units))
-        self._speeds = np.cumsum([0.0, *(cluster.device(rank).speed for rank in self._order)])
+        speeds = [cluster.device(rank).speed for rank in self._order]
+        self._speeds = np.cumsum([0.0, *speeds])
+        self._changes = np.cumsum([0, 0, *(u != v for u, v in itertools.pairwise(speeds))])
         runs = [list(run) for _, run in itertools.groupby(range(len(self._order)), lambda i: self._host(i))]
         self._starts = [run[0] for run in runs]
         self._kinds = self._kinds_of(runs)
@@ -110,6 +114,10 @@ class DeviceRow:
     def speed(self, first: int, count: int) -> float:
         """Return the speeds of the devices of a block together."""
         return float(self._speeds[self._ends[first + count]] - self._speeds[self._ends[first]])
+
+    def is_even(self, first: int, count: int) -> bool:
+        """Say whether all devices of a block are equally fast."""
+        return bool(self._changes[self._ends[first] + 1] == self._changes[self._ends[first + count]])
 
     def memory_bytes(self, first: int, count: int) -> int:
         """Return the memory of the smallest device of a block."""
@@ -215,14 +223,14 @@ class Blocks:
     def __init__(self, segments: Segments, row: DeviceRow, *, samples: float) -> None:
         self.segments, self.row, self.samples = segments, row, samples
         self._problem = segments.problem
-        self._shares: dict[int, tuple[Matrix, Matrix, Matrix]] = {}
+        self._shares: dict[tuple[int, bool], tuple[Matrix, Matrix, Matrix]] = {}
         self._made: dict[tuple[object, ...], Matrix] = {}
 
     def load_s(self, first: int, count: int) -> Matrix:
         """Return the seconds of F and B of every stage [a, b) on a block; infinite where there is none."""
-        replicas = self.row.devices(first, count)
+        replicas, is_even = self.row.devices(first, count), self.row.is_even(first, count)
         mean = self.row.speed(first, count) / replicas
-        return self._once(("load", replicas, mean), lambda: self._share(replicas)[0] / mean)
+        return self._once(("load", replicas, is_even, mean), lambda: self._share(replicas, is_even)[0] / mean)
 
     def sum_s(self, first: int, count: int) -> Matrix:
         """Return the seconds of the sums of gradients of every stage on a block."""
@@ -261,7 +269,7 @@ class Blocks:
 
     def balanced_s(self) -> float:
         """Return the seconds of a stage if all devices shared a micro-batch perfectly."""
-        whole = float(self._share(1)[0][0, -1])
+        whole = float(self._share(1, True)[0][0, -1])
         return whole / self.row.speed(0, len(self.row))
 
     def in_flight(self, first: int, count: int) -> Matrix:
@@ -269,31 +277,58 @@ class Blocks:
 
         Where plans may recompute, only what arrives needs to be kept.
         """
-        replicas, memory = self.row.devices(first, count), self.row.memory_bytes(first, count)
-        return self._once(("in flight", replicas, memory), lambda: self._kept(replicas, memory))
+        replicas, is_even = self.row.devices(first, count), self.row.is_even(first, count)
+        memory = self.row.memory_bytes(first, count)
+        return self._once(("room", replicas, is_even, memory), lambda: self._kept(replicas, is_even, memory))
 
-    def _kept(self, replicas: int, memory: int) -> Matrix:
-        _, own, saved = self._share(replicas)
+    def _kept(self, replicas: int, is_even: bool, memory: int) -> Matrix:
+        _, own, saved = self._share(replicas, is_even)
         room = memory - own
         kept = np.floor(np.divide(room, saved, out=np.full_like(room, np.inf), where=saved > 0))
         return np.where(room >= 0, np.maximum(kept, 0.0), 0.0)
 
-    def _share(self, replicas: int) -> tuple[Matrix, Matrix, Matrix]:
+    def _share(self, replicas: int, is_even: bool) -> tuple[Matrix, Matrix, Matrix]:
         """Return seconds, bytes of its own, and bytes per micro-batch of every stage with one of so many shares."""
-        if replicas not in self._shares:
-            segments, n = self.segments, self.samples / replicas
+        if (replicas, is_even) not in self._shares:
+            segments, n = self.segments, self._slice(replicas, is_even)
             is_stage = np.triu(np.ones((segments.units + 1,) * 2, dtype=bool), k=1)
-            seconds = segments.forward_s.all(n)
-            if self._problem.training:
-                seconds = seconds + segments.backward_s.all(n)
+            seconds = self._seconds(n)
+            if n != self.samples / replicas:
+                seconds = np.where(self._is_coupled, self._seconds(self.samples / replicas), seconds)
             ends = np.maximum.reduce([crossing.bytes(n) for crossing in segments.crossing.values()])
             reduced = segments.trained_bytes if replicas > 1 else 0.0
             own = segments.state_bytes + self._workspace(n) + np.maximum.outer(ends, ends) + reduced
             saved = segments.saved_bytes.all(n)
             if "recompute" in self._problem.wishes.reliefs:
                 saved = np.broadcast_to(segments.crossing["F"].bytes(n)[:, None], saved.shape)
-            self._shares[replicas] = (np.where(is_stage, seconds, np.inf), own, saved)
-        return self._shares[replicas]
+            self._shares[replicas, is_even] = (np.where(is_stage, seconds, np.inf), own, saved)
+        return self._shares[replicas, is_even]
+
+    def _seconds(self, n: float) -> Matrix:
+        seconds = self.segments.forward_s.all(n)
+        return seconds + self.segments.backward_s.all(n) if self._problem.training else seconds
+
+    def _slice(self, replicas: int, is_even: bool) -> float:
+        """Return the samples of a replica: whole ones, so all wait for those with one more, on average.
+
+        Of replicas with different speeds each is taken to get its part exactly.
+        """
+        if not is_even:
+            return self.samples / replicas
+        return sum(math.ceil(size / replicas) for size in self._sizes) / len(self._sizes)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return microbatch_sizes(self._problem.samples, round(self._problem.samples / self.samples))
+
+    @cached_property
+    def _is_coupled(self) -> NDArray[np.bool_]:
+        """Say of every stage whether its replicas take whole micro-batches in turn."""
+        graph = self._problem.graph
+        coupled = set(graph.coupled)
+        before = np.cumsum([0, *(node.name in coupled for node in graph.nodes)])[self.segments.bounds]
+        found: NDArray[np.bool_] = before[None, :] > before[:, None]
+        return found
 
     def _workspace(self, n: float) -> Matrix:
         """Return the workspace of every stage: the most of its units'."""
@@ -312,9 +347,8 @@ class Blocks:
         loads, sums = [], []
         for (a, b), first, count in zip(ends, firsts, degrees, strict=False):
             replicas = self.row.devices(first, count)
-            seconds = segments.forward_s.at(a, b, self.samples / replicas)
-            if training:
-                seconds += segments.backward_s.at(a, b, self.samples / replicas)
+            n = self._slice(replicas, self.row.is_even(first, count) and not self._is_coupled[a, b])
+            seconds = segments.forward_s.at(a, b, n) + (segments.backward_s.at(a, b, n) if training else 0.0)
             loads.append(seconds * replicas / self.row.speed(first, count))
             summed = segments.trained_bytes[a : a + 1, b : b + 1] * training
             sums.append(float(read_sums(self.row.sums(first, count), summed)[0, 0]))
@@ -326,20 +360,28 @@ class Blocks:
 def within_memory(estimator: Estimator, outline: Outline) -> tuple[Outline, float]:
     """Return an outline with its depths lowered as far as memory asks for, and the bytes that are missing all the same.
 
-    Where plans may recompute, no depth is lowered below the number of stages from its own on unless what arrives for a
-    stage alone is too much; then what is saved is taken to be what arrives.
+    Depths are lowered together, towards the least that are different in all stages (S - s). Stages with equal depths
+    wait for each other: the later one's next backward stands behind a forward that the earlier one cannot do before its
+    own backward of the micro-batch before. Only where memory has no room for different depths do equal ones remain.
+
+    Where plans may recompute, no depth is lowered below S - s unless what arrives for a stage alone is too much.
     """
     rooms = estimator.rooms(outline.cuts, outline.ranks, outline.microbatches)
     may_recompute = "recompute" in estimator.problem.wishes.reliefs
-    depths, excess = [], -math.inf
-    for s, (room, wanted) in enumerate(zip(rooms, outline.depths, strict=True)):
-        kept = room.arriving if may_recompute else room.saved
-        depth = min(wanted, outline.microbatches, _fitting(room.bytes, room.saved))
-        if may_recompute:
-            depth = max(depth, min(wanted, outline.microbatches, len(rooms) - s, _fitting(room.bytes, room.arriving)))
-        depths.append(depth)
-        excess = max(excess, depth * kept - room.bytes)
-    return replace(outline, depths=never_growing(depths)), excess
+    kept = [room.arriving if may_recompute else room.saved for room in rooms]
+    most = [_fitting(room.bytes, room.saved) for room in rooms]
+    different = [len(rooms) - s for s in range(len(rooms))]
+    if may_recompute:
+        arriving = (min(d, _fitting(room.bytes, room.arriving)) for d, room in zip(different, rooms, strict=True))
+        most = [max(pair) for pair in zip(most, arriving, strict=True)]
+    for part in range(_PARTS, -1, -1):
+        wanted = [d + (w - d) * part // _PARTS for d, w in zip(different, outline.depths, strict=True)]
+        depths = [min(depth, outline.microbatches) for depth in wanted]
+        if all(depth <= m for depth, m in zip(depths, most, strict=True)):
+            break
+    lowered = never_growing([min(pair) for pair in zip(depths, most, strict=True)])
+    missing = max(depth * each - room.bytes for depth, each, room in zip(lowered, kept, rooms, strict=True))
+    return replace(outline, depths=lowered), missing
 
 
 def _fitting(room: float, each: float) -> int:

@@ -101,10 +101,13 @@ def pipedream(problem: Problem) -> list[Outline]:
 def noam_depths(replicas: Sequence[int]) -> tuple[int, ...]:
     """Return the mini-batches in flight in each stage: workers from it on, divided by its replicas.
 
-    For the first stage that is the paper's NOAM, ceil(workers / replicas of the input stage).
+    For the first stage that is the paper's NOAM, ceil(workers / replicas of the input stage). Ours: at least one more
+    than the next stage has, since replicas share every micro-batch, and stages with equal depths wait for each other.
     """
-    behind = itertools.accumulate(reversed(replicas))
-    return tuple(math.ceil(workers / own) for workers, own in zip(reversed([*behind]), replicas, strict=True))
+    found = [0]
+    for s in range(len(replicas) - 1, -1, -1):
+        found.append(max(math.ceil(sum(replicas[s:]) / replicas[s]), found[-1] + 1))
+    return tuple(found[:0:-1])
 
 
 def _outline(plan: SteadyPlan, estimator: Estimator) -> tuple[Outline, float]:

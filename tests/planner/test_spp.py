@@ -198,10 +198,23 @@ def test_memory_lowers_depths():
     assert within_memory(Estimator(Segments(free, [3, 6, 9])), outline)[0].depths == (13, 9, 5, 1)
     estimator = Estimator(Segments(free, sorted(outline.cuts)))
     room = estimator.rooms(outline.cuts, outline.ranks, 16)[0]
-    memory = (1 << 40) - room.bytes + 3.5 * room.saved
-    bound = Estimator(Segments(replace(free, cluster=hosts(4, 1, memory=int(memory))), sorted(outline.cuts)))
-    lowered, missing = within_memory(bound, outline)
-    assert (lowered.depths[0], missing <= 0) == (3, True)
+    state = (1 << 40) - room.bytes
+
+    def depths(fitting: float) -> tuple[int, ...]:
+        tight = replace(free, cluster=hosts(4, 1, memory=int(state + fitting * room.saved)))
+        lowered, missing = within_memory(Estimator(Segments(tight, [3, 6, 9])), outline)
+        assert missing <= 0
+        return lowered.depths
+
+    assert depths(9.5)[0] in (7, 8, 9)
+    assert [len({*depths(fitting)}) for fitting in (6.5, 8.5, 9.5, 12.5)] == [4] * 4  # all different
+    assert depths(2.5)[0] == 2
+
+
+def test_stages_with_equal_depths_wait_for_each_other():
+    row = Row((1.0,) * 4, (2.0,) * 4, (0.1,) * 3, (0.1,) * 3, (0.0,) * 4, (0.0,) * 4)
+    equal, different = (row_s(row, depths=depths, microbatches=64) for depths in ((8, 8, 8, 8), (4, 3, 2, 1)))
+    assert equal > 2 * different
 
 
 def test_a_slow_network_is_crossed_once():
@@ -220,11 +233,11 @@ def test_faster_devices_get_more_work():
 
 
 def test_blocks_cost_what_exact_prices_say():
-    asked = problem(10, hosts(2, 4))
+    asked = problem(10, hosts(2, 4), samples=480)  # micro-batches that all of these replicas divide
     segments = Segments(asked, cuttable(asked.graph, sliced=True))
     row = DeviceRow(asked.cluster, range(8), most=8)
     estimator = Estimator(segments)
-    for bounds, degrees in (((4,), (3, 5)), ((2, 5), (4, 2, 2)), ((3,), (1, 7)), ((), (8,)), ((5,), (6, 2))):
+    for bounds, degrees in (((4,), (3, 5)), ((2, 5), (4, 2, 2)), ((3,), (2, 6)), ((), (8,)), ((5,), (6, 2))):
         firsts = itertools.accumulate(degrees, initial=0)
         ranks = tuple(row.ranks(first, count) for first, count in zip(firsts, degrees, strict=False))
         exact = estimator.row([int(segments.bounds[bound]) for bound in bounds], ranks, 4)
@@ -232,6 +245,13 @@ def test_blocks_cost_what_exact_prices_say():
         assert found.loads == pytest.approx(exact.loads())
         assert found.links == pytest.approx(exact.links())
         assert found.sums == pytest.approx(exact.finish, rel=0.1)
+
+
+def test_replicas_wait_for_those_with_one_sample_more():
+    asked = problem(10, hosts(1, 3))
+    segments = Segments(asked, cuttable(asked.graph, sliced=True))
+    blocks = Blocks(segments, DeviceRow(asked.cluster, range(3), most=8), samples=16)
+    assert blocks.load_s(0, 3)[0, 5] == pytest.approx(6 / 16 * blocks.load_s(0, 1)[0, 5])
 
 
 def test_blocks_by_matrices_and_of_one_pipeline_agree():
