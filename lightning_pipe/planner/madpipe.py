@@ -1,8 +1,9 @@
 """Which straight pipeline has the least period within memory? Memory-aware dynamic programming, after MadPipe.
 
 Beaumont, Eyraud-Dubois and Shilova, MadPipe: Memory Aware Dynamic Programming Algorithm for Pipelined Model Parallelism
-(ScaDL at IPDPS 2022). Stages in the order of the ranks, one per processor, 1F1B* with the least micro-batches in flight
-that sustain the period: `planner.madpipe_contiguous`, exact for contiguous stages; costs: `planner.madpipe_chain`.
+(ScaDL at IPDPS 2022). Stages along the row of `planner.ordering`, one per processor, 1F1B* with the least micro-batches
+in flight that sustain the period: `planner.madpipe_contiguous`, exact for contiguous stages; costs:
+`planner.madpipe_chain`.
 
 Not of the paper: processors may be groups of r equal replicas, for every divisor r of the ranks; the number of
 micro-batches is one of few per stage. A period says nothing of filling and draining the pipeline nor of summing
@@ -29,6 +30,7 @@ from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts, row_s
 from lightning_pipe.planner.madpipe_chain import chain_of
 from lightning_pipe.planner.madpipe_contiguous import Pipeline, best_pipeline, least_exceeding
+from lightning_pipe.planner.ordering import device_order
 from lightning_pipe.planner.outline import Outline
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
@@ -70,7 +72,7 @@ class _Search:
     """Pipelines of one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self._problem, self._order = problem, device_order(problem.cluster)
         self._positions = {sliced: worthwhile(problem, sliced=sliced, most=_COARSE) for sliced in (False, True)}
         self._estimators: dict[tuple[int, ...], Estimator] = {}
 
@@ -111,12 +113,12 @@ class _Search:
             yield replace(better, seconds=seconds, outline=outline)
 
     def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Yield the ranks in groups of r for all r that give stages enough nodes and replicas enough samples."""
-        ranks, wishes = self._problem.cluster.ranks, self._problem.wishes
+        """Yield neighbours in groups of r, for all r that give stages enough nodes and replicas enough samples."""
+        ranks, wishes = len(self._order), self._problem.wishes
         most = self._problem.samples // (wishes.least_samples * (wishes.microbatches or 1))
-        is_first = True
+        is_first = True  # the smallest possible r is taken even if samples are too few
         for r in (r for r in range(1, ranks + 1) if ranks % r == 0):
-            groups = tuple(tuple(range(first, first + r)) for first in range(0, ranks, r))
+            groups = tuple(self._order[first : first + r] for first in range(0, ranks, r))
             if len(groups) > min(_MOST_STAGES, len(self._positions[_is_sliced(groups)]) + 1):
                 continue
             if is_first or r <= most:

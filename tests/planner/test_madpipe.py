@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planners.madpipe import EXPECTED, GIGABYTES, MODELS, PROFILES, chain, ratio
-from lightning_pipe.core.cluster import Cluster, Link
+from lightning_pipe.core.cluster import Cluster, Link, PairLink
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.planner.cuts import cuttable
 from lightning_pipe.planner.estimate import Estimator, Row, backward_ends
@@ -369,6 +369,14 @@ def test_wishes_are_kept_to():
 def test_a_graph_of_one_node_is_one_stage_on_all_ranks():
     found = madpipe(problem(cluster(3), units=1))
     assert {o.ranks for o in found} == {((0, 1, 2),)}
+
+
+def test_stages_follow_fast_links():
+    slow, fast = Link(0.01, 1e4), Link(0.01, 1e7)
+    pairs = (PairLink(a, b, fast) for a, b in itertools.permutations(range(4), 2) if (a - b) % 2 == 0)
+    asked = problem(replace(cluster(4, link=slow), links=tuple(pairs)), microbatches=8)
+    straight = [o.ranks for o in madpipe(asked) if len(o.ranks) == 4]
+    assert straight and all({a % 2 for (a,) in ranks[:2]} != {b % 2 for (b,) in ranks[2:]} for ranks in straight)
 
 
 def test_steps_without_backward_are_planned():
