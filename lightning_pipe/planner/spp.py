@@ -12,9 +12,12 @@ load + sum / M, as it is busy M load + sum) and once not at all; the better scor
 micro-batches; the plans with the best scores then get the number and the cuts, among all positions near theirs, with
 which they score best.
 
+Memory: PRM asks for room for what PE has in flight, and where that forbids something also for the least with which no
+two stages wait for each other; outlines get PE's depths as far as there is room (`planner.blocks.within_memory`).
+
 Time: PRM is O(x V R N^2) for each of at most four numbers of micro-batches, two costs and x numbers of stages; x ends
-where even a perfect balance scores worse than what is found. V <= 128 units and N <= 100 positions, fewer of one
-where there are many of the other.
+where even a perfect balance scores worse than what is found. V <= 128 units and N <= 100 positions, and fewer of these
+where there are many units.
 
 Legend: x, S stages, V units, R numbers of units that a stage may take, N positions, M micro-batches, C slowest stage or
 link, A sum of gradients.
