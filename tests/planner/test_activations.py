@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -161,6 +163,51 @@ def test_at_most_one_tensor_too_many_is_recomputed(part):
             if judge.judge(fewer).overflow(problem.cluster) <= 0:
                 given_up, kept, plan = given_up - {memory}, kept + 1, fewer
         assert kept <= 1, f"stage {s} could keep {kept} tensors more"
+
+
+def uneven(seed: int, count: int) -> tuple[Graph, Profile]:
+    """Return a chain of linear layers of random times that save values of random size."""
+    draw, sketch, times = random.Random(seed), Sketch(count, samples=4), []
+    values = [sketch.batch(per_sample=100)]
+    for k in range(count):
+        more = {"parameters": (f"w_{k}",), "size": (draw.choice((100, 300, 1000, 3000)), 0)}
+        values.append(sketch.forward(f"h_{k}", k, values[-1], **more))
+        times.append(draw.choice((0.05, 0.3, 1.0, 2.0)))
+    sketch.results.append(sketch.forward("loss", count - 1, values[-1], size=(0, 4)))
+    gradient = sketch.backward("d_loss", count - 1, values[-1], size=(50, 0), reach=0)
+    times += [CHEAP_S, CHEAP_S]
+    for k in reversed(range(count)):
+        sketch.gradients.append((sketch.gradient(f"w_{k}", k, gradient, values[k]), f"w_{k}"))
+        gradient = sketch.backward(f"d_h_{k}", k, gradient, parameters=(f"w_{k}",), size=(50, 0), reach=0)
+        times += [0.5, 0.5]
+    return sketch.graph(), Profile("sketch", "sketch", (1, 2), tuple((seconds, 2 * seconds) for seconds in times))
+
+
+def test_relief_fits_whenever_some_tensors_do_and_mostly_costs_the_least():
+    ratios = []
+    for seed, part in ((0, 0.5), (0, 0.7), (1, 0.7), (2, 0.7)):
+        graph, profile = uneven(seed, 8)
+        plan = Plan((StagePlan("", (0,)), StagePlan("n6", (1,))), 5, "1f1b", {"warmup": "4,1"})
+        wishes = Wishes(reliefs=frozenset({"recompute"}))
+        free = Problem(graph, profile, Cluster((Host("a", (Device("x", 1 << 40),) * 2, FAST, FAST),)), 5, wishes=wishes)
+        kept = Judge(free).judge(plan)
+        state = kept.curves[0].state_bytes
+        first = Device("x", int(state + part * (kept.peak_bytes[0] - state)))
+        tight = replace(free, cluster=Cluster((Host("a", (first, Device("x", 1 << 40)), FAST, FAST),)))
+        judge = Judge(tight)
+        found = relieve(tight, judge.judge(plan), judge=judge)
+        names = [f"h_{k}" for k in range(5)]
+        every = [
+            judge.judge(replace(plan, stages=(replace(plan.stages[0], recompute=some), plan.stages[1])))
+            for count in range(6)
+            for some in itertools.combinations(names, count)
+        ]
+        fitting = [judged.step_s for judged in every if judged.overflow(tight.cluster) <= 0]
+        assert (found.overflow(tight.cluster) <= 0) == bool(fitting), (seed, part)
+        if fitting:
+            ratios.append((found.step_s - kept.step_s) / (min(fitting) - kept.step_s))
+    assert len(ratios) >= 3 and sum(ratio < 1.001 for ratio in ratios) >= 0.75 * len(ratios), ratios
+    assert max(ratios) < 2, ratios
 
 
 def test_cheap_tensors_are_recomputed_first():
