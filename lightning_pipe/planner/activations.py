@@ -33,7 +33,7 @@ from lightning_pipe.planner.swapping import Stay, absences, free_copy_s, stays
 
 _MOST_JUDGED = 16
 _LEAST_JUDGED = 4
-_INSTRUCTIONS = 300_000  # that the judge may walk through for one plan, about twenty microseconds each
+_INSTRUCTIONS = 120_000  # that the judge may walk through for one plan, some fifty microseconds each
 _MOST_GUESSED = 5  # beginnings of one list that are tried by estimate; then the interval is halved
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the longest free copy: longer ones carry more, but are away for less long
 
