@@ -1,0 +1,9 @@
+"""Plan on a laptop for a cluster that is not there: `lightning-pipe plan | compare | simulate | explain`.
+
+lightning-pipe plan profile=vgg16.txt cluster=dapple_a samples=256
+lightning-pipe explain model=package.module:Net batch=package.module:batch cluster=my_cluster.yaml
+"""
+
+from lightning_pipe.cli.command_line import main
+
+__all__ = ["main"]

@@ -1,0 +1,81 @@
+"""How is the command line read, and what becomes of errors? One text on stderr, and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import lightning_pipe
+from lightning_pipe.cli.commands import run_compare, run_explain, run_plan, run_simulate
+from lightning_pipe.cli.options import (
+    CompareOptions,
+    ExplainOptions,
+    PlanOptions,
+    SimulateOptions,
+    StepOptions,
+    meanings,
+    read_options,
+)
+from lightning_pipe.errors import PipeError
+from lightning_pipe.report.table import WIDTH, text_of
+
+NAME = "lightning-pipe"
+_REFUSED = 2  # exit status, as that of argparse
+
+COMMANDS: dict[str, tuple[type[StepOptions], Any]] = {
+    "plan": (PlanOptions, run_plan),
+    "compare": (CompareOptions, run_compare),
+    "simulate": (SimulateOptions, run_simulate),
+    "explain": (ExplainOptions, run_explain),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status.
+
+    Args:
+        arguments: command and overrides; by default those of the process.
+    """
+    found = _parser().parse_args(arguments)
+    kind, run = COMMANDS[found.command]
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    width = console.width if console.is_terminal else WIDTH
+    try:
+        for text in run(read_options(kind, found.overrides), width):
+            console.print(text, end="\n\n")
+    except PipeError as error:
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"{NAME} {found.command}: {error}")
+        return _REFUSED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(NAME, description="Plan pipelines for devices that need not be here.")
+    parser.add_argument("--version", action="version", version=lightning_pipe.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (kind, _) in COMMANDS.items():
+        meaning = str(kind.__doc__)
+        command = commands.add_parser(
+            name,
+            help=meaning,
+            description=meaning,
+            epilog=_table(kind),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="options, in Hydra's grammar")
+    return parser
+
+
+def _table(kind: type[StepOptions]) -> str:
+    table = Table(box=box.SIMPLE)
+    for heading in ("option", "default", "meaning"):
+        table.add_column(heading, overflow="fold")
+    for row in meanings(kind):
+        table.add_row(*map(escape, row))
+    return text_of(table, WIDTH).replace("%", "%%")

@@ -1,0 +1,156 @@
+"""What do the commands do? Each plans or judges, and returns what is to be printed, piece by piece."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_pipe.cli.options import (
+    CompareOptions,
+    Drawn,
+    ExplainOptions,
+    PlanOptions,
+    SimulateOptions,
+    StepOptions,
+    WishedOptions,
+)
+from lightning_pipe.cli.problem import problem_of
+from lightning_pipe.cli.tables import Attempt, attempts_table, rank_table, stage_table
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.serial import load_yaml, save_yaml
+from lightning_pipe.errors import ConfigError, PipeError, PlanError
+from lightning_pipe.planner.alternatives import alternatives
+from lightning_pipe.planner.judge import Judged, judge
+from lightning_pipe.planner.problem import ANYTHING, Problem
+from lightning_pipe.planner.registry import propose
+from lightning_pipe.planner.resolve import check_weights
+from lightning_pipe.report import chrome_trace, explain, plot_memory, plot_timeline
+from lightning_pipe.strategy.planning import check_samples
+from lightning_pipe.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan, what it was made for, and the other candidates of its planner, best first."""
+
+    problem: Problem
+    best: Judged
+    others: Sequence[Judged]
+    seconds: float
+
+
+def run_plan(options: PlanOptions, width: int) -> Iterator[str]:
+    """Make a plan, write it, and yield its tables and why it was chosen."""
+    planned = _planned(options, options.planner)
+    yield from _tables(planned.best, planned.problem, width)
+    yield _reasons(planned, width)
+    yield f"Planned by {options.planner} in {format_seconds(planned.seconds)}. {_costs(planned.problem)}"
+    if options.out is not None:
+        yield _written(options.out, planned.best.plan, options)
+    yield from _drawn(options, planned.best, planned.problem)
+
+
+def run_compare(options: CompareOptions, width: int) -> Iterator[str]:
+    """Let planners plan, and yield their plans side by side."""
+    problem = problem_of(options)
+    attempts = [_attempt(problem, planner) for planner in dict.fromkeys(options.planners)]
+    yield attempts_table(attempts, problem.samples, width=width)
+    yield _costs(problem)
+
+
+def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
+    """Judge a given plan, and yield its tables."""
+    problem = problem_of(options)
+    judged = _given(str(options.plan), problem)
+    yield from _tables(judged, problem, width)
+    if (excess := judged.overflow(problem.cluster)) > 0:
+        yield f"The plan does not fit: the fullest rank needs {format_bytes(excess)} more than it has."
+    yield _costs(problem)
+    yield from _drawn(options, judged, problem)
+
+
+def run_explain(options: ExplainOptions, width: int) -> Iterator[str]:
+    """Plan, or judge a given plan, and yield what speaks for and against it."""
+    if options.plan is None:
+        planned = _planned(options, options.planner)
+    else:
+        problem = replace(problem_of(options), wishes=ANYTHING)
+        planned = _Planned(problem, _given(options.plan, problem), _attempted(problem), 0.0)
+    yield stage_table(planned.best, planned.problem, width=width)
+    yield _reasons(planned, width)
+    yield _costs(planned.problem)
+
+
+def _planned(options: WishedOptions, planner: str) -> _Planned:
+    problem = problem_of(options)
+    started = time.perf_counter()
+    best, *others = propose(problem, planner)
+    return _Planned(problem, best, others, time.perf_counter() - started)
+
+
+def _given(path: str, problem: Problem) -> Judged:
+    plan = load_yaml(Plan, path)
+    check_weights(plan)
+    check_samples(plan, problem.samples)
+    return judge(plan, problem)
+
+
+def _attempted(problem: Problem) -> Sequence[Judged]:
+    """Return what `auto` would do instead of a given plan; nothing if it finds no plan that fits."""
+    try:
+        return propose(problem, "auto")
+    except PlanError:
+        return ()
+
+
+def _attempt(problem: Problem, planner: str) -> Attempt:
+    started = time.perf_counter()
+    try:
+        found: Judged | str = propose(problem, planner)[0]
+    except PipeError as error:
+        found = str(error)
+    return Attempt(planner, time.perf_counter() - started, found)
+
+
+def _tables(judged: Judged, problem: Problem, width: int) -> Iterator[str]:
+    yield stage_table(judged, problem, width=width)
+    yield rank_table(judged, problem, width=width)
+
+
+def _reasons(planned: _Planned, width: int) -> str:
+    best, timeline = planned.best, planned.best.timeline
+    return explain(alternatives(planned.problem, best, planned.others), timeline=timeline, width=width)
+
+
+def _costs(problem: Problem) -> str:
+    profile = problem.profile
+    return f"Costs are {profile.source} (device: {profile.device}); speeds of the cluster are relative to that device."
+
+
+def _written(path: str, plan: Plan, options: StepOptions) -> str:
+    """Write a plan; that of a model fits the model wherever it is captured, on whatever kind of device."""
+    portable = replace(plan, graph="") if options.model is not None else plan
+    try:
+        save_yaml(portable, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the plan: {error}. Change out=, or set out=null.") from None
+    return f"Wrote the plan to {path}; use it with DappleStrategy(plan={path!r})."
+
+
+def _drawn(options: Drawn, judged: Judged, problem: Problem) -> Iterator[str]:
+    curves = {rank: tuple(zip(c.times, c.total_bytes, strict=True)) for rank, c in enumerate(judged.curves)}
+    try:
+        if options.draw is not None:
+            picture = Path(options.draw)
+            memory = picture.with_name(f"{picture.stem}_memory.png")
+            limits = {rank: problem.cluster.device(rank).memory_bytes for rank in curves}
+            plot_timeline(judged.timeline, picture, title="predicted")
+            plot_memory(curves, memory, limits=limits, title="predicted")
+            yield f"Drew {picture} and {memory}."
+        if options.trace is not None:
+            Path(options.trace).write_text(chrome_trace(judged.timeline, memory=curves), encoding="utf-8")
+            yield f"Wrote the timeline to {options.trace}; open it in ui.perfetto.dev."
+    except OSError as error:
+        raise ConfigError(f"cannot write the timeline: {error}. Change draw= or trace=.") from None

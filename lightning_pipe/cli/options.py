@@ -1,0 +1,287 @@
+"""What can be said on the command line, with which defaults, and what is refused?
+
+Options are Hydra overrides, `key=value`, in Hydra's grammar. A command takes exactly the fields of its class below, all
+of which have defaults; what they mean stands beside them, and is what `--help` shows. Options that the strategy has too
+are checked by `lightning_pipe.config`, so both refuse the same with the same words.
+
+Only Hydra's grammar is used, with OmegaConf's types: no application of Hydra is started, so nothing makes directories,
+writes logs or changes the working directory, and `cluster=` is no configuration group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_pipe.config import DappleConfig, read_config
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.planner.problem import Relief, Wishes
+from lightning_pipe.planner.registry import PLANNER_NAMES
+from lightning_pipe.schedule.options import hint
+
+_ADAM_STATE = 2.0  # two moments in the parameters' own type
+
+
+def _option(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Which step is planned for which devices."""
+
+    model: str | None = _option(None, "package.module:name of a LightningModule, or of a function that returns one")
+    model_args: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"meaning": "what the model is called with: model_args={width: 64}, +model_args.width=64"},
+    )
+    batch: str | None = _option(None, "package.module:name of a function that returns a batch; else the model's own")
+    batch_dim: int = _option(0, "dimension of the batch's tensors along which samples lie")
+    costs: str = _option("counted", "of a model's operations: counted, or measured on this machine")
+    cache: str | None = _option(None, "directory of measured times; off keeps none, null the user's cache directory")
+    profile: str | None = _option(None, "instead of a model: file of a published profile of layers")
+    profile_samples: int | None = _option(None, "samples that this file was measured with, if its name does not say it")
+    saved_bytes_per_sample: float | None = _option(None, "what layers keep per sample, if this file does not say it")
+    optimizer_state: float = _option(_ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
+    cluster: str | None = _option(None, "the devices: preset (see docs/clusters.md) or cluster file")
+    ranks: int | None = _option(None, "instead of a cluster: so many equal nominal devices")
+    speed: float = _option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")
+    samples: int | None = _option(
+        None, "samples per optimizer step, over all ranks; else those of the batch or profile"
+    )
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name, None)
+            if value is not None and value < least:
+                raise ConfigError(f"found {name}={value}; expected at least {least}")
+        if self.speed <= 0:
+            raise ConfigError(f"found speed={self.speed:g}; expected more than 0; 1 is as fast as what was profiled")
+        self._check_sources()
+        _ = self.config  # which checks them
+
+    def _check_sources(self) -> None:
+        """Refuse none or two of what there must be one of, and options that the other one leaves without effect."""
+        _check_one(self, "model", "profile", "model=package.module:Name, or profile=file of a published profile")
+        _check_one(self, "cluster", "ranks", "cluster=preset or file, or ranks=n for n equal nominal devices")
+        defaults = {f.name: _default(f) for f in fields(StepOptions)}
+        source, others = ("model", _OF_PROFILES) if self.model is not None else ("profile", _OF_MODELS)
+        if idle := [name for name in others if getattr(self, name) != defaults[name]]:
+            raise ConfigError(f"found {source}= and {', '.join(idle)}, which it leaves without effect. Remove these.")
+
+    @property
+    def config(self) -> DappleConfig:
+        """Return the options that the strategy has too, checked as it checks them."""
+        shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name in DappleConfig.__dataclass_fields__}
+        return read_config({name: value for name, value in shared.items() if value is not None})
+
+    @property
+    def wishes(self) -> Wishes:
+        """Return what a plan must keep to."""
+        return Wishes()
+
+
+_OF_MODELS = ("model_args", "batch", "batch_dim", "costs", "cache")
+_OF_PROFILES = ("profile_samples", "saved_bytes_per_sample")
+_LEAST = {"ranks": 1, "samples": 1, "profile_samples": 1, "saved_bytes_per_sample": 0, "optimizer_state": 0,
+          "least_samples": 1}  # fmt: skip
+
+
+def _check_one(options: StepOptions, one: str, other: str, expected: str) -> None:
+    given = [name for name in (one, other) if getattr(options, name) is not None]
+    if len(given) != 1:
+        found = f"both {one}= and {other}=" if given else f"neither {one}= nor {other}="
+        raise ConfigError(f"found {found}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class WishedOptions(StepOptions):
+    """What a plan must keep to."""
+
+    microbatches: int | None = _option(None, "micro-batches per batch; null leaves it to the planner")
+    layout: str | None = _option(None, "ranks per stage, such as 2-1; null leaves it to the planner")
+    schedule: str | None = _option(None, "order of the computes; null leaves it to the planner")
+    warmup: str | None = _option(None, "warm-up of 1F1B: pa, pb, 1f1b*, a depth, or 'warmup=\"4,3,2,1\"'")
+    least_samples: int = _option(1, "fewest samples of a micro-batch for which a replica may be used")
+    reliefs: tuple[str, ...] = _option((), "what may be done with saved tensors: [recompute,offload]")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_names("reliefs", self.reliefs, get_args(Relief))
+
+    @property
+    def wishes(self) -> Wishes:
+        """Return what a plan must keep to."""
+        reliefs: frozenset[Any] = frozenset(self.reliefs)
+        return replace(self.config.wishes, least_samples=self.least_samples, reliefs=reliefs)
+
+
+class Drawn(Protocol):
+    """Options of a command whose timeline can be drawn."""
+
+    @property
+    def draw(self) -> str | None:
+        """Return the picture to write."""
+
+    @property
+    def trace(self) -> str | None:
+        """Return the trace to write."""
+
+
+_PLANNER = "who makes the plan: one of " + ", ".join(PLANNER_NAMES)
+_DRAW = "PNG file for a picture of the timeline; its neighbour FILE_memory.png shows memory"
+_TRACE = "file for the timeline, to be opened at https://ui.perfetto.dev"
+
+
+@dataclass(frozen=True)
+class PlanOptions(WishedOptions):
+    """Make a plan, say why it was chosen, and write it to a file."""
+
+    planner: str = _option("auto", _PLANNER)
+    out: str | None = _option("plan.yaml", "file for the plan; null writes none")
+    draw: str | None = _option(None, _DRAW)
+    trace: str | None = _option(None, _TRACE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_picture(self.draw)
+
+
+@dataclass(frozen=True)
+class CompareOptions(WishedOptions):
+    """Let several planners plan, and compare what they find."""
+
+    planners: tuple[str, ...] = _option(
+        tuple(name for name in PLANNER_NAMES if name != "exhaustive"),
+        "whose plans: some of " + ", ".join(PLANNER_NAMES),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_names("planners", self.planners, PLANNER_NAMES)
+        if not self.planners:
+            raise ConfigError(f"found planners=[]; expected some of {', '.join(PLANNER_NAMES)}")
+
+
+@dataclass(frozen=True)
+class SimulateOptions(StepOptions):
+    """Predict a given plan: time, bubble and memory of every rank."""
+
+    plan: str | None = _option(None, "file of the plan")
+    draw: str | None = _option(None, _DRAW)
+    trace: str | None = _option(None, _TRACE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_picture(self.draw)
+        if self.plan is None:
+            raise ConfigError("found no plan=; expected the file of a plan, such as `lightning-pipe plan` writes")
+
+
+@dataclass(frozen=True)
+class ExplainOptions(WishedOptions):
+    """Say why a plan, given or made, is good or not: against one device, DDP and the runner-up."""
+
+    plan: str | None = _option(None, "file of the plan; null lets the planner make one")
+    planner: str = _option("auto", _PLANNER)
+
+
+Options = TypeVar("Options", bound=StepOptions)
+
+
+def _check_names(option: str, found: Sequence[str], known: Sequence[str]) -> None:
+    for name in found:
+        if name not in known:
+            raise ConfigError(
+                f"found {name!r} in {option}; expected some of {', '.join(known)}{hint(name, dict.fromkeys(known))}"
+            )
+
+
+def _check_picture(path: str | None) -> None:
+    if path is not None and not path.endswith(".png"):
+        raise ConfigError(f"found draw={path!r}; expected the path of a PNG file, such as draw=timeline.png")
+
+
+def read_options(kind: type[Options], overrides: Sequence[str]) -> Options:
+    """Return the options of a command that these overrides make.
+
+    Args:
+        kind: the options of the command.
+        overrides: in Hydra's grammar.
+
+    Raises:
+        ConfigError: if one is no `key=value`, its key is unknown, or a value has the wrong type or is out of range.
+    """
+    config = OmegaConf.structured(_schema(kind))
+    for override in overrides:
+        parsed = _parsed(override, kind)
+        try:
+            OmegaConf.update(config, parsed.key_or_group, parsed.value())
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"found {override!r}; {_reason(error)}") from None
+    try:
+        found = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:  # of an interpolation
+        raise ConfigError(_reason(error)) from None
+    assert isinstance(found, dict)
+    values: dict[str, Any] = {str(name): tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    return kind(**values)
+
+
+def _parsed(override: str, kind: type[StepOptions]) -> Override:
+    known = kind.__dataclass_fields__
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise ConfigError(
+            f"found {override!r}; expected key=value ({_reason(error)}). A value with spaces, commas, '=' or brackets "
+            f"is quoted twice: 'key=\"value\"'. Options: {', '.join(known)}"
+        ) from None
+    name = parsed.key_or_group.partition(".")[0]
+    if name not in known:
+        raise ConfigError(f"found the unknown option {name!r}; expected one of {', '.join(known)}{hint(name, known)}")
+    if parsed.type not in (OverrideType.CHANGE, OverrideType.ADD) or parsed.is_sweep_override():
+        raise ConfigError(
+            f"found {override!r}; expected one value: key=value. A list is {name}=[a,b], and a text with commas is "
+            f"quoted twice: '{name}=\"a,b\"'"
+        )
+    return parsed
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what Hydra or OmegaConf found wrong."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _schema(kind: type[StepOptions]) -> type:
+    """Return the structured config of a command: one of a frozen class could not be changed, and tuples are lists."""
+    hints = get_type_hints(kind)
+    kinds = {name: list[str] if of == tuple[str, ...] else of for name, of in hints.items()}
+    return make_dataclass(
+        kind.__name__, [(f.name, kinds[f.name], field(default_factory=partial(_default, f))) for f in fields(kind)]
+    )
+
+
+def _default(of: Field[Any]) -> Any:
+    """Return the default of an option, as Hydra has it."""
+    default = of.default if of.default_factory is MISSING else of.default_factory()
+    return list(default) if isinstance(default, tuple) else default
+
+
+def meanings(kind: type[StepOptions]) -> list[tuple[str, str, str]]:
+    """List name, default as one would write it, and meaning of every option of a command."""
+    return [(f.name, _written(_default(f)), str(f.metadata["meaning"])) for f in fields(kind)]
+
+
+def _written(default: object) -> str:
+    if isinstance(default, list):
+        return f"[{','.join(default)}]"
+    return "null" if default is None else f"{default:g}" if isinstance(default, float) else str(default)

@@ -1,0 +1,65 @@
+"""What is a planner asked on the command line? A published profile or a captured model, on devices that may not exist.
+
+What is left out: the seconds of the optimizer step (its state counts), and what the runtime adds to every compute and
+message, which only ranks that exist can measure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_pipe.cli.options import StepOptions
+from lightning_pipe.config import conf_dir
+from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster_file import find_cluster
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.profile import OptimizerProfile, Profile
+from lightning_pipe.core.published import load_published
+from lightning_pipe.planner.problem import Problem, nominal_cluster
+
+
+def problem_of(options: StepOptions) -> Problem:
+    """Return the problem that the options describe.
+
+    Raises:
+        PipeError: if cluster, profile or model cannot be found or read, or the step cannot be captured.
+    """
+    cluster = _cluster(options)
+    graph, profile, samples = _step(options, cluster)
+    return Problem(graph, profile, cluster, options.samples or samples, wishes=options.wishes)
+
+
+def _step(options: StepOptions, cluster: Cluster) -> tuple[Graph, Profile, int]:
+    """Return graph, costs and number of samples of the step."""
+    if options.model is not None:
+        from lightning_pipe.cli.model import captured  # needs torch and Lightning, which published profiles do not
+
+        graph, profile, samples = captured(options, ranks=cluster.ranks)
+        optimizer = OptimizerProfile(state_bytes_per_byte=options.optimizer_state)
+        return graph, replace(profile, optimizer=optimizer), samples
+    assert options.profile is not None
+    graph, profile = load_published(
+        options.profile,
+        batch=options.profile_samples,
+        saved_bytes_per_sample=options.saved_bytes_per_sample,
+        optimizer_state=options.optimizer_state,
+    )
+    return graph, profile, graph.samples
+
+
+def _cluster(options: StepOptions) -> Cluster:
+    if options.ranks is not None:
+        found = nominal_cluster(options.ranks)
+    else:
+        assert options.cluster is not None
+        found = find_cluster(options.cluster, presets=conf_dir() / "cluster")
+    return found if options.speed == 1 else _faster(found, options.speed)
+
+
+def _faster(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with devices that are so many times faster."""
+    hosts = (
+        replace(host, devices=tuple(replace(device, speed=device.speed * factor) for device in host.devices))
+        for host in cluster.hosts
+    )
+    return replace(cluster, hosts=tuple(hosts))

@@ -1,0 +1,105 @@
+"""What does the command line show? The prediction of a plan per rank, and planners side by side; plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_pipe.core.plan import microbatch_sizes
+from lightning_pipe.cost.stage import position_seconds
+from lightning_pipe.planner.judge import Judged
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.report import plan_table
+from lightning_pipe.report.table import WIDTH, text_of
+from lightning_pipe.units import format_bytes, format_seconds
+
+_NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
+
+
+def stage_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
+    """Return the stages of a plan with their shares of the seconds."""
+    largest = max(microbatch_sizes(problem.samples, judged.plan.microbatches))
+    seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
+    return plan_table(judged.plan, replace(problem.graph, samples=problem.samples), seconds=seconds, width=width)
+
+
+def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
+    """Return what is predicted of the step, and of every rank: seconds, bubble, and memory against its limit."""
+    headline = (
+        f"step {format_seconds(judged.step_s)}, {problem.samples / judged.step_s:.4g} samples/s, "
+        f"bubble {judged.bubble:.1%}"
+    )
+    table = Table(box=box.SIMPLE, title=headline, title_justify="left")
+    for heading in ("rank", "device", "stages"):
+        table.add_column(heading, overflow="ellipsis", no_wrap=True)
+    for heading in ("computes", "waits", "bubble", "memory", "of", "fits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    timeline = judged.timeline
+    for rank, peak in enumerate(judged.peak_bytes):
+        device, busy = problem.cluster.device(rank), timeline.busy(rank)
+        stages = [str(s) for s, stage in enumerate(judged.plan.stages) if rank in stage.ranks]
+        table.add_row(
+            str(rank),
+            device.kind,
+            ",".join(stages),
+            format_seconds(busy),
+            format_seconds(max(0.0, timeline.span(rank) - busy)),
+            f"{timeline.bubble(rank):.1%}",
+            format_bytes(peak),
+            format_bytes(device.memory_bytes) if device.memory_bytes < _NO_LIMIT else "any",
+            "yes" if peak <= device.memory_bytes else "no",
+        )
+    return text_of(table, width)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of one planner.
+
+    Attributes:
+        planner: its name.
+        seconds: that it took.
+        found: its plan, or why there is none.
+    """
+
+    planner: str
+    seconds: float
+    found: Judged | str
+
+
+def attempts_table(attempts: Sequence[Attempt], samples: int, *, width: int = WIDTH) -> str:
+    """Return the plans of planners side by side, against that of `auto`, or the fastest without one of `auto`."""
+    found = {attempt.planner: attempt.found for attempt in attempts if isinstance(attempt.found, Judged)}
+    base = found.get("auto") or min(found.values(), key=lambda judged: judged.step_s, default=None)
+    against = "auto" if "auto" in found else "best"
+    failed = any(isinstance(attempt.found, str) for attempt in attempts)
+    table = Table(box=box.SIMPLE, title=f"{samples} samples per step", title_justify="left")
+    table.add_column("planner", no_wrap=True)
+    headings = ("step", f"of {against}", "bubble", "peak memory", "ranks per stage", "micro-batches", "planned in")
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold", min_width=len(heading.split()[0]))
+    if failed:
+        table.add_column("no plan because", overflow="fold", ratio=1)
+    for attempt in attempts:
+        cells = _cells(attempt, base)
+        table.add_row(attempt.planner, *cells, *([escape(attempt.found)] if isinstance(attempt.found, str) else []))
+    return text_of(table, width)
+
+
+def _cells(attempt: Attempt, base: Judged | None) -> tuple[str, ...]:
+    judged, planned = attempt.found, format_seconds(attempt.seconds)
+    if isinstance(judged, str) or base is None:
+        return ("-",) * 6 + (planned,)
+    return (
+        format_seconds(judged.step_s),
+        f"{judged.step_s / base.step_s:.3f}",
+        f"{judged.bubble:.1%}",
+        format_bytes(max(judged.peak_bytes)),
+        "-".join(str(len(stage.ranks)) for stage in judged.plan.stages),
+        str(judged.plan.microbatches),
+        planned,
+    )
