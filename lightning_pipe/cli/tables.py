@@ -71,6 +71,9 @@ class Attempt:
     found: Judged | str
 
 
+_HEADINGS = ("bubble", "peak memory", "ranks per stage", "micro-batches", "planned in")
+
+
 def attempts_table(attempts: Sequence[Attempt], samples: int, *, width: int = WIDTH) -> str:
     """Return the plans of planners side by side, against that of `auto`, or the fastest without one of `auto`."""
     found = {attempt.planner: attempt.found for attempt in attempts if isinstance(attempt.found, Judged)}
@@ -79,8 +82,7 @@ def attempts_table(attempts: Sequence[Attempt], samples: int, *, width: int = WI
     failed = any(isinstance(attempt.found, str) for attempt in attempts)
     table = Table(box=box.SIMPLE, title=f"{samples} samples per step", title_justify="left")
     table.add_column("planner", no_wrap=True)
-    headings = ("step", f"of {against}", "bubble", "peak memory", "ranks per stage", "micro-batches", "planned in")
-    for heading in headings:
+    for heading in ("step", f"of {against}", *_HEADINGS):
         table.add_column(heading, justify="right", overflow="fold", min_width=len(heading.split()[0]))
     if failed:
         table.add_column("no plan because", overflow="fold", ratio=1)
@@ -91,9 +93,9 @@ def attempts_table(attempts: Sequence[Attempt], samples: int, *, width: int = WI
 
 
 def _cells(attempt: Attempt, base: Judged | None) -> tuple[str, ...]:
-    judged, planned = attempt.found, format_seconds(attempt.seconds)
+    judged = attempt.found
     if isinstance(judged, str) or base is None:
-        return ("-",) * 6 + (planned,)
+        return ("-",) * (2 + len(_HEADINGS))
     return (
         format_seconds(judged.step_s),
         f"{judged.step_s / base.step_s:.3f}",
@@ -101,5 +103,5 @@ def _cells(attempt: Attempt, base: Judged | None) -> tuple[str, ...]:
         format_bytes(max(judged.peak_bytes)),
         "-".join(str(len(stage.ranks)) for stage in judged.plan.stages),
         str(judged.plan.microbatches),
-        planned,
+        format_seconds(attempt.seconds),
     )

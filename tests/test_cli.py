@@ -1,0 +1,398 @@
+"""What the command line promises: plans for devices that are not here, and one clear text for every mistake."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_pipe.capture import Request, capture_step, flatten
+from lightning_pipe.cli import main
+from lightning_pipe.cli.command_line import COMMANDS
+from lightning_pipe.cli.options import PlanOptions, meanings, read_options
+from lightning_pipe.cli.problem import problem_of
+from lightning_pipe.config import conf_dir
+from lightning_pipe.core.cluster_file import find_cluster
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.core.published import load_published
+from lightning_pipe.core.serial import load_yaml
+from lightning_pipe.planner.judge import judge
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.registry import PLANNER_NAMES
+from lightning_pipe.units import format_bytes, format_seconds
+
+PROFILE = "".join(
+    f"node{k} -- Linear_{k} -- forward_compute_time={k}, backward_compute_time={2 * k}, activation_size={k << 16}, "
+    f"parameter_size={k << 20}\n"
+    for k in range(1, 6)
+) + "".join(f"\tnode{k} -- node{k + 1}\n" for k in range(1, 5))
+
+MODULE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+BUILT_ON = []
+
+
+class Net(pl.LightningModule):
+    def __init__(self, width=8):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+        BUILT_ON.append(self.layers[0].weight.device.type)
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.layers(batch) + torch.arange(batch.shape[1], device=self.device)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Loaded(Net):
+    def train_dataloader(self):
+        return DataLoader(torch.randn(32, 8), batch_size=4)
+
+
+class Exemplified(Net):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.randn(6, 8)
+
+
+class Late(Net):
+    def configure_model(self):
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+
+
+class NeedsValues(Loaded):
+    def __init__(self):
+        super().__init__()
+        self.rates = torch.linspace(0, 1, 4).tolist()
+
+
+class Frozen(Net):
+    def training_step(self, batch, batch_idx):
+        self.count = getattr(self, "count", 0) + 1
+        return self.layers(batch).mean() * self.count
+
+
+def make():
+    return Net(width=4)
+
+
+def batch(width=8):
+    return torch.zeros(10, width)
+
+
+def raises():
+    raise RuntimeError("no [such] data")
+"""
+
+SMALL = """
+hosts:
+- name: small
+  devices: [{kind: tiny, count: 2, memory: 3 MiB}]
+  inside: {latency: 1 us, bandwidth: 10 GB/s}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """Work in a directory with a profile, a cluster and a module of a name of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "chain-pbs-4.txt").write_text(PROFILE)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "nets.py").write_text(MODULE)
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(here, capsys):
+    """Return a function that runs a command, which must succeed, and returns what it prints."""
+
+    def running(*words: str) -> str:
+        status = main(words)
+        told = capsys.readouterr()
+        assert status == 0, told.err
+        return told.out
+
+    return running
+
+
+@pytest.fixture
+def refused(here, capsys):
+    """Return a function that runs a command, which must be refused, and returns the only text."""
+
+    def running(*words: str) -> str:
+        status = main(words)
+        told = capsys.readouterr()
+        assert (status, told.out) == (2, "")
+        assert told.err.startswith(f"lightning-pipe {words[0]}: ") and told.err.count("\n") == 1
+        return told.err
+
+    return running
+
+
+CHAIN = ("profile=chain-pbs-4.txt", "samples=16")
+ON_TWO = (*CHAIN, "ranks=2", "planner=uniform")
+
+
+def asked(name: str, samples: int) -> Problem:
+    graph, profile = load_published("chain-pbs-4.txt")
+    return Problem(graph, profile, find_cluster(name, presets=conf_dir() / "cluster"), samples)
+
+
+# --- plans
+
+
+def test_the_plan_that_is_written_is_the_one_that_is_shown_and_explained(run):
+    told = run("plan", *CHAIN, "cluster=rtx4090_4", "planner=uniform", "layout=1-2-1", "microbatches=4")
+    plan = load_yaml(Plan, "plan.yaml")
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1, 2), (3,)] and plan.microbatches == 4
+    judged = judge(plan, asked("rtx4090_4", 16))
+    assert f"step {format_seconds(judged.step_s)}, {16 / judged.step_s:.4g} samples/s" in told
+    assert "16 samples in 4 micro-batches" in told, "samples are those of the step, not of the profile"
+    assert all(format_bytes(peak) in told for peak in judged.peak_bytes) and "23 GiB" in told
+    assert all(row in told for row in ("this plan", "one device", "data parallel (DDP)"))
+
+
+def test_nothing_but_what_was_asked_for_is_written_and_the_directory_stays(run, here):
+    before = {path.name for path in here.iterdir()}
+    run("plan", *ON_TWO, "out=null")
+    assert {path.name for path in here.iterdir()} == before and Path.cwd() == here
+    run("plan", *ON_TWO, "out=two.yaml", "trace=two.json")
+    assert {path.name for path in here.iterdir()} - before == {"two.yaml", "two.json"}
+
+
+def test_pictures_of_time_and_memory_are_drawn(run, here):
+    pytest.importorskip("matplotlib")
+    assert "Drew two.png and two_memory.png" in run("plan", *ON_TWO, "draw=two.png")
+    assert (here / "two.png").stat().st_size and (here / "two_memory.png").stat().st_size
+
+
+def test_pictures_without_matplotlib_are_refused_with_the_way_to_install_it(here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", *ON_TWO, "draw=two.png"]) == 2
+    assert "lightning-pipe[plots]" in capsys.readouterr().err
+
+
+def test_faster_devices_compute_in_so_much_less_time(run):
+    def busy(*words: str) -> str:
+        return re.findall(r"^ +0 +nominal +0 +(\S+ \S+)", run("plan", *ON_TWO, "microbatches=2", *words), re.MULTILINE)[
+            0
+        ]
+
+    once, tenfold = busy(), busy("speed=10")
+    assert float(once.split()[0]) == pytest.approx(10 * float(tenfold.split()[0]), rel=0.01)
+
+
+# --- simulate, explain, compare
+
+
+def test_simulating_a_plan_says_of_it_what_planning_said(run):
+    tables = run("plan", *ON_TWO).split("\n\n")[:4]  # two, each with a headline
+    assert run("simulate", *CHAIN, "ranks=2", "plan=plan.yaml").split("\n\n")[:4] == tables
+
+
+def test_a_given_plan_that_exceeds_memory_is_shown_with_how_much_is_missing(run):
+    run("plan", *ON_TWO)
+    told = run("simulate", *CHAIN, "cluster=small.yaml", "plan=plan.yaml")
+    assert "The plan does not fit: the fullest rank needs" in told and "3 MiB     no" in told
+
+
+def test_no_plan_within_memory_is_an_error_that_says_what_would_help(refused, here):
+    told = refused("plan", *CHAIN, "cluster=small.yaml")
+    assert "No plan fits into memory" in told and "What would help" in told
+    assert not (here / "plan.yaml").exists()
+
+
+def test_a_given_plan_is_explained_against_what_auto_would_do(run):
+    run("plan", *ON_TWO, "microbatches=1")
+    told = run("explain", *CHAIN, "ranks=2", "plan=plan.yaml")
+    assert "one device" in told and "data parallel (DDP)" in told and "runner-up" in told
+
+
+def test_explaining_without_a_plan_plans_and_writes_nothing(run, here):
+    assert "this plan" in run("explain", *ON_TWO)
+    assert not (here / "plan.yaml").exists()
+
+
+def test_planners_are_compared_in_one_table_and_say_why_they_have_no_plan(run):
+    told = run("compare", *CHAIN, "ranks=2", "layout=1-1", "planners=[auto,dapple,uniform]")
+    auto, dapple, uniform = (
+        re.search(rf"^  {name} .*", told, re.MULTILINE)[0] for name in ("auto", "dapple", "uniform")
+    )
+    assert "1.000" in auto and "1-1" in auto and "1-1" in uniform
+    assert re.search(r"dapple( +-){7} +planner='dapple'", dapple), "it decides the layout itself"
+    assert float(re.findall(r"\d\.\d{3}", uniform)[0]) >= 1, "auto is never slower"
+
+
+def test_by_default_all_planners_but_the_exhaustive_one_are_compared():
+    options = read_options(COMMANDS["compare"][0], [*CHAIN, "ranks=2"])
+    assert options.planners == tuple(name for name in PLANNER_NAMES if name != "exhaustive")
+
+
+# --- published profiles
+
+
+def test_published_profiles_need_neither_torch_nor_lightning(here):
+    code = (
+        "import sys\nfrom lightning_pipe.cli import main\n"
+        f"status = main({['plan', *ON_TWO]!r})\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules), 'imported'\nsys.exit(status)"
+    )
+    package = str(Path(__file__).parent.parent)
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": package}, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+
+
+def test_samples_default_to_those_of_the_profile(run):
+    assert "4 samples in" in run("plan", "profile=chain-pbs-4.txt", "ranks=2", "planner=uniform")
+    assert "8 samples in" in run("plan", "profile=chain-pbs-4.txt", "profile_samples=8", "ranks=2", "planner=uniform")
+
+
+# --- models
+
+
+def test_a_model_is_planned_from_meta_parameters_and_its_plan_fits_the_real_graph(run):
+    run("plan", "model=nets:Net", "batch=nets:batch", "ranks=2", "planner=uniform", "samples=32")
+    nets = sys.modules["nets"]
+    assert nets.BUILT_ON == ["meta"]
+    plan = load_yaml(Plan, "plan.yaml")
+    assert plan.graph == "", "kinds of devices and numbers of samples give graphs other fingerprints"
+    capture = capture_step(Request(nets.Net(), "training_step", flatten(nets.batch())[1], samples=10))
+    assert all(capture.graph.position(stage.at) >= 0 for stage in plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        (("model=nets:Net", "batch=nets:batch"), 10),
+        (("model=nets:make", "batch=nets:narrow"), 10),
+        (("model=nets:Net", "batch=nets:narrow", "model_args={width: 4}"), 10),
+        (("model=nets:Net", "batch=nets:narrow", "+model_args.width=4"), 10),
+        (("model=nets:Loaded",), 4),
+        (("model=nets:Exemplified",), 6),
+        (("model=nets:Late", "batch=nets:batch"), 10),
+    ],
+)
+def test_models_and_batches_come_from_wherever_they_are(words, samples, run, here):
+    (here / "nets.py").write_text(MODULE + "\n\ndef narrow():\n    return batch(4)\n")
+    assert f"{samples} samples in" in run("explain", *words, "ranks=2", "planner=uniform")
+
+
+def test_a_model_that_needs_values_is_built_with_real_parameters_which_is_said(here, capsys):
+    assert main(["explain", "model=nets:NeedsValues", "ranks=2", "planner=uniform"]) == 0
+    assert sys.modules["nets"].BUILT_ON == ["meta", "cpu"]
+    assert "built with real parameters" in capsys.readouterr().err
+
+
+def test_costs_can_be_measured_on_this_machine(run):
+    told = run("explain", "model=nets:Loaded", "ranks=2", "planner=uniform", "costs=measured", "cache=off")
+    assert "Costs are measured" in told
+
+
+def test_state_of_the_optimizer_counts_as_memory(here):
+    def peak(state: int) -> int:
+        words = ["model=nets:Loaded", "ranks=1", f"optimizer_state={state}"]
+        problem = problem_of(read_options(PlanOptions, words))
+        return judge(Plan((StagePlan("", (0,)),), 1), problem).peak_bytes[0]
+
+    parameters = 4 * (8 * 8 + 8) * torch.float32.itemsize
+    assert peak(2) - peak(0) == 2 * parameters
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("modle=nets:Net",), "unknown option 'modle'.*did you mean 'model'"),
+        (("hydra.run.dir=x",), "unknown option 'hydra'"),
+        (("samples",), r"found 'samples'; expected key=value"),
+        (("samples=many",), "found 'samples=many'.*could not be converted to Integer"),
+        (("samples=0", *CHAIN[:1], "ranks=2"), "found samples=0; expected at least 1"),
+        (("speed=0", *CHAIN, "ranks=2"), "found speed=0; expected more than 0"),
+        (("warmup=2,1",), "a text with commas is quoted twice"),
+        (("~samples",), "found '~samples'; expected one value"),
+        (("reliefs=[recomput]", *CHAIN, "ranks=2"), "did you mean 'recompute'"),
+        (CHAIN, "neither cluster= nor ranks="),
+        ((*CHAIN, "ranks=2", "cluster=rtx4090_4"), "both cluster= and ranks="),
+        (("ranks=2",), "neither model= nor profile="),
+        (("ranks=2", "model=nets:Net", "profile=x"), "both model= and profile="),
+        (("ranks=2", "model=nets:Net", "profile_samples=2"), "model= and profile_samples, which it leaves without"),
+        ((*CHAIN, "ranks=2", "costs=measured"), "profile= and costs, which it leaves without effect"),
+        ((*CHAIN, "cluster=rtx4090"), "did you mean 'rtx4090_4'"),
+        (("profile=none.txt", "ranks=2"), "cannot read none.txt"),
+        ((*CHAIN, "ranks=2", "planner=dapel"), "did you mean 'dapple'"),
+        ((*CHAIN, "ranks=2", "planner=uniform", "layout=1-2"), "asks for 3 ranks"),
+        ((*CHAIN, "ranks=2", "draw=x.pdf"), "expected the path of a PNG file"),
+        (("model=nots:Net", "ranks=2"), "import of nots.*ModuleNotFoundError"),
+        (("model=nets", "ranks=2"), "expected package.module:name"),
+        (("model=nets:Nit", "ranks=2"), "found nothing as 'Nit' in nets"),
+        (("model=nets:BUILT_ON", "ranks=2"), "found list as 'BUILT_ON'"),
+        (("model=nets:batch", "ranks=2"), "returned Tensor; expected a LightningModule"),
+        (("model=nets:raises", "ranks=2"), r"raised RuntimeError: no \[such\] data \(.*nets.py:\d+\)"),
+        (("model=nets:Net", "ranks=2"), "found no batch for nets:Net"),
+        (("model=nets:Net", "batch=nets:raises", "ranks=2"), "nets:raises raised RuntimeError"),
+        (("model=nets:Net", "ranks=2", "model_args={depth: 2}"), "raised TypeError.*depth"),
+        (("model=nets:Frozen", "batch=nets:batch", "ranks=2"), r"self\.count.*nets.py"),
+    ],
+)
+def test_mistakes_are_refused_with_one_text(words, text, refused):
+    assert re.search(text, refused("plan", *words))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "text"),
+    [
+        ("compare", ("planners=[auto,spq]",), "'spq' in planners.*did you mean 'spp'"),
+        ("compare", ("planners=[]",), "expected some of auto"),
+        ("compare", ("planner=auto",), "unknown option 'planner'"),
+        ("simulate", (), "found no plan="),
+        ("simulate", ("plan=none.yaml",), "none.yaml"),
+        ("simulate", ("plan=plan.yaml", "microbatches=2"), "unknown option 'microbatches'"),
+        ("explain", ("plan=plan.yaml", "microbatches=2"), "plan='plan.yaml' and microbatches"),
+        ("explain", ("out=plan.yaml",), "unknown option 'out'"),
+    ],
+)
+def test_every_command_takes_its_own_options_only(command, words, text, refused):
+    assert re.search(text, refused(command, *CHAIN, "ranks=2", *words))
+
+
+def test_a_plan_for_more_micro_batches_than_samples_is_refused(run, refused):
+    run("plan", *ON_TWO, "microbatches=8")
+    assert "has 4 samples, but 8 micro-batches" in refused(
+        "simulate", "profile=chain-pbs-4.txt", "ranks=2", "plan=plan.yaml"
+    )
+
+
+def test_a_file_that_cannot_be_written_is_an_error(here, capsys):
+    assert main(["plan", *ON_TWO, "out=nowhere/plan.yaml"]) == 2
+    assert "cannot write the plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_option_with_its_default(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    told = capsys.readouterr().out
+    assert left.value.code == 0
+    for name, default, _ in meanings(COMMANDS[command][0]):
+        assert re.search(rf"^  {name} +{re.escape(default[:12])}", told, re.MULTILINE), name
+
+
+def test_defaults_are_written_as_one_would_set_them():
+    for name, default, _ in meanings(COMMANDS["compare"][0]):
+        assert isinstance(yaml.safe_load(default), (str, int, float, list, dict, type(None))), name
