@@ -77,20 +77,21 @@ def best(asked: Problem, planner: str) -> Found:
     judge = Judge(asked)
     judged: list[Judged] = []
     for outline in PLANNERS[planner](asked)[:_OUTLINES]:
-        for depths in tried_depths(outline):
+        *deeper, shallowest = tried_depths(outline)
+        for depths in (shallowest, *deeper):
             judged.append(relieve(asked, judge.judge(replace(outline, depths=depths).plan(asked)), judge=judge))
-            if judged[-1].overflow(asked.cluster) <= 0:
-                break
+            if (judged[-1].overflow(asked.cluster) <= 0) == (depths != shallowest):
+                break  # not even the shallowest fits, or the deepest that fits is found
     least = min(judged, key=lambda one: (max(0, one.overflow(asked.cluster)), one.step_s))
     return Found(least, least.overflow(asked.cluster), tuple(shares(asked, least)))
 
 
 def tried_depths(outline: Outline) -> list[tuple[int, ...]]:
-    """Return the depths of an outline, those of 1F1B, and these with fewer and fewer micro-batches in flight."""
+    """Return the depths of an outline, those of 1F1B, and these with fewer and fewer in flight; the deepest first."""
     stages = len(outline.ranks)
     most = [stages // 2**k for k in range(stages.bit_length())]
     lower = (tuple(min(stages - s, limit, outline.microbatches) for s in range(stages)) for limit in most)
-    return list(dict.fromkeys((outline.depths, *lower)))
+    return sorted({outline.depths, *lower}, key=sum, reverse=True)
 
 
 def shares(asked: Problem, judged: Judged) -> Iterator[float]:
