@@ -22,7 +22,7 @@ Legend: s stage, m micro-batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
@@ -104,9 +104,13 @@ def memory_curves(timeline: Timeline, *, program: Program, prices: Prices) -> tu
         for event in timeline.events
         if isinstance(event.instruction, Recv)
     }
+    first = min((event.start for event in timeline.events), default=0.0)
+    events: list[list[Event]] = [[] for _ in program.ranks]
+    for event in timeline.events:
+        events[event.rank].append(event)
     return tuple(
-        _curve(_Rank(rank, timeline, program, prices).uses(arrivals), prices.state_bytes(rank))
-        for rank in range(len(program.ranks))
+        _curve(_Rank(rank, own, program, prices).uses(arrivals, first=first), prices.state_bytes(rank))
+        for rank, own in enumerate(events)
     )
 
 
@@ -140,16 +144,20 @@ def _curve(uses: Iterable[_Use], state_bytes: int) -> MemoryCurve:
 class _Rank:
     """What one rank uses."""
 
-    def __init__(self, rank: int, timeline: Timeline, program: Program, prices: Prices) -> None:
+    def __init__(self, rank: int, events: Sequence[Event], program: Program, prices: Prices) -> None:
         self._rank, self._program, self._prices = rank, program, prices
         self._line = program.ranks[rank]
-        self._events = {event.instruction: event for event in timeline.events if event.rank == rank}
-        self._first = min((event.start for event in timeline.events), default=0.0)
+        self._events = {event.instruction: event for event in events}
         self._last = max((event.end for event in self._events.values()), default=0.0)
 
-    def uses(self, arrivals: Mapping[tuple[int, Message], float]) -> Iterator[_Use]:
-        """Yield every use, with the times at which messages have arrived: (receiver, message) -> time."""
-        now = self._first
+    def uses(self, arrivals: Mapping[tuple[int, Message], float], *, first: float) -> Iterator[_Use]:
+        """Yield every use.
+
+        Args:
+            arrivals: when messages have arrived: (receiver, message) -> time.
+            first: when the timeline begins.
+        """
+        now = first
         done: set[tuple[int, ComputeKind]] = set()
         for instruction in self._line:
             match instruction:
@@ -202,7 +210,10 @@ class _Rank:
 
     def _handed_over(self) -> Iterator[_Use]:
         """Yield what one stage of the rank hands to another, without a message."""
+        held = {s for s, ranks in enumerate(self._program.layout.stages) if self._rank in ranks}
         for edge in self._program.traffic.edges:
+            if not held.issuperset((edge.source, edge.target)):
+                continue
             for microbatch in range(len(self._program.sizes)):
                 samples = self._samples(edge.source, microbatch) & self._samples(edge.target, microbatch)
                 message = Message(edge.direction, edge.source, edge.target, microbatch, samples)
