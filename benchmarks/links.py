@@ -54,7 +54,7 @@ class Planned:
 
 def plan() -> Planned | None:
     """Fit a CNN with one rank on each host; return the plan on rank 0."""
-    strategy = DappleStrategy(cache="off")
+    strategy = DappleStrategy(cache="off", layout="1-1")
     fit("cnn", strategy, batch_size=32, steps=6)
     if strategy.plan is None or strategy.comparison is None:
         return None

@@ -69,10 +69,10 @@ class _Search:
 
     def __init__(self, problem: Problem, positions: Iterable[int]) -> None:
         self._problem = problem
-        fine = {*worthwhile(problem, sliced=True, most=_FINE), *positions}
+        coarse = worthwhile(problem, sliced=True, most=max(_COARSE, 2 * problem.cluster.ranks))
+        fine = {*worthwhile(problem, sliced=True, most=_FINE), *coarse, *positions}
         self._estimator = Estimator(Segments(problem, sorted(fine)))
         self._positions = sorted(fine)
-        coarse = worthwhile(problem, sliced=True, most=max(_COARSE, 2 * problem.cluster.ranks))
         self._coarse = Estimator(Segments(problem, coarse)) if len(coarse) < len(fine) else self._estimator
         self._balancer = Balancer(self._coarse)
         self._values: dict[Outline, Value] = {}

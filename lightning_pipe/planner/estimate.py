@@ -336,7 +336,7 @@ def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[i
     """
     wishes = problem.wishes
     if wishes.microbatches is not None:
-        return [min(wishes.microbatches, problem.samples)]
+        return [wishes.microbatches]
     most = max(1, problem.samples // (wishes.least_samples * replicas))
     wanted = {1, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
     limit = 16 * stages

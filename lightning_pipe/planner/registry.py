@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.planner.auto import Planner, auto
+from lightning_pipe.planner.bapipe import bapipe
 from lightning_pipe.planner.dapple import dapple
+from lightning_pipe.planner.dawnpiper import dawnpiper
 from lightning_pipe.planner.exhaustive import exhaustive
 from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.madpipe import madpipe
+from lightning_pipe.planner.pipedream import pipedream
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.settle import check_fits, settle
+from lightning_pipe.planner.spp import spp
 from lightning_pipe.planner.uniform import uniform
 from lightning_pipe.schedule.options import hint
 
 PLANNERS: dict[str, Planner] = {
     "dapple": dapple,
+    "spp": spp,
+    "madpipe": madpipe,
+    "dawnpiper": dawnpiper,
+    "pipedream": pipedream,
+    "bapipe": bapipe,
     "uniform": uniform,
 }
 PLANNER_NAMES = ("auto", *PLANNERS, "exhaustive")

@@ -23,7 +23,7 @@ NAME = "gpt_tied"
 
 def measured(folder: str) -> dict[str, tuple[float, float]] | None:
     """Fit with measured costs and a report; return predicted and measured figures where there are any."""
-    strategy = DappleStrategy(report=f"{folder}/report", cache=f"{folder}/cache", timeline_steps=4)
+    strategy = DappleStrategy(report=f"{folder}/report", cache=f"{folder}/cache", timeline_steps=4, layout="1-1")
     make_trainer(strategy, max_epochs=2).fit(make_module(NAME), make_loader(NAME))
     found = strategy.comparison
     if found is None:
@@ -86,7 +86,7 @@ def compared(options: dict[str, object]) -> bool:
 def test_a_step_that_sends_more_than_is_predicted_is_not_compared(reported):
     """With exact ties the gradients of the tied embedding travel for every micro-batch."""
     folder, _ = reported
-    options = {"exact_ties": True, "cache": f"{folder}/cache", "microbatches": 2}
+    options = {"exact_ties": True, "cache": f"{folder}/cache", "microbatches": 2, "layout": "1-1"}
     assert World(2).run(compared, options) == [False, False]
 
 
