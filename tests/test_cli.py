@@ -302,6 +302,12 @@ def test_costs_can_be_measured_on_this_machine(run):
     assert "Costs are measured" in told
 
 
+def test_counted_costs_on_real_devices_ask_for_their_speed(run):
+    words = ("explain", "model=nets:Loaded", "cluster=small.yaml", "planner=uniform")
+    assert "set speed=" in run(*words)
+    assert "set speed=" not in run(*words, "speed=20")
+
+
 def test_state_of_the_optimizer_counts_as_memory(here):
     def peak(state: int) -> int:
         words = ["model=nets:Loaded", "ranks=1", f"optimizer_state={state}"]

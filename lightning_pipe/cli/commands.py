@@ -46,7 +46,7 @@ def run_plan(options: PlanOptions, width: int) -> Iterator[str]:
     planned = _planned(options, options.planner)
     yield from _tables(planned.best, planned.problem, width)
     yield _reasons(planned, width)
-    yield f"Planned by {options.planner} in {format_seconds(planned.seconds)}. {_costs(planned.problem)}"
+    yield f"Planned by {options.planner} in {format_seconds(planned.seconds)}. {_costs(planned.problem, options)}"
     if options.out is not None:
         yield _written(options.out, planned.best.plan, options)
     yield from _drawn(options, planned.best, planned.problem)
@@ -57,7 +57,7 @@ def run_compare(options: CompareOptions, width: int) -> Iterator[str]:
     problem = problem_of(options)
     attempts = [_attempt(problem, planner) for planner in dict.fromkeys(options.planners)]
     yield attempts_table(attempts, problem.samples, width=width)
-    yield _costs(problem)
+    yield _costs(problem, options)
 
 
 def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
@@ -67,7 +67,7 @@ def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
     yield from _tables(judged, problem, width)
     if (excess := judged.overflow(problem.cluster)) > 0:
         yield f"The plan does not fit: the fullest rank needs {format_bytes(excess)} more than it has."
-    yield _costs(problem)
+    yield _costs(problem, options)
     yield from _drawn(options, judged, problem)
 
 
@@ -80,7 +80,7 @@ def run_explain(options: ExplainOptions, width: int) -> Iterator[str]:
         planned = _Planned(problem, _given(options.plan, problem), _attempted(problem), 0.0)
     yield stage_table(planned.best, planned.problem, width=width)
     yield _reasons(planned, width)
-    yield _costs(planned.problem)
+    yield _costs(planned.problem, options)
 
 
 def _planned(options: WishedOptions, planner: str) -> _Planned:
@@ -124,9 +124,15 @@ def _reasons(planned: _Planned, width: int) -> str:
     return explain(alternatives(planned.problem, best, planned.others), timeline=timeline, width=width)
 
 
-def _costs(problem: Problem) -> str:
+def _costs(problem: Problem, options: StepOptions) -> str:
     profile = problem.profile
-    return f"Costs are {profile.source} (device: {profile.device}); speeds of the cluster are relative to that device."
+    told = f"Costs are {profile.source} (device: {profile.device}); speeds of the cluster are relative to that device."
+    if profile.source != "counted" or options.cluster is None or options.speed != 1:
+        return told
+    return (
+        f"{told} A nominal device is about as fast as one core of a CPU: set speed= to how many times faster the "
+        "cluster's are, or links look too fast."
+    )
 
 
 def _written(path: str, plan: Plan, options: StepOptions) -> str:
