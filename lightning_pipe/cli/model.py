@@ -71,8 +71,13 @@ def _costs(capture: Capture, samples: int, options: StepOptions, *, ranks: int) 
         return counted(capture.graph)
     counts = (1, ranks, _MOST_PER_RANK * ranks) if config.microbatches is None else (1, config.microbatches)
     sizes = sorted({max(1, samples // count) for count in counts})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return profile_capture(capture, device=device, sizes=sizes, cache=config.cache_dir, progress=True)
+    return profile_capture(capture, device=capture.device, sizes=sizes, cache=config.cache_dir, progress=True)
+
+
+def _device(options: StepOptions) -> torch.device:
+    """Return the device for which the step is captured: the one on which it is measured, if it is."""
+    is_measured_on_gpu = options.costs == "measured" and torch.cuda.is_available()
+    return torch.device("cuda" if is_measured_on_gpu else "cpu")
 
 
 def _captured(module: pl.LightningModule, batch: Any, options: StepOptions) -> tuple[Capture, int]:
@@ -84,6 +89,7 @@ def _captured(module: pl.LightningModule, batch: Any, options: StepOptions) -> t
         structure,
         samples=max(2, samples),  # a symbolic number of samples is traced with two or more
         batch_dim=options.batch_dim,
+        device=_device(options),
     )
     return capture_step(request), samples
 
