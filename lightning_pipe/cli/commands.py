@@ -23,7 +23,7 @@ from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.problem import ANYTHING, Problem
+from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.planner.resolve import check_weights
 from lightning_pipe.report import chrome_trace, explain, plot_memory, plot_timeline
@@ -76,7 +76,7 @@ def run_explain(options: ExplainOptions, width: int) -> Iterator[str]:
     if options.plan is None:
         planned = _planned(options, options.planner)
     else:
-        problem = replace(problem_of(options), wishes=ANYTHING)
+        problem = problem_of(options)
         planned = _Planned(problem, _given(options.plan, problem), _attempted(problem), 0.0)
     yield stage_table(planned.best, planned.problem, width=width)
     yield _reasons(planned, width)

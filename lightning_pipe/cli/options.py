@@ -22,12 +22,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pipe.config import DappleConfig, read_config
+from lightning_pipe.core.published import ADAM_STATE
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planner.problem import Relief, Wishes
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.schedule.options import hint
-
-_ADAM_STATE = 2.0  # two moments in the parameters' own type
 
 
 def _option(default: Any, meaning: str) -> Any:
@@ -50,7 +49,7 @@ class StepOptions:
     profile: str | None = _option(None, "instead of a model: file of a published profile of layers")
     profile_samples: int | None = _option(None, "samples that this file was measured with, if its name does not say it")
     saved_bytes_per_sample: float | None = _option(None, "what layers keep per sample, if this file does not say it")
-    optimizer_state: float = _option(_ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
+    optimizer_state: float = _option(ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
     cluster: str | None = _option(None, "the devices: preset (see docs/clusters.md) or cluster file")
     ranks: int | None = _option(None, "instead of a cluster: so many equal nominal devices")
     speed: float = _option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")

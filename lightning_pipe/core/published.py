@@ -33,7 +33,7 @@ from lightning_pipe.core.published_piper import is_piper, layers_from_piper
 from lightning_pipe.core.published_text import is_graph_text, layers_from_text
 from lightning_pipe.errors import ProfileError
 
-_ADAM_STATE = 2.0  # two moments in the parameters' own type
+ADAM_STATE = 2.0  # two moments in the parameters' own type
 
 
 def load_published(
@@ -41,7 +41,7 @@ def load_published(
     *,
     batch: int | None = None,
     saved_bytes_per_sample: float | None = None,
-    optimizer_state: float = _ADAM_STATE,
+    optimizer_state: float = ADAM_STATE,
 ) -> tuple[Graph, Profile]:
     """Read a published profile of layers.
 
