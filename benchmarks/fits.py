@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import Strategy
 
 from benchmarks.models import MODELS, loader
 from lightning_pipe import DappleStrategy
@@ -19,12 +22,21 @@ def fit(
     model: str, strategy: DappleStrategy, *, batch_size: int, steps: int, callback: pl.Callback | None = None
 ) -> None:
     """Fit a model of `benchmarks.models` for some steps, quietly; on all ranks of the process group together."""
+    torch.manual_seed(0)
+    data = loader(MODELS[model], batch_size=batch_size, batches=steps)
+    torch.manual_seed(0)
+    fit_module(MODELS[model].make(), data, strategy, callback=callback)
+
+
+def fit_module(
+    module: pl.LightningModule, data: Iterable[Any], strategy: Strategy | str, *, callback: pl.Callback | None = None
+) -> None:
+    """Fit a module for an epoch, quietly; on all ranks of the process group together."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_RANK="0")
     for name in ("lightning.pytorch", "lightning_pipe"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -37,4 +49,4 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(MODELS[model].make(), loader(MODELS[model], batch_size=batch_size, batches=steps))
+    trainer.fit(module, data)
