@@ -39,7 +39,7 @@ class Balancer:
         self._rising = np.triu(np.ones((size, size), dtype=bool), k=1)
 
     def cuts(
-        self, ranks: Sequence[tuple[int, ...]], microbatches: int, *, traffic: float = 0.0, deep: bool = True
+        self, ranks: Sequence[tuple[int, ...]], microbatches: int, *, traffic: float = 0.0, deep: bool | None = True
     ) -> tuple[int, ...] | None:
         """Return the graph positions at which stages 1, 2, ... begin; None if memory allows none.
 
@@ -47,27 +47,27 @@ class Balancer:
             ranks: ranks of each stage.
             microbatches: micro-batches per batch.
             traffic: price of messages.
-            deep: whether stages hold as many micro-batches as 1F1B's "pa" needs, or one only.
+            deep: whether stages hold as many micro-batches as 1F1B's "pa" needs, or one; None: ignore memory.
         """
         found = least_largest(self._costs(ranks, microbatches, traffic=traffic, deep=deep))
         return None if found is None else tuple(int(self._segments.bounds[b]) for b in found)
 
     def variants(self, ranks: Sequence[tuple[int, ...]], microbatches: int) -> Iterator[tuple[int, ...]]:
-        """Yield the different cuts for all prices of messages; for less warm-up where there is not enough memory."""
+        """Yield the different cuts for all prices of messages; for as much warm-up as there is memory for."""
         if len(ranks) > self._segments.units:
             return
-        for deep in (True, False):
+        for deep in (True, False, None):
             found = [
                 cuts
                 for traffic in (TRAFFIC_PRICES if len(ranks) > 1 else (0.0,))
                 if (cuts := self.cuts(ranks, microbatches, traffic=traffic, deep=deep)) is not None
             ]
             yield from dict.fromkeys(found)
-            if found or self._estimator.problem.wishes.reliefs:
+            if found:
                 return
 
     def _costs(
-        self, ranks: Sequence[tuple[int, ...]], microbatches: int, *, traffic: float, deep: bool
+        self, ranks: Sequence[tuple[int, ...]], microbatches: int, *, traffic: float, deep: bool | None
     ) -> Iterator[Matrix]:
         """Yield the cost of every stage, for all pairs of bounds."""
         samples = self._estimator.problem.samples / microbatches
@@ -78,7 +78,8 @@ class Balancer:
         for s, group in enumerate(ranks):
             held = min(microbatches, len(ranks) - s) if deep else 1
             cost = self._load_s(group, samples) + messages[s][:, None] + messages[s + 1][None, :]
-            yield np.where(self._rising & self._fits(group, samples, held=held), cost, np.inf)
+            allowed = self._rising if deep is None else self._rising & self._fits(group, samples, held=held)
+            yield np.where(allowed, cost, np.inf)
 
     def _message_s(self, here: tuple[int, ...], there: tuple[int, ...], samples: float) -> NDArray[np.float64]:
         """Return the seconds, there and back, of what crosses at every bound: affine in the bytes, so two suffice."""

@@ -22,9 +22,10 @@ from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, exchange_s
-from lightning_pipe.planner.outline import Outline, never_growing, weights_of
+from lightning_pipe.planner.outline import Outline, falling, never_growing, weights_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
+from lightning_pipe.schedule.lower.transfers import AHEAD
 from lightning_pipe.schedule.one_f_one_b import star_depths
 
 
@@ -66,6 +67,7 @@ class Room:
         spare: what state and workspace alone leave.
         saved: saved per micro-batch.
         arriving: the part of a micro-batch that arrives from other stages.
+        remade: the most that is saved between two neighbouring positions, all of which is there while it is remade.
         swap_bytes_per_s: speed of copies to the host; 0 where there are none.
     """
 
@@ -73,6 +75,7 @@ class Room:
     spare: float
     saved: float
     arriving: float
+    remade: float
     swap_bytes_per_s: float
 
 
@@ -233,7 +236,8 @@ class Estimator:
         if self.problem.wishes.warmup is not None:
             found = [_wished(self.problem.wishes.warmup, found)]
         capped = ([min(depth, microbatches, m) for depth, m in zip(depths, most, strict=True)] for depths in found)
-        yield from dict.fromkeys(never_growing(depths) for depths in capped)
+        lowers = (never_growing, falling) if self.problem.wishes.warmup is None else (never_growing,)
+        yield from dict.fromkeys(lower(depths) for depths in capped for lower in lowers)
 
     def outline(
         self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int
@@ -265,16 +269,19 @@ class Estimator:
         for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
             n = max(share for share, _ in self.slices(a, b, group, samples))
             ends = [max(c.bytes(n)[a], c.bytes(n)[b]) for c in self.segments.crossing.values()]
-            reduced = self.segments.trained_bytes[a, b] if len(group) > 1 else 0.0
+            summed = len(group) > 1 or microbatches > 1  # gradients that are there twice
+            twice = self.segments.trained_bytes[a, b] if summed else 0.0
             own = self.segments.workspace_bytes(a, b, n) + float(self.segments.state_bytes[a, b])
             swaps = (cluster.hosts[cluster.host_of(rank)].swap for rank in group)
             spare = min(cluster.device(rank).memory_bytes for rank in group) - own
+            saved = self.segments.saved_bytes.at(a, b, n)
             found.append(
                 Room(
-                    bytes=spare - max(ends) - float(reduced),
+                    bytes=spare - max(*ends, float(twice) - saved),  # gradients come when one is no longer saved
                     spare=spare,
-                    saved=self.segments.saved_bytes.at(a, b, n),
+                    saved=saved,
                     arriving=float(self.segments.crossing["F"].bytes(n)[a]),
+                    remade=self.segments.largest_saved(a, b, n),
                     swap_bytes_per_s=min(0.0 if swap == NO_SWAP else swap.bytes_per_s for swap in swaps),
                 )
             )
@@ -291,9 +298,10 @@ class Estimator:
         period = max(row.loads())
         for s, (room, depth) in enumerate(zip(rooms, depths, strict=True)):
             missing = depth * room.saved - room.bytes
-            if missing > 0 and "offload" in reliefs and depth > 1:
-                missing -= depth * min(room.saved, room.swap_bytes_per_s * period)
+            if missing > 0 and "offload" in reliefs and depth > AHEAD:
+                missing -= (depth - AHEAD) * min(room.saved, room.swap_bytes_per_s * period)
             if missing > 0 and "recompute" in reliefs:
+                missing += room.remade
                 droppable = depth * max(0.0, room.saved - room.arriving)
                 share = min(1.0, missing / droppable) if droppable else 0.0
                 backward[s] += share * row.forward[s]

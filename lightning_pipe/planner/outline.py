@@ -79,6 +79,15 @@ def warmup_name(depths: Sequence[int]) -> str:
     return ",".join(map(str, depths))
 
 
+def falling(depths: Sequence[int]) -> tuple[int, ...]:
+    """Return depths lowered so that each is less than the one before it, down to one.
+
+    Where two neighbours are equally deep, the first cannot be answered before it has sent all its warm-up forwards, and
+    both wait for each other in turn.
+    """
+    return tuple(max(1, depth) for depth in itertools.accumulate(depths, lambda before, depth: min(depth, before - 1)))
+
+
 def never_growing(depths: Sequence[int]) -> tuple[int, ...]:
     """Return depths lowered so that no stage has more than the one before it, and every one has at least one."""
     return tuple(max(1, depth) for depth in itertools.accumulate(depths, min))

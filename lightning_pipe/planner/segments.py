@@ -215,6 +215,12 @@ class Segments:
             self._held_once(uses, [float(t.fixed_bytes) for t in tensors]),
         )
 
+    def largest_saved(self, a: int, b: int, samples: float) -> float:
+        """Return the most bytes that one unit of a stage saves."""
+        units = np.arange(a, b)
+        saved = self.saved_bytes
+        return float((saved.per_sample[units, units + 1] * samples + saved.fixed[units, units + 1]).max())
+
     def peak_bytes(self, samples: float, held: int) -> Matrix:
         """Return the bytes of every stage with so many micro-batches in flight, without workspace and messages."""
         return self.state_bytes + held * self.saved_bytes.all(samples)

@@ -1,18 +1,20 @@
-"""Which outlines make plans that fit into memory? The simulator says; what nearly fits gets less warm-up.
+"""Which outlines make plans that fit into memory? The simulator says; what nearly fits gets less warm-up, or relief.
 
 Estimates of memory leave things out (`planner.segments`), so an outline that was thought to fit may not. Then the
-stages that are too full keep fewer micro-batches at once; depths never grow along the stages.
+stages that are too full, and those behind them, keep fewer micro-batches at once; where that is allowed, saved tensors
+are recomputed or offloaded instead (`planner.activations`), at the outline's own warm-up and at less of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.activations import relieve
 from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.outline import Outline, never_growing
+from lightning_pipe.planner.outline import Outline, falling
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.units import format_bytes
 
@@ -35,15 +37,26 @@ def settle(problem: Problem, outlines: Iterable[Outline], *, judge: Judge) -> li
 
 
 def fitted(problem: Problem, outline: Outline, *, judge: Judge) -> Judged:
-    """Judge an outline; while it exceeds memory, lower the depths of the stages that do."""
-    judged = judge.judge(outline.plan(problem))
+    """Judge an outline, or what fits into memory of it; if nothing does, what exceeds memory least."""
+    tried = [judge.judge(outline.plan(problem))]
+    if tried[0].overflow(problem.cluster) > 0 and problem.wishes.warmup is None and problem.wishes.schedule != "gpipe":
+        tried += _shallower(problem, outline, tried[0], judge=judge)
+    if tried[0].overflow(problem.cluster) > 0 and problem.wishes.reliefs:
+        tried += [relieve(problem, one, judge=judge) for one in tried]
+    return min(tried, key=lambda one: (max(0, one.overflow(problem.cluster)), one.step_s))
+
+
+def _shallower(problem: Problem, outline: Outline, judged: Judged, *, judge: Judge) -> Iterator[Judged]:
+    """Yield the outline with less and less warm-up, until it fits."""
     for _ in range(_TRIES):
         depths = _lowered(problem, outline, judged)
-        if depths == outline.depths or problem.wishes.schedule not in (None, "1f1b"):
-            break
+        if depths == outline.depths:
+            return
         outline = replace(outline, depths=depths)
         judged = judge.judge(outline.plan(problem))
-    return judged
+        yield judged
+        if judged.overflow(problem.cluster) <= 0:
+            return
 
 
 def _lowered(problem: Problem, outline: Outline, judged: Judged) -> tuple[int, ...]:
@@ -56,7 +69,7 @@ def _lowered(problem: Problem, outline: Outline, judged: Judged) -> tuple[int, .
         saved = judged.prices.saved_bytes(s, share)
         fewer = math.ceil(excess / saved) if excess > 0 and saved else 0
         depths.append(max(1, min(depth, outline.microbatches) - fewer))
-    return never_growing(depths)
+    return falling(depths) if tuple(depths) != outline.depths else outline.depths
 
 
 def check_fits(problem: Problem, judged: Sequence[Judged]) -> None:
