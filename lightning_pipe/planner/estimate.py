@@ -268,17 +268,17 @@ class Estimator:
         found = []
         for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
             n = max(share for share, _ in self.slices(a, b, group, samples))
-            ends = [max(c.bytes(n)[a], c.bytes(n)[b]) for c in self.segments.crossing.values()]
+            ends = [float(max(c.bytes(n)[a], c.bytes(n)[b])) for c in self.segments.crossing.values()]
             summed = len(group) > 1 or microbatches > 1  # gradients that are there twice
-            twice = self.segments.trained_bytes[a, b] if summed else 0.0
-            own = self.segments.workspace_bytes(a, b, n) + float(self.segments.state_bytes[a, b])
+            twice = float(self.segments.trained_bytes[a, b]) if summed else 0.0
+            workspace = self.segments.workspace_bytes(a, b, n)
             swaps = (cluster.hosts[cluster.host_of(rank)].swap for rank in group)
-            spare = min(cluster.device(rank).memory_bytes for rank in group) - own
+            spare = min(cluster.device(rank).memory_bytes for rank in group) - float(self.segments.state_bytes[a, b])
             saved = self.segments.saved_bytes.at(a, b, n)
             found.append(
                 Room(
-                    bytes=spare - max(*ends, float(twice) - saved),  # gradients come when one is no longer saved
-                    spare=spare,
+                    bytes=spare - max(workspace + max(ends), twice - saved),  # these come when one is no longer saved
+                    spare=spare - workspace,
                     saved=saved,
                     arriving=float(self.segments.crossing["F"].bytes(n)[a]),
                     remade=self.segments.largest_saved(a, b, n),

@@ -62,21 +62,21 @@ def test_replicated_stages_are_estimated_well_enough_to_be_ranked(ranks):
 
 
 def test_memory_lowers_depths():
-    problem = chain(1)
+    problem = chain(2)
     estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
-    layout = ((6,), ((0, 1), (2, 3)), 8)
+    layout = ((7,), ((0, 1), (2, 3)), 8)
     free, _, excess = estimator.outline(*layout)
     assert (free.depths[0] > 1, excess < 0) == (True, True)
     room = estimator.rooms(*layout)[0]
     need = (1 << 40) - room.bytes + 1.5 * room.saved
-    tight = Problem(problem.graph, problem.profile, cluster(4, memory=int(need)), 16)
+    tight = Problem(problem.graph, problem.profile, cluster(4, memory=round(need)), 16)
     bound, _, excess = Estimator(Segments(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
     assert (bound.depths, excess <= 0) == ((1, 1), True)
 
 
 def test_recompute_keeps_depths_for_time():
-    problem = chain(1)
-    layout = ((6,), ((0, 1), (2, 3)), 8)
+    problem = chain(2)
+    layout = ((7,), ((0, 1), (2, 3)), 8)
     estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
     _, free_s, _ = estimator.outline(*layout)
     room = estimator.rooms(*layout)[0]
