@@ -7,7 +7,9 @@ first start to the last end over all ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_pipe.core.program import Compute, Instruction
 
@@ -42,7 +44,15 @@ class Timeline:
 
     def computes(self, rank: int) -> tuple[Event, ...]:
         """List the compute events of a rank."""
-        return tuple(e for e in self.events if e.rank == rank and isinstance(e.instruction, Compute))
+        return self._computes.get(rank, ())
+
+    @cached_property
+    def _computes(self) -> dict[int, tuple[Event, ...]]:
+        computes: dict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            if isinstance(event.instruction, Compute):
+                computes[event.rank].append(event)
+        return {rank: tuple(events) for rank, events in computes.items()}
 
     def span(self, rank: int) -> float:
         """Return the seconds from the start of a rank's first compute to the end of its last."""

@@ -128,25 +128,24 @@ class Dataflow:
     def _exchange(self, source: int, target: int, microbatch: int) -> tuple[Peers, Peers]:
         """Return who sends which samples to whom between two stages: by sender, and by receiver."""
         senders, receivers = self._layout.stages[source], self._layout.stages[target]
-        turn = microbatch % math.lcm(len(senders), len(receivers))  # whole micro-batches go round the replicas
+        takes_turns = source in self._layout.whole or target in self._layout.whole  # with whole micro-batches
+        turn = microbatch % math.lcm(len(senders), len(receivers)) if takes_turns else 0
         size = self._sizes[microbatch]
         key = (source, target, turn, size)
         if key not in self._exchanges:
+            made = [self._layout.samples(source, i, turn, size) for i in range(len(senders))]
+            taken = [self._layout.samples(target, j, turn, size) for j in range(len(receivers))]
             pairs = [
-                (sender, receiver, overlap)
-                for i, sender in enumerate(senders)
-                for j, receiver in enumerate(receivers)
-                if (overlap := self._overlap((source, i), (target, j), turn, size))
+                (sender, receiver, ours & theirs)
+                for sender, ours in zip(senders, made, strict=True)
+                for receiver, theirs in zip(receivers, taken, strict=True)
+                if ours.start < theirs.stop and theirs.start < ours.stop  # for most pairs they are far apart
             ]
             self._exchanges[key] = (
-                _grouped((sender, receiver, samples) for sender, receiver, samples in pairs),
-                _grouped((receiver, sender, samples) for sender, receiver, samples in pairs),
+                _grouped((sender, receiver, samples) for sender, receiver, samples in pairs if samples),
+                _grouped((receiver, sender, samples) for sender, receiver, samples in pairs if samples),
             )
         return self._exchanges[key]
-
-    def _overlap(self, producer: tuple[int, int], consumer: tuple[int, int], microbatch: int, size: int) -> Samples:
-        made = self._layout.samples(*producer, microbatch, size)
-        return made & self._layout.samples(*consumer, microbatch, size)
 
 
 def _grouped(triples: Iterable[tuple[int, int, Samples]]) -> Peers:

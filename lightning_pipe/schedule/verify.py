@@ -59,14 +59,24 @@ def verify(program: Program) -> VerifiedProgram:
         ProgramError: naming rank, position, instruction and the law that is broken.
     """
     check_frame(program)
-    flow = Dataflow.of(program)
+    flow, shared = Dataflow.of(program), _shared_buckets(program)
     for rank in range(len(program.ranks)):
-        _RankCheck(program, flow, rank).run()
+        _RankCheck(program, flow, shared.get(rank, frozenset()), rank).run()
     _check_channels(program)
     check_progress(program)
     return VerifiedProgram(
         program.ranks, program.sizes, program.layout, program.traffic, program.training, program.synchronise
     )
+
+
+def _shared_buckets(program: Program) -> dict[int, frozenset[int]]:
+    """Return by rank the buckets that it shares with others."""
+    shared: dict[int, set[int]] = defaultdict(set)
+    for number, bucket in enumerate(program.traffic.buckets):
+        sharers = holders(bucket, layout=program.layout)
+        for rank in sharers if len(sharers) > 1 else ():
+            shared[rank].add(number)
+    return {rank: frozenset(numbers) for rank, numbers in shared.items()}
 
 
 @dataclass
@@ -86,18 +96,18 @@ class _Demand:
 class _RankCheck:
     """Walk the list of one rank and check the rank-local laws."""
 
-    def __init__(self, program: Program, flow: Dataflow, rank: int) -> None:
+    def __init__(self, program: Program, flow: Dataflow, shared: frozenset[int], rank: int) -> None:
         self._program = program
         self._flow = flow
         self._rank = rank
         self._line = program.ranks[rank]
         self._position = 0
-        self._demand = self._demanded()
+        self._demand = self._demanded(shared)
         self._sendable: set[Send] = set()
         self._last_bucket = -1
         self._open_gradients = defaultdict(int, self._count_weight_gradients())
 
-    def _demanded(self) -> _Demand:
+    def _demanded(self, shared: frozenset[int]) -> _Demand:
         program, demand = self._program, _Demand()
         kinds: tuple[ComputeKind, ...] = ("F", "I", "W") if program.training else ("F",)
         held = [s for s, ranks in enumerate(program.layout.stages) if self._rank in ranks]
@@ -117,13 +127,8 @@ class _RankCheck:
                 demand.loads.update(needs.loads)
                 demand.receives.update(needs.receives)
         if program.training and program.synchronise:
-            demand.reductions = self._shared_buckets()
+            demand.reductions = set(shared)
         return demand
-
-    def _shared_buckets(self) -> set[int]:
-        buckets = enumerate(self._program.traffic.buckets)
-        sharers = {number: holders(bucket, layout=self._program.layout) for number, bucket in buckets}
-        return {number for number, ranks in sharers.items() if self._rank in ranks and len(ranks) > 1}
 
     def _count_weight_gradients(self) -> dict[int, int]:
         counts: dict[int, int] = defaultdict(int)

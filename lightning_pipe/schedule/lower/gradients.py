@@ -8,7 +8,9 @@ after everything else it does.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_pipe.core.program import Compute, Instruction, Program, Reduce
 from lightning_pipe.schedule.rules import holders
@@ -21,21 +23,30 @@ def add_reductions(program: Program) -> Program:
     """
     if not (program.training and program.synchronise):
         return program
-    ranks = tuple(_with_reductions(line, rank, program) for rank, line in enumerate(program.ranks))
+    shared = [_Shared(n, b.stages, holders(b, layout=program.layout)) for n, b in enumerate(program.traffic.buckets)]
+    shared = [bucket for bucket in shared if len(bucket.ranks) > 1]
+    ranks = tuple(_with_reductions(line, rank, shared) for rank, line in enumerate(program.ranks))
     return replace(program, ranks=ranks)
 
 
-def _with_reductions(line: tuple[Instruction, ...], rank: int, program: Program) -> tuple[Instruction, ...]:
+class _Shared(NamedTuple):
+    """A bucket that several ranks hold."""
+
+    number: int
+    stages: tuple[int, ...]
+    ranks: frozenset[int]
+
+
+def _with_reductions(line: tuple[Instruction, ...], rank: int, shared: Sequence[_Shared]) -> tuple[Instruction, ...]:
     last = _last_weight_gradients(line)
     after: dict[int, list[Instruction]] = defaultdict(list)
     position = 0
-    for number, bucket in enumerate(program.traffic.buckets):
-        sharers = holders(bucket, layout=program.layout)
-        if rank not in sharers or len(sharers) == 1:
+    for bucket in shared:
+        if rank not in bucket.ranks:
             continue
         own = max((last[stage] for stage in bucket.stages if stage in last), default=len(line) - 1)
         position = max(position, own)
-        after[position].append(Reduce(number))
+        after[position].append(Reduce(bucket.number))
     if not line:
         return tuple(after[0])
     return tuple(out for i, instruction in enumerate(line) for out in (instruction, *after.get(i, ())))
