@@ -16,8 +16,10 @@ speed in every operation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -166,8 +168,9 @@ class PlanPrices:
 
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
         """Return the seconds that a message occupies its channel while the others of its exchange are under way."""
-        replicas = len(self.layout.stages[message.source]) * len(self.layout.stages[message.target])
-        key = (message.source, message.target, message.microbatch % replicas)
+        ends = (message.source, message.target)
+        turns = math.lcm(*(len(self.layout.stages[s]) for s in ends)) if self.layout.whole.intersection(ends) else 1
+        key = (*ends, message.microbatch % turns)
         if key not in self._flows:
             self._flows[key] = flows(self._cluster, exchange_pairs(self.layout, *key))
         out, into = self._flows[key].get((sender, receiver), (1, 1))
@@ -180,9 +183,9 @@ class PlanPrices:
         return self._profile.post_s + self._profile.post_s_per_byte * self.message_bytes(message)
 
     def reduce_s(self, bucket: int, program: Program) -> float:
-        """Return the seconds of the all-reduce of a bucket over all ranks that hold one of its stages."""
+        """Return the seconds of the all-reduce of a bucket over all ranks of the layout that hold one of its stages."""
         found = program.traffic.buckets[bucket]
-        ranks = sorted({rank for stage in found.stages for rank in program.layout.stages[stage]})
+        ranks = sorted({rank for stage in found.stages for rank in self.layout.stages[stage]})
         return all_reduce_s(self._cluster, ranks, count=found.bytes)
 
     def step_s(self, rank: int) -> float:
@@ -247,5 +250,8 @@ class PlanPrices:
         held = dict.fromkeys(name for work in own for name in work.parameters)
         if not trained:
             return list(held)
-        differentiated = {name for work in self.works for _, name in work.gradients}
-        return [name for name in held if name in differentiated]
+        return [name for name in held if name in self._differentiated]
+
+    @cached_property
+    def _differentiated(self) -> frozenset[str]:
+        return frozenset(name for work in self.works for _, name in work.gradients)

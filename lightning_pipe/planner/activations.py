@@ -114,9 +114,9 @@ class _Relieving:
 
     def _search(self, judged: Judged, stage: int, excess: int) -> _Search:
         """Return the search of one stage; its fullest rank decides."""
-        rank = max(judged.plan.stages[stage].ranks, key=lambda r: self._over(judged, r))
-        sharing = enumerate(judged.program.sizes)
-        replica = judged.plan.stages[stage].ranks.index(rank)
+        ranks = judged.program.layout.stages[stage]
+        rank = max(ranks, key=lambda r: self._over(judged, r))
+        sharing, replica = enumerate(judged.program.sizes), ranks.index(rank)
         samples = max(len(judged.program.layout.samples(stage, replica, m, size)) for m, size in sharing)
         terms, moments = self._terms(judged, stage, rank, samples)
         pricer = self._judge.pricer
@@ -129,7 +129,7 @@ class _Relieving:
 
     def _terms(self, judged: Judged, stage: int, rank: int, samples: int) -> tuple[Terms, _Moments]:
         """Return what giving up costs a stage, with as much offloaded for free as makes most room."""
-        cluster, ranks = self._problem.cluster, judged.plan.stages[stage].ranks
+        cluster, ranks = self._problem.cluster, judged.program.layout.stages[stage]
         reliefs = self._problem.wishes.reliefs
         link = min((cluster.hosts[cluster.host_of(r)].swap for r in ranks), key=lambda swap: -swap.latency_s)
         if link == NO_SWAP or "offload" not in reliefs:

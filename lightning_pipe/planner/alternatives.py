@@ -7,6 +7,7 @@ be hidden behind the backward is taken off. Left out: that sums slow computes do
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -52,12 +53,13 @@ def _alternative(name: str, kind: Kind, judged: Judged, cluster: Cluster) -> Alt
 
 def _bytes_sent(judged: Judged) -> int:
     """Return the bytes that all ranks send; a ring of n ranks sends 2(n-1) times what it sums."""
-    program, prices = judged.program, judged.prices
-    instructions = [instruction for line in program.ranks for instruction in line]
-    messages = sum(prices.message_bytes(i.message) for i in instructions if isinstance(i, Send))
-    posted = [i.bucket for i in instructions if isinstance(i, Reduce)]
-    sums = sum(2 * (posted.count(b) - 1) * program.traffic.buckets[b].bytes for b in set(posted))
-    return messages + sums
+    program, prices, alike = judged.program, judged.prices, Counter(judged.representatives)
+    messages, posted = 0, Counter[int]()
+    for rank, line in enumerate(program.ranks):
+        sent = sum(prices.message_bytes(i.message) for i in line if isinstance(i, Send))
+        messages += alike[rank] * sent
+        posted.update({i.bucket: alike[rank] for i in line if isinstance(i, Reduce)})
+    return messages + sum(2 * (ranks - 1) * program.traffic.buckets[b].bytes for b, ranks in posted.items())
 
 
 def _one_device(problem: Problem) -> Iterator[Alternative]:
@@ -89,7 +91,7 @@ def _data_parallel(problem: Problem) -> Iterator[Alternative]:
 
 def _hidden_s(judged: Judged) -> float:
     """Return the seconds of the sums that DDP hides: at most the backward, and never the last bucket."""
-    events = [event for event in judged.timeline.events if event.rank == 0]
+    events = [event for event in judged.timeline.events if event.rank == judged.representatives[0]]
     sums_s = sum(e.end - e.start for e in events if isinstance(e.instruction, Reduce))
     backward_s = sum(
         e.end - e.start for e in events if isinstance(e.instruction, Compute) and e.instruction.kind != "F"

@@ -4,12 +4,14 @@
     judged.step_s, judged.bubble, judged.peak_bytes, judged.overflow()
 
 Nothing is judged that has not been verified. Costs of a cut are worked out once and shared by all plans that cut alike
-and relieve their stages alike (`Judge`).
+and relieve their stages alike (`Judge`). Of long programs with many equal replicas only two groups of these are lowered
+and simulated (`planner.fold`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
@@ -19,6 +21,7 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import Reliefs
 from lightning_pipe.cost.prices import PlanPrices, Pricer
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.fold import Fold, fold, instructions, whole
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.resolve import resolve, resolve_reliefs
 from lightning_pipe.schedule.forward_only import forward_only
@@ -26,6 +29,8 @@ from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
+
+_WHOLE = 100_000  # instructions up to which a program is judged with all its ranks
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,11 @@ class Judged:
     Attributes:
         plan: the plan.
         cuts: positions at which its stages 1, 2, ... begin.
-        program: the program of one batch.
+        program: the program of one batch, of the ranks that represent others or themselves.
         prices: its prices.
-        timeline: predicted times.
-        curves: predicted memory of every rank.
+        timeline: predicted times of these ranks.
+        curves: predicted memory of every rank of the plan.
+        representatives: for every rank of the plan, the rank of the program that does the same at the same time.
     """
 
     plan: Plan
@@ -47,22 +53,25 @@ class Judged:
     prices: Prices
     timeline: Timeline
     curves: tuple[MemoryCurve, ...]
+    representatives: tuple[int, ...]
 
     @property
     def step_s(self) -> float:
         """Return the predicted seconds of a batch, optimizer step included."""
         return self.timeline.makespan
 
-    @property
+    @cached_property
     def bubble(self) -> float:
         """Return the mean bubble of the ranks."""
-        ranks = self.timeline.ranks
-        return sum(self.timeline.bubble(rank) for rank in ranks) / len(ranks)
+        bubbles = {rank: self.timeline.bubble(rank) for rank in self.timeline.ranks}
+        found = [bubbles[rank] for rank in self.representatives if rank in bubbles]
+        return sum(found) / len(found)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """Return the predicted peak of every rank."""
-        return tuple(curve.peak_total_bytes for curve in self.curves)
+        peaks = {rank: self.curves[rank].peak_total_bytes for rank in set(self.representatives)}
+        return tuple(peaks[rank] for rank in self.representatives)
 
     def overflow(self, cluster: Cluster) -> int:
         """Return by how many bytes the fullest rank exceeds its memory; 0 or less if the plan fits."""
@@ -84,34 +93,53 @@ class Judge:
         self.pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
         self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...]], PlanPrices] = {}
 
-    def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None) -> Judged:
+    def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None, *, folds: bool = True) -> Judged:
         """Lower, verify, price and simulate a plan.
 
         Args:
             plan: the plan.
             sizes: samples of the micro-batches; by default the batch in equal parts.
+            folds: whether few ranks may represent all in a long program.
 
         Raises:
             PlanError: if the plan does not fit graph or ranks, or offloads where nothing can be copied to a host.
         """
-        problem = self._problem
-        cuts = resolve(plan, problem.graph, ranks=problem.cluster.ranks)
+        cuts = resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks)
         prices = self._priced(plan, cuts)
-        sizes = sizes or microbatch_sizes(problem.samples, plan.microbatches)
-        order = _order(plan, len(sizes), training=problem.training)
-        program = verify(
-            lower(
-                order,
-                layout=plan.layout,
-                sizes=sizes,
-                traffic=prices.traffic,
-                training=problem.training,
-                synchronise=problem.training,
-            )
+        sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
+        is_long = instructions(prices.layout, sizes) > _WHOLE
+        part = (
+            fold(sizes, prices=prices, cluster=self._problem.cluster)
+            if folds and is_long
+            else whole(prices.layout, sizes)
         )
+        program = self._program(plan, part, prices)
         timeline = simulate(program, prices)
         curves = memory_curves(timeline, program=program, prices=prices)
-        return Judged(plan, cuts, program, prices, timeline, curves)
+        used = frozenset(part.representatives)
+        return Judged(
+            plan,
+            cuts,
+            program,
+            prices,
+            Timeline(tuple(event for event in timeline.events if event.rank in used)),
+            tuple(curves[rank] for rank in part.representatives),
+            part.representatives,
+        )
+
+    def _program(self, plan: Plan, part: Fold, prices: PlanPrices) -> VerifiedProgram:
+        training = self._problem.training
+        order = _order(plan, part, training=training)
+        return verify(
+            lower(
+                order,
+                layout=part.layout,
+                sizes=part.sizes,
+                traffic=prices.traffic,
+                training=training,
+                synchronise=training,
+            )
+        )
 
     def _priced(self, plan: Plan, cuts: tuple[int, ...]) -> PlanPrices:
         reliefs = resolve_reliefs(plan, self._problem.graph, self.pricer.works(cuts))
@@ -135,12 +163,12 @@ def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:
                 )
 
 
-def _order(plan: Plan, count: int, *, training: bool) -> Order:
+def _order(plan: Plan, part: Fold, *, training: bool) -> Order:
     if not training:
-        return forward_only(plan.layout, count)
-    return order_of(plan.schedule, layout=plan.layout, microbatches=count, options=plan.options)
+        return forward_only(part.layout, len(part.sizes))
+    return order_of(plan.schedule, layout=part.layout, microbatches=len(part.sizes), options=plan.options)
 
 
 def judge(plan: Plan, problem: Problem) -> Judged:
-    """Judge one plan; see `Judge`."""
-    return Judge(problem).judge(plan)
+    """Judge one plan with all its ranks, as for running or drawing it; see `Judge`."""
+    return Judge(problem).judge(plan, folds=False)
