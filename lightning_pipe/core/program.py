@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 Pass = Literal["F", "B"]
@@ -198,9 +199,16 @@ class Layout:
         """Return the samples of a micro-batch of `size` samples that one replica of a stage computes (maybe none)."""
         if stage in self.whole:
             return Samples(0, size) if microbatch % len(self.stages[stage]) == replica else Samples(0, 0)
-        shares = self.shares(stage)
-        before, total = sum(shares[:replica]), sum(shares)
-        return Samples(before * size // total, (before + shares[replica]) * size // total)
+        key = (stage, replica, size)
+        if key not in self._slices:
+            shares = self.shares(stage)
+            before, total = sum(shares[:replica]), sum(shares)
+            self._slices[key] = Samples(before * size // total, (before + shares[replica]) * size // total)
+        return self._slices[key]
+
+    @cached_property
+    def _slices(self) -> dict[tuple[int, int, int], Samples]:
+        return {}
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,7 @@ class PlanPrices:
         }
         self._compute_s: dict[tuple[int, ComputeKind, int], float] = {}
         self._workspace: dict[tuple[int, ComputeKind, int], int] = {}
+        self._transfer_s: dict[tuple[tuple[int, int, int], int, int, int], float] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
 
     def _halves(self, work: StageWork) -> list[tuple[ComputeKind, NDArray[np.float64]]]:
@@ -170,11 +171,17 @@ class PlanPrices:
         """Return the seconds that a message occupies its channel while the others of its exchange are under way."""
         ends = (message.source, message.target)
         turns = math.lcm(*(len(self.layout.stages[s]) for s in ends)) if self.layout.whole.intersection(ends) else 1
-        key = (*ends, message.microbatch % turns)
-        if key not in self._flows:
-            self._flows[key] = flows(self._cluster, exchange_pairs(self.layout, *key))
-        out, into = self._flows[key].get((sender, receiver), (1, 1))
-        moving_s = flow_s(self._cluster, sender, receiver, count=self.message_bytes(message), out=out, into=into)
+        exchange = (*ends, message.microbatch % turns)
+        key = (exchange, sender, receiver, self.message_bytes(message))
+        if key not in self._transfer_s:
+            self._transfer_s[key] = self._moving_s(*key)
+        return self._transfer_s[key]
+
+    def _moving_s(self, exchange: tuple[int, int, int], sender: int, receiver: int, count: int) -> float:
+        if exchange not in self._flows:
+            self._flows[exchange] = flows(self._cluster, exchange_pairs(self.layout, *exchange))
+        out, into = self._flows[exchange].get((sender, receiver), (1, 1))
+        moving_s = flow_s(self._cluster, sender, receiver, count=count, out=out, into=into)
         handing_s = self._profile.message_s - self._cluster.link(sender, receiver).latency_s
         return moving_s + max(0.0, handing_s)
 

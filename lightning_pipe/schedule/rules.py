@@ -69,6 +69,7 @@ class Dataflow:
         self._replica = {(s, r): i for s, ranks in enumerate(layout.stages) for i, r in enumerate(ranks)}
         self._sources: dict[tuple[Pass, int], list[int]] = defaultdict(list)
         self._targets: dict[tuple[Pass, int], list[int]] = defaultdict(list)
+        self._turns = {(edge.source, edge.target): _turns(layout, edge.source, edge.target) for edge in traffic.edges}
         for edge in traffic.edges:
             self._sources[edge.direction, edge.target].append(edge.source)
             self._targets[edge.direction, edge.source].append(edge.target)
@@ -91,26 +92,35 @@ class Dataflow:
         stage, microbatch = compute.stage, compute.microbatch
         match compute.kind:
             case "F":
-                loads = (Load(stage, microbatch),) if stage in self._loads else ()
-                return self._with_inputs(Needs(loads, (), ()), compute, rank)
+                return self._with_inputs("F", compute, rank, loads=self.loads(compute))
             case "I" | "B":
-                return self._with_inputs(Needs((), (Compute(stage, "F", microbatch),), ()), compute, rank)
+                return self._with_inputs("B", compute, rank, computes=(Compute(stage, "F", microbatch),))
             case "W":
                 return Needs((), (Compute(stage, "I", microbatch),), ())
 
-    def _with_inputs(self, own: Needs, compute: Compute, rank: int) -> Needs:
-        direction = compute.direction
-        assert direction is not None, "W receives nothing"
-        handed, receives = list(own.computes), []
-        for source in self._sources.get((direction, compute.stage), ()):
-            _, incoming = self._exchange(source, compute.stage, compute.microbatch)
+    def loads(self, compute: Compute) -> tuple[Load, ...]:
+        """Return the load that a compute needs, if it needs one."""
+        is_loaded = compute.kind == "F" and compute.stage in self._loads
+        return (Load(compute.stage, compute.microbatch),) if is_loaded else ()
+
+    def _with_inputs(
+        self,
+        direction: Pass,
+        compute: Compute,
+        rank: int,
+        *,
+        loads: tuple[Load, ...] = (),
+        computes: tuple[Compute, ...] = (),
+    ) -> Needs:
+        stage, microbatch, receives = compute.stage, compute.microbatch, []
+        for source in self._sources.get((direction, stage), ()):
+            _, incoming = self._exchange(source, stage, microbatch)
             for sender, samples in incoming.get(rank, ()):
                 if sender == rank:
-                    handed.append(Compute(source, PRODUCER[direction], compute.microbatch))
-                    continue
-                message = Message(direction, source, compute.stage, compute.microbatch, samples)
-                receives.append(Recv(message, sender))
-        return Needs(own.loads, tuple(handed), tuple(receives))
+                    computes = (*computes, Compute(source, PRODUCER[direction], microbatch))
+                else:
+                    receives.append(Recv(Message(direction, source, stage, microbatch, samples), sender))
+        return Needs(loads, computes, tuple(receives))
 
     def gives(self, compute: Compute, *, rank: int) -> tuple[Send, ...]:
         """Return the sends that carry what a compute makes to the ranks that need it."""
@@ -127,12 +137,11 @@ class Dataflow:
 
     def _exchange(self, source: int, target: int, microbatch: int) -> tuple[Peers, Peers]:
         """Return who sends which samples to whom between two stages: by sender, and by receiver."""
-        senders, receivers = self._layout.stages[source], self._layout.stages[target]
-        takes_turns = source in self._layout.whole or target in self._layout.whole  # with whole micro-batches
-        turn = microbatch % math.lcm(len(senders), len(receivers)) if takes_turns else 0
         size = self._sizes[microbatch]
+        turn = microbatch % self._turns[source, target]
         key = (source, target, turn, size)
         if key not in self._exchanges:
+            senders, receivers = self._layout.stages[source], self._layout.stages[target]
             made = [self._layout.samples(source, i, turn, size) for i in range(len(senders))]
             taken = [self._layout.samples(target, j, turn, size) for j in range(len(receivers))]
             pairs = [
@@ -146,6 +155,13 @@ class Dataflow:
                 _grouped((receiver, sender, samples) for sender, receiver, samples in pairs if samples),
             )
         return self._exchanges[key]
+
+
+def _turns(layout: Layout, source: int, target: int) -> int:
+    """Return after how many micro-batches an exchange is the same again: whole ones go round the replicas."""
+    if layout.whole.isdisjoint((source, target)):
+        return 1
+    return math.lcm(len(layout.stages[source]), len(layout.stages[target]))
 
 
 def _grouped(triples: Iterable[tuple[int, int, Samples]]) -> Peers:

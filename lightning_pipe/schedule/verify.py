@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from typing_extensions import assert_never
 
@@ -46,7 +46,9 @@ from lightning_pipe.core.program import (
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.deadlock import check_progress
 from lightning_pipe.schedule.frame import check_frame
-from lightning_pipe.schedule.rules import Dataflow, halves, holders
+from lightning_pipe.schedule.rules import Dataflow, Needs, halves, holders
+
+T = TypeVar("T")
 
 
 def verify(program: Program) -> VerifiedProgram:
@@ -84,6 +86,7 @@ class _Demand:
     """What the laws demand of one rank; fulfilled demands are removed."""
 
     computes: set[Compute] = field(default_factory=set)  # with B as I and W
+    needs: dict[Compute, Needs] = field(default_factory=dict)  # of these
     loads: set[Load] = field(default_factory=set)
     receives: set[Recv] = field(default_factory=set)
     evicts: set[Evict] = field(default_factory=set)
@@ -123,7 +126,7 @@ class _RankCheck:
                 demand.evicts.add(Evict(s, m))
                 demand.fetches.add(Fetch(s, m))
             for compute in computes:
-                needs = self._flow.needs(compute, rank=self._rank)
+                needs = demand.needs[compute] = self._flow.needs(compute, rank=self._rank)
                 demand.loads.update(needs.loads)
                 demand.receives.update(needs.receives)
         if program.training and program.synchronise:
@@ -167,7 +170,7 @@ class _RankCheck:
         parts = tuple(halves(compute))
         if not left.issuperset(parts):
             self._refuse("once", self._why_not(compute))
-        needs = self._flow.needs(compute, rank=self._rank)
+        needs = self._demand.needs[parts[0]]
         for load in needs.loads:
             if load in self._demand.loads:
                 self._refuse("inputs", f"it needs {load} before it")
@@ -177,9 +180,10 @@ class _RankCheck:
         for earlier in needs.computes:
             if earlier in left:
                 self._refuse("inputs", f"it needs {earlier} before it on this rank")
-        fetch = Fetch(compute.stage, compute.microbatch)
-        if compute.direction == "B" and fetch in self._demand.fetches:
-            self._refuse("offload", f"it needs {fetch} before it")
+        if self._demand.fetches and compute.direction == "B":
+            fetch = Fetch(compute.stage, compute.microbatch)
+            if fetch in self._demand.fetches:
+                self._refuse("offload", f"it needs {fetch} before it")
         left.difference_update(parts)
         sends = self._flow.gives(compute, rank=self._rank)
         self._sendable.update(sends)
@@ -196,20 +200,17 @@ class _RankCheck:
         return "it (or a part of it) has run before"
 
     def _load(self, load: Load) -> None:
-        if load not in self._demand.loads:
+        if not _taken(self._demand.loads, load):
             self._refuse("once", "it is loaded twice, or this rank loads no such samples")
-        self._demand.loads.remove(load)
 
     def _send(self, send: Send) -> None:
-        if send not in self._sendable:
+        if not _taken(self._sendable, send):
             self._refuse("messages", "it is sent twice, before its compute, or nobody needs it")
-        self._sendable.remove(send)
         self._demand.open_work[send.message.source, send.message.microbatch] -= 1
 
     def _receive(self, receive: Recv) -> None:
-        if receive not in self._demand.receives:
+        if not _taken(self._demand.receives, receive):
             self._refuse("messages", "it is received twice, or no compute of this rank needs it")
-        self._demand.receives.remove(receive)
 
     def _reduce(self, reduce: Reduce) -> None:
         if reduce.bucket not in self._demand.reductions:
@@ -275,6 +276,13 @@ class _RankCheck:
     def _refuse(self, law: str, why: str) -> NoReturn:
         instruction = self._line[self._position]
         raise ProgramError(f'rank {self._rank}, position {self._position}, {instruction}: law "{law}": {why}')
+
+
+def _taken(demands: set[T], one: T) -> bool:
+    """Remove one of the demands; return whether it was there."""
+    before = len(demands)
+    demands.discard(one)
+    return len(demands) < before
 
 
 def _check_channels(program: Program) -> None:

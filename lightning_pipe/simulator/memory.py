@@ -25,7 +25,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, get_args
+from operator import itemgetter
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
@@ -34,7 +35,9 @@ from lightning_pipe.core.program import (
     Evict,
     Fetch,
     Free,
+    Instruction,
     Message,
+    Pass,
     Program,
     Recv,
     Reduce,
@@ -45,6 +48,7 @@ from lightning_pipe.core.program import (
 from lightning_pipe.core.timeline import Event, Timeline
 
 Series = Literal["held", "buffers", "workspace", "in_flight"]
+Move: TypeAlias = tuple[Pass, int, int, int, int, int]  # direction, stages, micro-batch, sender, receiver of a message
 
 _BACKWARD: tuple[ComputeKind, ...] = ("I", "B")
 
@@ -99,23 +103,33 @@ def memory_curves(timeline: Timeline, *, program: Program, prices: Prices) -> tu
         program: the program, for the samples of each replica and for where receives are posted.
         prices: bytes of its parts.
     """
-    arrivals = {
-        (event.rank, event.instruction.message): event.end
-        for event in timeline.events
-        if isinstance(event.instruction, Recv)
-    }
     first = min((event.start for event in timeline.events), default=0.0)
+    moved: dict[Move, float] = {}
     events: list[list[Event]] = [[] for _ in program.ranks]
     for event in timeline.events:
-        events[event.rank].append(event)
+        match event.instruction:
+            case Send(message, peer):
+                move = _move(message, event.rank, peer)
+                moved[move] = max(event.end, moved.get(move, event.end))
+            case Recv(message, peer):
+                move = _move(message, peer, event.rank)
+                moved[move] = max(event.end, moved.get(move, event.end))
+            case _:
+                events[event.rank].append(event)
+    lasts = [max((event.end for event in own), default=0.0) for own in events]
+    for (*_, sender, receiver), end in moved.items():
+        lasts[sender], lasts[receiver] = max(lasts[sender], end), max(lasts[receiver], end)
     return tuple(
-        _curve(_Rank(rank, own, program, prices).uses(arrivals, first=first), prices.state_bytes(rank))
+        _curve(_Rank(rank, own, lasts[rank], program, prices).uses(moved, first=first), prices.state_bytes(rank))
         for rank, own in enumerate(events)
     )
 
 
-@dataclass(frozen=True)
-class _Use:
+def _move(message: Message, sender: int, receiver: int) -> Move:
+    return message.direction, message.source, message.target, message.microbatch, sender, receiver
+
+
+class _Use(NamedTuple):
     """An amount that a rank uses from `begin` to `end`."""
 
     series: Series
@@ -125,15 +139,18 @@ class _Use:
 
 
 def _curve(uses: Iterable[_Use], state_bytes: int) -> MemoryCurve:
-    changes: dict[tuple[float, bool], dict[Series, int]] = defaultdict(lambda: dict.fromkeys(get_args(Series), 0))
-    for use in uses:
-        if use.amount and use.begin < use.end:
-            changes[use.begin, True][use.series] += use.amount
-            changes[use.end, False][use.series] -= use.amount
+    places = {name: place for place, name in enumerate(get_args(Series))}
+    changes: dict[tuple[float, bool], list[int]] = defaultdict(lambda: [0] * len(places))
+    for name, begin, end, amount in uses:
+        if amount and begin < end:
+            place = places[name]
+            changes[begin, True][place] += amount
+            changes[end, False][place] -= amount
     moments = sorted(changes)  # what ends at a time makes room for what begins then
+    rows = [changes[moment] for moment in moments]
 
     def series(name: Series) -> tuple[int, ...]:
-        return tuple(accumulate(changes[moment][name] for moment in moments))
+        return tuple(accumulate(map(itemgetter(places[name]), rows)))
 
     times = tuple(time for time, _ in moments)
     return MemoryCurve(
@@ -141,78 +158,117 @@ def _curve(uses: Iterable[_Use], state_bytes: int) -> MemoryCurve:
     )
 
 
+@dataclass(frozen=True)
+class _Amounts:
+    """Bytes of one micro-batch of a stage on a rank."""
+
+    saved: int
+    kept: int
+    offloaded: int
+    results: int
+
+
 class _Rank:
-    """What one rank uses."""
+    """What one rank uses.
 
-    def __init__(self, rank: int, events: Sequence[Event], program: Program, prices: Prices) -> None:
-        self._rank, self._program, self._prices = rank, program, prices
+    Args:
+        rank: its number.
+        events: its events, but those of messages.
+        last: when the last of all its events ends.
+        program: the program.
+        prices: bytes of its parts.
+    """
+
+    def __init__(self, rank: int, events: Sequence[Event], last: float, program: Program, prices: Prices) -> None:
+        self._rank, self._last, self._program, self._prices = rank, last, program, prices
         self._line = program.ranks[rank]
-        self._events = {event.instruction: event for event in events}
-        self._last = max((event.end for event in self._events.values()), default=0.0)
+        self._replica = {s: ranks.index(rank) for s, ranks in enumerate(program.layout.stages) if rank in ranks}
+        self._computes: dict[tuple[int, ComputeKind, int], Event] = {}
+        self._others: dict[Instruction, Event] = {}
+        for event in events:
+            match event.instruction:
+                case Compute(stage, kind, microbatch):
+                    self._computes[stage, kind, microbatch] = event
+                case other:
+                    self._others[other] = event
+        self._amounts: dict[tuple[int, int], _Amounts] = {}
+        self._workspaces: dict[tuple[int, ComputeKind, int], int] = {}
 
-    def uses(self, arrivals: Mapping[tuple[int, Message], float], *, first: float) -> Iterator[_Use]:
+    def uses(self, moved: Mapping[Move, float], *, first: float) -> Iterator[_Use]:
         """Yield every use.
 
         Args:
-            arrivals: when messages have arrived: (receiver, message) -> time.
+            moved: when messages have left their sender and have arrived.
             first: when the timeline begins.
         """
         now = first
         done: set[tuple[int, ComputeKind]] = set()
         for instruction in self._line:
             match instruction:
-                case Compute(stage, kind, _):
-                    event = self._events[instruction]
-                    yield from self._held(event) if kind == "F" else ()
-                    yield self._workspace(event, is_first=(stage, kind) not in done)
+                case Compute(stage, kind, microbatch):
+                    event = self._computes[stage, kind, microbatch]
+                    if kind == "F":
+                        yield from self._held(stage, microbatch, event)
+                    yield self._workspace(instruction, event, is_first=(stage, kind) not in done)
                     done.add((stage, kind))
                     now = event.end
                 case Recv(message, _):
-                    taken = self._event(message.target, _takers(message), message.microbatch)
+                    taken = self._find(message.target, _takers(message), message.microbatch)
+                    assert taken is not None, f"a verified program takes what it receives: {message}"
                     yield _Use("buffers", now, taken.start, self._prices.message_bytes(message))
                 case Send(message, peer):
-                    gone = max(self._events[instruction].end, arrivals[peer, message])
+                    gone = moved[_move(message, self._rank, peer)]
                     yield _Use("buffers", now, gone, self._prices.message_bytes(message))
                 case Reduce(bucket):
-                    step = self._events.get(Step())
+                    step = self._others.get(Step())
                     end = step.start if step is not None else self._last
                     yield _Use("buffers", now, end, self._program.traffic.buckets[bucket].bytes)
                 case _:
                     pass
         yield from self._handed_over()
 
-    def _held(self, forward: Event) -> Iterator[_Use]:
+    def _held(self, stage: int, microbatch: int, forward: Event) -> Iterator[_Use]:
         """Yield what a forward leaves."""
-        stage, microbatch, samples = self._identity(forward)
-        saved, kept = self._prices.saved_bytes(stage, samples), self._prices.kept_bytes(stage, samples)
-        end = self._events[Free(stage, microbatch)].start
+        amounts = self._amounts_of(stage, len(self._samples(stage, microbatch)))
+        saved, kept = amounts.saved, amounts.kept
+        end = self._others[Free(stage, microbatch)].start
         backward = self._find(stage, _BACKWARD, microbatch)
         change = backward.end if backward is not None else end
-        evict, fetch = (self._events.get(kind(stage, microbatch)) for kind in (Evict, Fetch))
-        if evict is not None and fetch is not None:
-            offloaded = self._prices.offloaded_bytes(stage, samples)
-            yield _Use("held", forward.start, evict.end, offloaded)
-            yield _Use("held", fetch.start, change, offloaded)
-            saved -= offloaded
+        if amounts.offloaded and backward is not None:
+            evict, fetch = self._others[Evict(stage, microbatch)], self._others[Fetch(stage, microbatch)]
+            yield _Use("held", forward.start, evict.end, amounts.offloaded)
+            yield _Use("held", fetch.start, change, amounts.offloaded)
+            saved -= amounts.offloaded
         yield _Use("held", forward.start, end, min(saved, kept))
         yield _Use("held", forward.start, change, saved - min(saved, kept))
         yield _Use("held", change, end, kept - min(saved, kept))
-        yield _Use("buffers", forward.start, self._last, self._prices.result_bytes(stage, samples))
+        yield _Use("buffers", forward.start, self._last, amounts.results)
         yield _Use("in_flight", forward.start, end, 1)
 
-    def _workspace(self, event: Event, *, is_first: bool) -> _Use:
-        compute = event.instruction
-        assert isinstance(compute, Compute)
-        _, _, samples = self._identity(event)
-        amount = self._prices.workspace_bytes(compute, samples)
+    def _amounts_of(self, stage: int, samples: int) -> _Amounts:
+        key = (stage, samples)
+        if key not in self._amounts:
+            prices, offloads = self._prices, stage in self._program.traffic.offloads
+            self._amounts[key] = _Amounts(
+                prices.saved_bytes(stage, samples),
+                prices.kept_bytes(stage, samples),
+                prices.offloaded_bytes(stage, samples) if offloads else 0,
+                prices.result_bytes(stage, samples),
+            )
+        return self._amounts[key]
+
+    def _workspace(self, compute: Compute, event: Event, *, is_first: bool) -> _Use:
+        samples = len(self._samples(compute.stage, compute.microbatch))
+        key = (compute.stage, compute.kind, samples)
+        if key not in self._workspaces:
+            self._workspaces[key] = self._prices.workspace_bytes(compute, samples)
         taken_over = self._prices.gradient_bytes(compute) if is_first else 0
-        return _Use("workspace", event.start, event.end, max(0, amount - taken_over))
+        return _Use("workspace", event.start, event.end, max(0, self._workspaces[key] - taken_over))
 
     def _handed_over(self) -> Iterator[_Use]:
         """Yield what one stage of the rank hands to another, without a message."""
-        held = {s for s, ranks in enumerate(self._program.layout.stages) if self._rank in ranks}
         for edge in self._program.traffic.edges:
-            if not held.issuperset((edge.source, edge.target)):
+            if not self._replica.keys() >= {edge.source, edge.target}:
                 continue
             for microbatch in range(len(self._program.sizes)):
                 samples = self._samples(edge.source, microbatch) & self._samples(edge.target, microbatch)
@@ -222,27 +278,15 @@ class _Rank:
                 if samples and made is not None and taken is not None:
                     yield _Use("buffers", made.end, taken.start, self._prices.message_bytes(message))
 
-    def _identity(self, event: Event) -> tuple[int, int, int]:
-        """Return stage, micro-batch and number of samples of a compute."""
-        compute = event.instruction
-        assert isinstance(compute, Compute)
-        return compute.stage, compute.microbatch, len(self._samples(compute.stage, compute.microbatch))
-
     def _samples(self, stage: int, microbatch: int) -> Samples:
-        ranks = self._program.layout.stages[stage]
-        if self._rank not in ranks:
-            return Samples(0, 0)
         size = self._program.sizes[microbatch]
-        return self._program.layout.samples(stage, ranks.index(self._rank), microbatch, size)
+        return self._program.layout.samples(stage, self._replica[stage], microbatch, size)
 
     def _find(self, stage: int, kinds: tuple[ComputeKind, ...], microbatch: int) -> Event | None:
-        found = (self._events.get(Compute(stage, kind, microbatch)) for kind in kinds)
-        return next((event for event in found if event is not None), None)
-
-    def _event(self, stage: int, kinds: tuple[ComputeKind, ...], microbatch: int) -> Event:
-        found = self._find(stage, kinds, microbatch)
-        assert found is not None, f"a verified program takes what it receives: stage {stage}, {kinds}, {microbatch}"
-        return found
+        for kind in kinds:
+            if (event := self._computes.get((stage, kind, microbatch))) is not None:
+                return event
+        return None
 
 
 def _takers(message: Message) -> tuple[ComputeKind, ...]:

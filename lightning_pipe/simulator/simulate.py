@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeAlias
 
 from lightning_pipe.core.prices import Prices
@@ -55,7 +56,7 @@ def simulate(program: VerifiedProgram, prices: Prices) -> Timeline:
     run = _Run(program, prices)
     run.computes_and_messages()
     run.reductions_and_steps()
-    return Timeline(tuple(event for line in run.events for event in sorted(line, key=lambda event: event.start)))
+    return Timeline(tuple(event for line in run.events for event in sorted(line, key=attrgetter("start"))))
 
 
 @dataclass

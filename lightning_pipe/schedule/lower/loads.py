@@ -12,12 +12,11 @@ from lightning_pipe.schedule.rules import Dataflow
 def add_loads(program: Program) -> Program:
     """Insert `Load` before the F of every stage that reads the batch. Runs at any time."""
     flow = Dataflow.of(program)
-    ranks = tuple(tuple(_with_loads(line, rank, flow)) for rank, line in enumerate(program.ranks))
-    return replace(program, ranks=ranks)
+    return replace(program, ranks=tuple(tuple(_with_loads(line, flow)) for line in program.ranks))
 
 
-def _with_loads(line: tuple[Instruction, ...], rank: int, flow: Dataflow) -> Iterator[Instruction]:
+def _with_loads(line: tuple[Instruction, ...], flow: Dataflow) -> Iterator[Instruction]:
     for instruction in line:
-        if isinstance(instruction, Compute) and instruction.kind == "F":
-            yield from flow.needs(instruction, rank=rank).loads
+        if isinstance(instruction, Compute):
+            yield from flow.loads(instruction)
         yield instruction
