@@ -3,7 +3,7 @@
     1  every planner's outlines, data parallel and straight ones are estimated
     2  the best are improved by moves (`planner.moves`): others on the same devices, then cuts, by estimate
     3  the best of all are settled within memory and judged by the simulator
-    4  the winner's cuts and depths are moved at node granularity while the judge says better
+    4  the winner is moved on, its cuts at node granularity, while the judge says better
 
 So the result is never slower, in simulation, than what any planner proposes. Work is bounded by counts, not by clocks:
 the same problem gives the same plan everywhere. Estimates and judgements become dearer with stages, replicas and
@@ -35,7 +35,8 @@ Planner = Callable[[Problem], list[Outline]]
 
 _COARSE = 96  # positions over which layouts are compared
 _FINE = 400  # positions over which cuts are moved
-_GROUPED = 4  # devices up to which all groupings are tried
+_GROUPED = 5  # devices up to which all groupings are tried
+_PER_STAGE = 2  # micro-batches per stage at which layouts are compared first
 _CLIMBED = 4  # outlines that are improved
 _ESTIMATED = 1_500_000  # computes that estimates may walk through, about a microsecond each
 _JUDGED = 60_000  # instructions that the judge may walk through, about twenty microseconds each
@@ -91,7 +92,7 @@ class _Search:
         if self._problem.wishes.replicas is None:
             whole = [(tuple(range(ranks)),), tuple((rank,) for rank in range(ranks))]
             for layout in groupings(range(ranks)) if ranks <= _GROUPED else whole:
-                self._balanced(layout)
+                self._balanced(layout, near=_PER_STAGE * len(layout))
             for start in self._best(_CLIMBED):
                 self._climb_layouts(start)
         for start in self._best(_CLIMBED):
@@ -113,7 +114,7 @@ class _Search:
         """Return the best outline of a layout, its cuts balanced; with few micro-batches more or less than `near`."""
         counts = microbatch_counts(self._problem, stages=len(ranks), replicas=max(map(len, ranks)))
         if near is not None:
-            counts = sorted(counts, key=lambda count: abs(count - near))[:2]
+            counts = sorted(counts, key=lambda count: abs(count - near))[:3]
         found = [
             self._estimate(cuts, ranks, count) for count in counts for cuts in self._balancer.variants(ranks, count)
         ]
@@ -190,11 +191,23 @@ class _Search:
         for count in sorted(counts, key=lambda count: abs(count - outline.microbatches))[:3]:
             yield self._estimate(outline.cuts, outline.ranks, count)
             yield replace(outline, microbatches=count)
+        yield from self._layouts_near(outline)
         for s, change in itertools.product(range(stages), (1, -1)):
             depths = [*outline.depths]
             depths[s] += change
             if 1 <= depths[s] <= outline.microbatches:
                 yield replace(outline, depths=never_growing(depths))
+
+    def _layouts_near(self, outline: Outline) -> Iterator[Outline]:
+        """Yield outlines whose layout differs by one move: with the same cuts where that is possible, and balanced."""
+        if self._problem.wishes.replicas is not None:
+            return
+        for layout in layouts_near(outline.ranks, self._problem.cluster):
+            if len(layout) == len(outline.ranks):
+                yield self._estimate(outline.cuts, layout, outline.microbatches)
+            balanced = self._balanced(layout, near=outline.microbatches)
+            if balanced is not None:
+                yield balanced
 
     def _rank(self, judged: Judged) -> Value:
         return max(0, judged.overflow(self._problem.cluster)), judged.step_s
