@@ -10,6 +10,9 @@ and simulated (`planner.fold`).
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,25 +110,18 @@ class Judge:
         cuts = resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks)
         prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
-        is_long = instructions(prices.layout, sizes) > _WHOLE
-        part = (
-            fold(sizes, prices=prices, cluster=self._problem.cluster)
-            if folds and is_long
-            else whole(prices.layout, sizes)
-        )
-        program = self._program(plan, part, prices)
-        timeline = simulate(program, prices)
-        curves = memory_curves(timeline, program=program, prices=prices)
+        if folds and instructions(prices.layout, sizes) > _WHOLE:
+            part = fold(sizes, prices=prices, cluster=self._problem.cluster)
+        else:
+            part = whole(prices.layout, sizes)
+        with _uncollected():
+            program = self._program(plan, part, prices)
+            timeline = simulate(program, prices)
+            curves = memory_curves(timeline, program=program, prices=prices)
         used = frozenset(part.representatives)
-        return Judged(
-            plan,
-            cuts,
-            program,
-            prices,
-            Timeline(tuple(event for event in timeline.events if event.rank in used)),
-            tuple(curves[rank] for rank in part.representatives),
-            part.representatives,
-        )
+        events = tuple(event for event in timeline.events if event.rank in used)  # others only step
+        found = tuple(curves[rank] for rank in part.representatives)
+        return Judged(plan, cuts, program, prices, Timeline(events), found, part.representatives)
 
     def _program(self, plan: Plan, part: Fold, prices: PlanPrices) -> VerifiedProgram:
         training = self._problem.training
@@ -149,6 +145,18 @@ class Judge:
             _check_swaps(prices, self._problem.cluster)
             self._prices[key] = prices
         return self._prices[key]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Hold the collector of reference cycles back: programs have none, and it would walk over them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:

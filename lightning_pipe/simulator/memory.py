@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_pipe.core.prices import Prices
@@ -140,17 +139,22 @@ class _Use(NamedTuple):
 
 def _curve(uses: Iterable[_Use], state_bytes: int) -> MemoryCurve:
     places = {name: place for place, name in enumerate(get_args(Series))}
-    changes: dict[tuple[float, bool], list[int]] = defaultdict(lambda: [0] * len(places))
+    begun: dict[float, list[int]] = defaultdict(lambda: [0] * len(places))
+    ended: dict[float, list[int]] = defaultdict(lambda: [0] * len(places))
     for name, begin, end, amount in uses:
         if amount and begin < end:
-            place = places[name]
-            changes[begin, True][place] += amount
-            changes[end, False][place] -= amount
-    moments = sorted(changes)  # what ends at a time makes room for what begins then
-    rows = [changes[moment] for moment in moments]
+            begun[begin][places[name]] += amount
+            ended[end][places[name]] -= amount
+    moments = [  # what ends at a time makes room for what begins then
+        (time, changes[time])
+        for time in sorted(begun.keys() | ended.keys())
+        for changes in (ended, begun)
+        if time in changes
+    ]
 
     def series(name: Series) -> tuple[int, ...]:
-        return tuple(accumulate(map(itemgetter(places[name]), rows)))
+        place = places[name]
+        return tuple(accumulate(amounts[place] for _, amounts in moments))
 
     times = tuple(time for time, _ in moments)
     return MemoryCurve(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, Instruction, Program, Recv, Send
+from lightning_pipe.core.program import Compute, Instruction, Message, Program, Recv, Send
 from lightning_pipe.schedule.rules import Dataflow
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
@@ -58,31 +58,29 @@ def add_receives(program: Program) -> Program:
     return replace(program, ranks=ranks)
 
 
-def _sent(program: Program) -> Mapping[Channel, list[Recv]]:
-    """Return by channel the receives that answer its sends, in their order."""
-    channels: dict[Channel, list[Recv]] = defaultdict(list)
+def _sent(program: Program) -> Mapping[Channel, list[Message]]:
+    """Return by channel the messages that are sent, in their order."""
+    channels: dict[Channel, list[Message]] = defaultdict(list)
     for rank, line in enumerate(program.ranks):
         for instruction in line:
             if isinstance(instruction, Send):
-                channels[rank, instruction.peer].append(Recv(instruction.message, rank))
+                channels[rank, instruction.peer].append(instruction.message)
     return channels
 
 
 def _with_receives(
-    line: tuple[Instruction, ...], rank: int, flow: Dataflow, sent: Mapping[Channel, list[Recv]]
+    line: tuple[Instruction, ...], rank: int, flow: Dataflow, sent: Mapping[Channel, list[Message]]
 ) -> tuple[Instruction, ...]:
     computes = [(i, x) for i, x in enumerate(line) if isinstance(x, Compute)]
-    latest: dict[Recv, int] = {}  # position before which a receive is posted at the latest
-    senders: dict[int, None] = {}  # in order of first use
+    latest: dict[int, dict[Message, tuple[int, Recv]]] = defaultdict(dict)  # by sender, in order of first use
     for number, (_, compute) in enumerate(computes):
-        position = computes[max(0, number - AHEAD)][0]
+        position = computes[max(0, number - AHEAD)][0]  # before which a receive is posted at the latest
         for receive in flow.needs(compute, rank=rank).receives:
-            latest[receive] = position
-            senders.setdefault(receive.peer)
+            latest[receive.peer][receive.message] = (position, receive)
     before: dict[int, list[Instruction]] = defaultdict(list)
-    for sender in senders:
-        queue = [receive for receive in sent.get((sender, rank), ()) if receive in latest]
-        positions = accumulate((latest[receive] for receive in reversed(queue)), min)  # no later than its successors
-        for receive, position in zip(queue, reversed(list(positions)), strict=True):
+    for sender, wanted in latest.items():
+        queue = [wanted[message] for message in sent.get((sender, rank), ()) if message in wanted]
+        positions = accumulate((position for position, _ in reversed(queue)), min)  # no later than its successors
+        for (_, receive), position in zip(queue, reversed(list(positions)), strict=True):
             before[position].append(receive)
     return tuple(out for i, instruction in enumerate(line) for out in (*before.get(i, ()), instruction))
