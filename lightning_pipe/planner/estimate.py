@@ -204,15 +204,17 @@ class Estimator:
         """
         if len(ranks) == 1 or self._coupled[a:b].any():
             return [(samples / len(ranks), rank) for rank in ranks]
-        weights = self._weights(tuple(ranks)) or (1,) * len(ranks)
-        total = sum(weights)
         sizes = microbatch_sizes(self.problem.samples, round(self.problem.samples / samples))
-        most = {size: sizes.count(size) / len(sizes) for size in (sizes[0], sizes[-1])}
-        share = {
-            weight: sum(math.ceil(size * weight / total) * part for size, part in most.items())
-            for weight in set(weights)
-        }
-        return [(share[weight], rank) for weight, rank in zip(weights, ranks, strict=True)]
+        parts = {size: sizes.count(size) / len(sizes) for size in (sizes[0], sizes[-1])}
+        weights = self._weights(tuple(ranks))
+        if not weights:
+            most = sum(math.ceil(size / len(ranks)) * part for size, part in parts.items())
+            return [(most, rank) for rank in ranks]
+        layout = Layout((tuple(ranks),), weights=(weights,))
+        slices = [
+            sum(len(layout.samples(0, i, 0, size)) * part for size, part in parts.items()) for i in range(len(ranks))
+        ]
+        return list(zip(slices, ranks, strict=True))
 
     def _weights(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         if ranks not in self._shares:
