@@ -22,7 +22,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
 from lightning_pipe.planner.alternatives import alternatives
-from lightning_pipe.planner.judge import Judged, judge
+from lightning_pipe.planner.judge import Judged, judge, unfolded
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.planner.resolve import check_weights
@@ -146,6 +146,9 @@ def _written(path: str, plan: Plan, options: StepOptions) -> str:
 
 
 def _drawn(options: Drawn, judged: Judged, problem: Problem) -> Iterator[str]:
+    if options.draw is None and options.trace is None:
+        return
+    judged = unfolded(judged, problem)
     curves = {rank: tuple(zip(c.times, c.total_bytes, strict=True)) for rank, c in enumerate(judged.curves)}
     try:
         if options.draw is not None:

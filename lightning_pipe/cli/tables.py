@@ -39,16 +39,16 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
     for heading in ("computes", "waits", "bubble", "memory", "of", "fits"):
         table.add_column(heading, justify="right", no_wrap=True)
     timeline = judged.timeline
-    for rank, peak in enumerate(judged.peak_bytes):
-        device, busy = problem.cluster.device(rank), timeline.busy(rank)
+    for rank, (timed, peak) in enumerate(zip(judged.representatives, judged.peak_bytes, strict=True)):
+        device, busy = problem.cluster.device(rank), timeline.busy(timed)
         stages = [str(s) for s, stage in enumerate(judged.plan.stages) if rank in stage.ranks]
         table.add_row(
             str(rank),
             device.kind,
             ",".join(stages),
             format_seconds(busy),
-            format_seconds(max(0.0, timeline.span(rank) - busy)),
-            f"{timeline.bubble(rank):.1%}",
+            format_seconds(max(0.0, timeline.span(timed) - busy)),
+            f"{timeline.bubble(timed):.1%}",
             format_bytes(peak),
             format_bytes(device.memory_bytes) if device.memory_bytes < _NO_LIMIT else "any",
             "yes" if peak <= device.memory_bytes else "no",

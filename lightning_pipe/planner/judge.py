@@ -180,3 +180,9 @@ def _order(plan: Plan, part: Fold, *, training: bool) -> Order:
 def judge(plan: Plan, problem: Problem) -> Judged:
     """Judge one plan with all its ranks, as for running or drawing it; see `Judge`."""
     return Judge(problem).judge(plan, folds=False)
+
+
+def unfolded(judged: Judged, problem: Problem) -> Judged:
+    """Return a judgement of the same plan that has program and timeline of all ranks."""
+    is_whole = len(set(judged.representatives)) == len(judged.representatives)
+    return judged if is_whole else judge(judged.plan, problem)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_pipe.cli.tables import rank_table
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, PairLink
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.planner import judge as judging
 from lightning_pipe.planner.alternatives import alternatives
-from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.judge import Judge, Judged, unfolded
 from lightning_pipe.planner.problem import Problem
 from planner.test_uniform import layers
 
@@ -140,6 +141,14 @@ def test_one_slower_device_or_link_or_odd_micro_batch_is_judged_in_full(monkeypa
     for cluster in (Cluster((slow, *others)), Cluster((small, *others)), replace(alike.cluster, links=(pair,))):
         assert not is_folded(both(replace(alike, cluster=cluster), given, monkeypatch)[0])
     assert not is_folded(both(replace(alike, samples=8 * MICROBATCHES + 1), given, monkeypatch)[0])
+
+
+def test_tables_and_drawings_show_all_ranks_of_a_folded_plan(monkeypatch: pytest.MonkeyPatch):
+    draw = random.Random(0)
+    asked, given = problem(draw, hosts(16), 16 * MICROBATCHES), plan(draw, by_stage(16, (1,)))
+    folded, full = both(asked, given, monkeypatch)
+    assert rank_table(folded, asked) == rank_table(full, asked)
+    assert unfolded(folded, asked).timeline == full.timeline and unfolded(full, asked) is full
 
 
 def test_a_short_program_is_judged_in_full():
