@@ -1,4 +1,4 @@
-"""Which ranks do the same at the same time? Of equal groups of replicas, two stand for all.
+"""Which ranks do the same at the same time? Of equal groups of replicas, few stand for all.
 
     stage 0   0 1 | 2 3 | 4 5 | 6 7      four groups: group k holds the k-th quarter of the replicas of every stage
     stage 1    8  |  9  |  10 | 11       and computes the k-th quarter of the samples of every micro-batch
@@ -9,9 +9,10 @@ group k that has the weights b of its group before it begins at sample
     floor((k w + b) g q / (g w)) = k q + floor(b q / w)
 
 So what a group computes depends neither on the others nor on how many there are, and it exchanges samples within itself
-only. Two groups with micro-batches of 2 q samples have the same instructions, but for the numbers of their samples, and
-groups with equal devices, whose messages take equally long, run them at the same time. Sums of gradients join all
-groups: two are kept so that there are sums, which take what they take over all ranks.
+only: any k of the groups, with micro-batches of k q samples, run as they do beside the others. Groups meet only where
+gradients are summed and before the step, which all wait for. So one group of every kind is kept (groups are of a kind
+if their devices are equal and their messages take equally long), and at least two, so that there are sums, which take
+what they take over all ranks.
 
 Messages are priced in the layout of all ranks, whose flows share network cards; ranks keep their numbers. Not folded:
 layouts in which a stage takes whole micro-batches in turn.
@@ -21,19 +22,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_pipe.core.cluster import Cluster
-from lightning_pipe.core.program import Compute, Layout, Send
+from lightning_pipe.core.cluster import Cluster, Device, Link
+from lightning_pipe.core.program import Compute, Layout, Send, Traffic
 from lightning_pipe.cost.prices import PlanPrices
 from lightning_pipe.schedule.rules import PRODUCER, Dataflow
 
-_KEPT = 2  # groups
+_LEAST = 2  # groups that are kept
 _INSTRUCTIONS = 8  # of a replica per micro-batch: F, I, W, Free, and one message in and one out each way
 
 Twin: TypeAlias = dict[int, int]  # rank of the first group -> the rank in its place in another group
+_Kind: TypeAlias = tuple[tuple[Device, ...], tuple[Link, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def instructions(layout: Layout, sizes: tuple[int, ...]) -> int:
 
 
 def fold(sizes: tuple[int, ...], *, prices: PlanPrices, cluster: Cluster) -> Fold:
-    """Return two of as many equal groups as replicas fall into, or the whole layout if there are no more than two.
+    """Return the smallest part of a layout that represents all of it; everything if there are no groups alike.
 
     Args:
         sizes: samples of each micro-batch.
@@ -71,27 +73,15 @@ def fold(sizes: tuple[int, ...], *, prices: PlanPrices, cluster: Cluster) -> Fol
     """
     layout = prices.layout
     most = 1 if layout.whole else math.gcd(*map(len, layout.stages), *sizes)
-    for count in range(most, _KEPT, -1):
-        if most % count or not _weights_repeat(layout, count):
-            continue
-        twins = _twins(layout, count)
-        part, part_sizes = _first_groups(layout, count), tuple(size * _KEPT // count for size in sizes)
-        sends = _sends(Dataflow(part, sizes=part_sizes, traffic=prices.traffic), part_sizes, twins, prices)
-        if twins and _equal_devices(twins, cluster) and _equal_seconds(sends, twins, prices):
-            return Fold(part, part_sizes, _representatives(layout, twins))
-    return whole(layout, sizes)
+    counts = (count for count in range(_LEAST + 1, most + 1) if most % count == 0 and _weights_repeat(layout, count))
+    groupings = [twins for count in counts if (twins := _twins(layout, count))]
+    parts = [whole(layout, sizes), *(_part(twins, sizes, prices, cluster) for twins in groupings)]
+    return min(parts, key=lambda part: len(set(part.representatives)))
 
 
 def _weights_repeat(layout: Layout, count: int) -> bool:
     """Say whether the weights of every stage are those of its first group, again and again."""
     return all(weights == weights[: len(weights) // count] * count for weights in layout.weights)
-
-
-def _first_groups(layout: Layout, count: int) -> Layout:
-    def first(of_stages: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple(of_stage[: len(of_stage) * _KEPT // count] for of_stage in of_stages)
-
-    return Layout(first(layout.stages), layout.whole, first(layout.weights))
 
 
 def _twins(layout: Layout, count: int) -> list[Twin]:
@@ -107,34 +97,52 @@ def _twins(layout: Layout, count: int) -> list[Twin]:
     return twins if len(set(everyone)) == len(everyone) else []
 
 
-def _equal_devices(twins: list[Twin], cluster: Cluster) -> bool:
-    def equal(rank: int, twin: int) -> bool:
-        swaps = {cluster.hosts[cluster.host_of(r)].swap for r in (rank, twin)}
-        return cluster.device(rank) == cluster.device(twin) and len(swaps) == 1
+def _part(twins: list[Twin], sizes: tuple[int, ...], prices: PlanPrices, cluster: Cluster) -> Fold:
+    """Return one group of every kind, and at least two."""
+    layout, count = prices.layout, len(twins)
+    sends = _sends(_of_groups(layout, [0], count), tuple(size // count for size in sizes), prices.traffic)
+    kinds = [_kind(twin, sends, prices, cluster) for twin in twins]
+    first = {kind: k for k, kind in reversed(list(enumerate(kinds)))}
+    kept = sorted({*first.values(), *range(_LEAST)})
+    stands = {k: k if k in kept else first[kind] for k, kind in enumerate(kinds)}
+    by_rank = {rank: twins[stands[k]][place] for k, twin in enumerate(twins) for place, rank in twin.items()}
+    return Fold(
+        _of_groups(layout, kept, count),
+        tuple(size // count * len(kept) for size in sizes),
+        tuple(by_rank[rank] for rank in range(layout.ranks)),
+    )
 
-    return all(equal(*pair) for twin in twins for pair in twin.items())
+
+def _of_groups(layout: Layout, kept: Sequence[int], count: int) -> Layout:
+    """Return a layout with some of its groups only."""
+
+    def parts(of_stages: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        eaches = (len(of_stage) // count for of_stage in of_stages)
+        return tuple(
+            tuple(x for k in kept for x in of_stage[k * each : (k + 1) * each])
+            for of_stage, each in zip(of_stages, eaches, strict=True)
+        )
+
+    return Layout(parts(layout.stages), layout.whole, parts(layout.weights))
 
 
-def _sends(flow: Dataflow, sizes: tuple[int, ...], twins: list[Twin], prices: PlanPrices) -> Iterator[tuple[int, Send]]:
-    """Yield what every rank of the first group sends of micro-batches of every size."""
+def _sends(group: Layout, sizes: tuple[int, ...], traffic: Traffic) -> list[tuple[int, Send]]:
+    """Return what the ranks of a group send, of one micro-batch of every size."""
+    flow = Dataflow(group, sizes=sizes, traffic=traffic)
     numbers = {size: m for m, size in enumerate(sizes)}.values()
-    first = frozenset(twins[0]) if twins else frozenset()
-    for (s, ranks), kind, m in itertools.product(enumerate(prices.layout.stages), PRODUCER.values(), numbers):
-        for rank in first.intersection(ranks):
-            yield from ((rank, send) for send in flow.gives(Compute(s, kind, m), rank=rank))
+    return [
+        (rank, send)
+        for (s, ranks), kind, m in itertools.product(enumerate(group.stages), PRODUCER.values(), numbers)
+        for rank in ranks
+        for send in flow.gives(Compute(s, kind, m), rank=rank)
+    ]
 
 
-def _equal_seconds(sends: Iterator[tuple[int, Send]], twins: list[Twin], prices: PlanPrices) -> bool:
-    """Say whether the messages of all groups take as long as those of the first."""
-
-    def equal(rank: int, send: Send) -> bool:
-        pairs = [(twin[rank], twin[send.peer]) for twin in twins]
-        return len({prices.transfer_s(send.message, *pair) for pair in pairs}) == 1
-
-    return all(equal(rank, send) for rank, send in sends)
-
-
-def _representatives(layout: Layout, twins: list[Twin]) -> tuple[int, ...]:
-    """Return for every rank its twin in the first group, but ranks of the groups that are kept stand for themselves."""
-    stands = {twin: rank for of_group in twins[_KEPT:] for rank, twin in of_group.items()}
-    return tuple(stands.get(rank, rank) for rank in range(layout.ranks))
+def _kind(twin: Twin, sends: list[tuple[int, Send]], prices: PlanPrices, cluster: Cluster) -> _Kind:
+    """Return all that the times and the memory of a group depend on."""
+    hosts = (cluster.hosts[cluster.host_of(rank)] for rank in twin.values())
+    return (
+        tuple(cluster.device(rank) for rank in twin.values()),
+        tuple(host.swap for host in hosts),
+        tuple(prices.transfer_s(send.message, twin[rank], twin[send.peer]) for rank, send in sends),
+    )

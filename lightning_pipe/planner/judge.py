@@ -4,8 +4,8 @@
     judged.step_s, judged.bubble, judged.peak_bytes, judged.overflow()
 
 Nothing is judged that has not been verified. Costs of a cut are worked out once and shared by all plans that cut alike
-and relieve their stages alike (`Judge`). Of long programs with many equal replicas only two groups of these are lowered
-and simulated (`planner.fold`).
+and relieve their stages alike (`Judge`). Of long programs with many equal replicas only some are lowered and simulated
+(`planner.fold`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two of many equal groups of replicas tell what all of them do: a folded plan is judged as the full one is."""
+"""Few of many equal groups of replicas tell what all of them do: a folded plan is judged as the full one is."""
 
 from __future__ import annotations
 
@@ -129,18 +129,28 @@ def test_groups_that_offload_are_folded(monkeypatch: pytest.MonkeyPatch):
     check_equal(folded, full)
 
 
-def test_one_slower_device_or_link_or_odd_micro_batch_is_judged_in_full(monkeypatch: pytest.MonkeyPatch):
+def test_one_group_of_every_kind_is_kept(monkeypatch: pytest.MonkeyPatch):
     draw = random.Random(0)
     ranks = by_stage(8, (1, 1))
     alike, given = problem(draw, hosts(16), 8 * MICROBATCHES), plan(draw, ranks)
     first, *others = alike.cluster.hosts
-    slow = replace(first, devices=(replace(first.devices[0], speed=0.5), *first.devices[1:]))
-    small = replace(first, devices=(replace(first.devices[0], memory_bytes=1 << 30), *first.devices[1:]))
+    device = first.devices[3]
+    slow = replace(first, devices=(*first.devices[:3], replace(device, speed=0.5)))
+    small = replace(first, devices=(*first.devices[:3], replace(device, memory_bytes=1 << 20)))
     pair = PairLink(ranks[0][5], ranks[1][5], replace(NETWORK, latency_s=0.1))
-    assert is_folded(both(alike, given, monkeypatch)[0])
     for cluster in (Cluster((slow, *others)), Cluster((small, *others)), replace(alike.cluster, links=(pair,))):
-        assert not is_folded(both(replace(alike, cluster=cluster), given, monkeypatch)[0])
-    assert not is_folded(both(replace(alike, samples=8 * MICROBATCHES + 1), given, monkeypatch)[0])
+        asked = replace(alike, cluster=cluster)
+        folded, full = both(asked, given, monkeypatch)
+        assert len(set(folded.representatives)) == 6  # two alike, and the one that differs
+        assert folded.overflow(cluster) == full.overflow(cluster)
+        check_equal(folded, full)
+
+
+def test_a_micro_batch_that_groups_cannot_share_evenly_is_judged_in_full(monkeypatch: pytest.MonkeyPatch):
+    draw = random.Random(0)
+    asked, given = problem(draw, hosts(16), 8 * MICROBATCHES + 1), plan(draw, by_stage(8, (1, 1)))
+    folded, full = both(asked, given, monkeypatch)
+    assert not is_folded(folded) and folded.timeline == full.timeline
 
 
 def test_tables_and_drawings_show_all_ranks_of_a_folded_plan(monkeypatch: pytest.MonkeyPatch):
