@@ -2,6 +2,7 @@
 
     python -m benchmarks.replication                      # 5 rounds of three fits, 10 steps each; about 8 minutes
     python -m benchmarks.replication --rounds 2 --steps 6
+    python -m benchmarks.replication --elsewhere          # the dear product takes time, but no core
 
 The module reads 160 tokens per sample. Nearly all of its first part is one matrix product, which no cut divides and
 whose parameters are few; its second part has 150 MiB of parameters and little to compute, for it sees one vector per
@@ -19,7 +20,9 @@ median over the steps of a fit; predicted is the program's time, without what Li
 Ranks are processes with one thread each. Where there are fewer cores than ranks, they compete: most of all where all
 ranks compute at once, so with replicas (2-1 and 3), and little in 1-1-1, whose two light stages leave a core to the
 heavy one. Replicas gain less than they would on three devices, then; and as ranks measure together, plans without
-replicas are predicted too slow.
+replicas are predicted too slow. With `--elsewhere` the dear product is computed, so to say, on a device of its own: it
+sleeps for so many seconds per sample, in forward and in both halves of the backward. All else is as before: measured,
+planned, computed, sent and summed on the cores of this machine.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import argparse
 import itertools
 import os
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,17 +50,66 @@ from lightning_pipe import DappleStrategy
 RANKS = 3
 BATCH = 48
 WARM_UP = 3  # batches that are not timed: in the first the optimizer makes its state, the second is slow after it
-TOKENS, FEATURES = 160, 64
+TOKENS, FEATURES, WIDTH = 160, 64, 1024
+ELSEWHERE_S = 8e-3  # of each third (F, I, W) of the dear product, per sample
 CASES: dict[str, dict[str, str]] = {"auto": {}, "1-1-1": {"layout": "1-1-1"}, "3": {"layout": "3"}}
 
 
-class Unbalanced(Trained):
-    """Classify texts: one wide product over all tokens, then many parameters over their mean."""
+@torch.library.custom_op("replication::scale", mutates_args=())
+def scale(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Multiply features by factors, slowly."""
+    time.sleep(len(x) * ELSEWHERE_S)
+    return x * factors
 
-    def __init__(self, *, width: int = 1024, hidden: int = 2048, depth: int = 10, classes: int = 10) -> None:
+
+@torch.library.custom_op("replication::scale_factors", mutates_args=())
+def scale_factors(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the factors, slowly."""
+    time.sleep(len(x) * ELSEWHERE_S)
+    return (x * gradient).flatten(0, -2).sum(0)
+
+
+@scale.register_fake
+def _(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@scale_factors.register_fake
+def _(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[-1])
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, factors = ctx.saved_tensors
+    return scale(gradient, factors), scale_factors(x, gradient)
+
+
+scale.register_autograd(_backward, setup_context=_keep)
+
+
+class Elsewhere(nn.Module):
+    """Stand for a product that another device computes: few parameters, no work for the cores, and time."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.lift, self.wide = nn.Linear(FEATURES, width), nn.Linear(width, width)
-        self.layers = nn.ModuleList(nn.Linear(width if layer == 0 else hidden, hidden) for layer in range(depth))
+        self.factors = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = scale(x, self.factors)
+        return scaled
+
+
+class Unbalanced(Trained):
+    """Classify texts: one dear product over all tokens, then many parameters over their mean."""
+
+    def __init__(self, wide: nn.Module, *, hidden: int = 2048, depth: int = 10, classes: int = 10) -> None:
+        super().__init__()
+        self.lift, self.wide = nn.Linear(FEATURES, WIDTH), wide
+        self.layers = nn.ModuleList(nn.Linear(WIDTH if layer == 0 else hidden, hidden) for layer in range(depth))
         self.head = nn.Linear(hidden, classes)
 
     def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -70,7 +123,13 @@ class Unbalanced(Trained):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-UNBALANCED = Model(Unbalanced, lambda n: (torch.randn(n, TOKENS, FEATURES), torch.randint(10, (n,))))
+def model(*, elsewhere: bool) -> Model:
+    """Return the module with its batches; elsewhere one token is as slow as all others together."""
+    tokens = 1 if elsewhere else TOKENS
+    return Model(
+        lambda: Unbalanced(Elsewhere() if elsewhere else nn.Linear(WIDTH, WIDTH)),
+        lambda n: (torch.randn(n, tokens, FEATURES), torch.randint(10, (n,))),
+    )
 
 
 @dataclass(frozen=True)
@@ -104,12 +163,12 @@ class Course(Clock):
         self.losses.append(float(outputs["loss"]))
 
 
-def fitted(strategy: DappleStrategy | None, steps: int) -> Fitted:
+def fitted(trained: Model, strategy: DappleStrategy | None, steps: int) -> Fitted:
     """Fit with a strategy, or in one process; on all ranks. What the fit was like is for rank 0."""
-    data = loader(UNBALANCED, batch_size=BATCH, batches=WARM_UP + steps)
+    data = loader(trained, batch_size=BATCH, batches=WARM_UP + steps)
     torch.manual_seed(0)
     course = Course()
-    fit_module(UNBALANCED.make(), data, strategy or "auto", callback=course)
+    fit_module(trained.make(), data, strategy or "auto", callback=course)
     seconds = [later - earlier for earlier, later in itertools.pairwise(course.ends[WARM_UP - 1 :])]
     planned = planned_by(strategy) if strategy is not None and dist.get_rank() == 0 else None
     return Fitted(planned, statistics.median(seconds), tuple(course.losses))
@@ -123,15 +182,10 @@ def planned_by(strategy: DappleStrategy) -> Planned:
     return Planned(layout, tuple(stage.at for stage in plan.stages[1:]), plan.microbatches, found.step.predicted)
 
 
-def alone(steps: int) -> Fitted:
-    """Fit in one process, with Lightning's own strategy."""
-    return fitted(None, steps)
-
-
-def rounds(count: int, steps: int) -> list[dict[str, Fitted]]:
+def rounds(trained: Model, count: int, steps: int) -> list[dict[str, Fitted]]:
     """Fit all cases so many times, in turn; on all ranks together."""
     return [
-        {name: fitted(DappleStrategy(cache="off", **options), steps) for name, options in CASES.items()}
+        {name: fitted(trained, DappleStrategy(cache="off", **options), steps) for name, options in CASES.items()}
         for _ in range(count)
     ]
 
@@ -191,11 +245,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="fits of every case, each with a profile of its own")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a fit")
+    parser.add_argument("--elsewhere", action="store_true", help="the dear product takes time, but no core")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    before = noise()
-    single: Fitted = run_ranks(1, alone, args.steps, deadline_s=600)[0]
-    found: list[dict[str, Fitted]] = run_ranks(RANKS, rounds, args.rounds, args.steps, deadline_s=3600)[0]
+    before, trained = noise(), model(elsewhere=args.elsewhere)
+    single: Fitted = run_ranks(1, fitted, trained, None, args.steps, deadline_s=600)[0]
+    found: list[dict[str, Fitted]] = run_ranks(RANKS, rounds, trained, args.rounds, args.steps, deadline_s=3600)[0]
     print("\n".join((*fit_lines(found, single), "", *summary(found, single))))
     print(f"noise of this machine (spread of a matrix product's times): {before:.1%} before, {noise():.1%} after")
     print(f"load on its {os.cpu_count()} cores in the last minute, with the {RANKS} ranks: {os.getloadavg()[0]:.1f}")
