@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from lightning_pipe.capture.stage_program import Split
-from lightning_pipe.core.program import Compute, ComputeKind, Layout, Message, Options, Program, VerifiedProgram
+from lightning_pipe.core.program import (
+    Compute,
+    ComputeKind,
+    Layout,
+    Message,
+    Options,
+    Pass,
+    Program,
+    VerifiedProgram,
+)
 from lightning_pipe.runtime.executor import Executor
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State
@@ -90,6 +99,9 @@ class ChainPrices:
 
     def message_bytes(self, message: Message) -> int:
         return self.bytes_per_sample * len(message.samples)
+
+    def sent_bytes(self, stage: int, direction: Pass, samples: int) -> int:
+        return self.bytes_per_sample * samples
 
     def state_bytes(self, rank: int) -> int:
         return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lightning_pipe.core.program import Compute, Message, Program
+from lightning_pipe.core.program import Compute, Message, Pass, Program
 
 
 class Prices(Protocol):
@@ -73,6 +73,10 @@ class Prices(Protocol):
 
     def message_bytes(self, message: Message) -> int:
         """Return the bytes of a message."""
+        ...
+
+    def sent_bytes(self, stage: int, direction: Pass, samples: int) -> int:
+        """Return the bytes of everything that a compute sends, each value once however many stages get it."""
         ...
 
     def state_bytes(self, rank: int) -> int:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import Compute, ComputeKind, Layout, Message, Program, Traffic
+from lightning_pipe.core.program import Compute, ComputeKind, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Memory, StageMemory, state_bytes
@@ -148,6 +148,8 @@ class PlanPrices:
             (edge.direction, edge.source, edge.target): Amount(edge.bytes_per_sample, edge.fixed_bytes)
             for edge in self.traffic.edges
         }
+        sent = pricer.cutter.sent(cuts) if len(self.traffic.edges) > len({e[:2] for e in self._edges}) else {}
+        self._sent = {key: pricer.memory.amount(tensors) for key, tensors in sent.items()}
         self._compute_s: dict[tuple[int, ComputeKind, int], float] = {}
         self._workspace: dict[tuple[int, ComputeKind, int], int] = {}
         self._transfer_s: dict[tuple[tuple[int, int, int], int, int, int], float] = {}
@@ -235,6 +237,10 @@ class PlanPrices:
     def message_bytes(self, message: Message) -> int:
         """Return the bytes of a message."""
         return self._edges[message.direction, message.source, message.target](len(message.samples))
+
+    def sent_bytes(self, stage: int, direction: Pass, samples: int) -> int:
+        """Return the bytes of everything that a compute sends, each value once however many stages get it."""
+        return self._sent[stage, direction](samples)
 
     def state_bytes(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimizer state of a rank's stages, and of all buffers."""

@@ -126,6 +126,10 @@ class Cutter:
         """Return what crosses between the stages."""
         return _Cut(self.tables, cuts).traffic()
 
+    def sent(self, cuts: Sequence[int]) -> dict[tuple[int, Pass], tuple[int, ...]]:
+        """Return the tensors that every stage sends in each direction, each once."""
+        return _Cut(self.tables, cuts).sent()
+
 
 class _Cut:
     """One cut: the stage and half of every operation, the home of every tensor."""
@@ -207,6 +211,13 @@ class _Cut:
             for (source, direction, target), tensors in sorted(crossing.items())
         )
         return Traffic(edges, self._buckets())
+
+    def sent(self) -> dict[tuple[int, Pass], tuple[int, ...]]:
+        found: dict[tuple[int, Pass], dict[int, None]] = defaultdict(dict)
+        for t, target in listed(self._arrivals):
+            source = int(self._home[t])
+            found[source, "F" if source < target else "B"][t] = None
+        return {key: tuple(tensors) for key, tensors in found.items()}
 
     def _buckets(self) -> tuple[Bucket, ...]:
         trained = {name for _, name in self._terms}

@@ -13,8 +13,8 @@ Gradients of parameters are in the state from the beginning. What the first back
 gradients; what later ones make is memory beside them, until it is added. So the curve holds for a batch that begins
 without gradients.
 
-What is sent and saved counts in both places, and so does what two stages of one rank keep of what one handed to the
-other. Events of no length use no memory.
+What is sent to several stages counts once, until the last has it. What is sent and saved counts in both places, and so
+does what two stages of one rank keep of what one handed to the other. Events of no length use no memory.
 
 Legend: s stage, m micro-batch.
 """
@@ -207,6 +207,7 @@ class _Rank:
         """
         now = first
         done: set[tuple[int, ComputeKind]] = set()
+        sent: dict[tuple[int, Pass, int], list[tuple[int, _Use]]] = defaultdict(list)
         for instruction in self._line:
             match instruction:
                 case Compute(stage, kind, microbatch):
@@ -222,14 +223,31 @@ class _Rank:
                     yield _Use("buffers", now, taken.start, self._prices.message_bytes(message))
                 case Send(message, peer):
                     gone = moved[_move(message, self._rank, peer)]
-                    yield _Use("buffers", now, gone, self._prices.message_bytes(message))
+                    size = self._prices.message_bytes(message)
+                    use = _Use("buffers", now, gone, size)
+                    sent[message.source, message.direction, message.microbatch].append((message.target, use))
                 case Reduce(bucket):
                     step = self._others.get(Step())
                     end = step.start if step is not None else self._last
                     yield _Use("buffers", now, end, self._program.traffic.buckets[bucket].bytes)
                 case _:
                     pass
+        for values, uses in sent.items():
+            yield from self._shared(*values, uses)
         yield from self._handed_over()
+
+    def _shared(self, stage: int, direction: Pass, microbatch: int, sent: Sequence[tuple[int, _Use]]) -> Sequence[_Use]:
+        """Return the uses of messages of one compute; what several of them carry is there once, until the last ends."""
+        uses = [use for _, use in sent]
+        if len({target for target, _ in sent}) < 2:
+            return uses
+        limit = self._prices.sent_bytes(stage, direction, len(self._samples(stage, microbatch)))
+        counted = 0
+        shared = []
+        for use in sorted(uses, key=lambda use: use.end, reverse=True):
+            shared.append(use._replace(amount=min(use.amount, limit - counted)))
+            counted += shared[-1].amount
+        return shared
 
     def _held(self, stage: int, microbatch: int, forward: Event) -> Iterator[_Use]:
         """Yield what a forward leaves."""

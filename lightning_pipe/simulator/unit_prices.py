@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipe.core.program import Compute, Message, Program
+from lightning_pipe.core.program import Compute, Message, Pass, Program
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,10 @@ class UnitPrices:
         return 0
 
     def message_bytes(self, message: Message) -> int:
+        """Return nothing."""
+        return 0
+
+    def sent_bytes(self, stage: int, direction: Pass, samples: int) -> int:
         """Return nothing."""
         return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -40,6 +40,7 @@ class Bytes(UnitPrices):
     gradient: int = 0
     message: int = 0
     state: int = 0
+    both: int = 1 << 40  # most that one compute sends
 
     def kept_bytes(self, stage, samples):
         return self.kept
@@ -55,6 +56,9 @@ class Bytes(UnitPrices):
 
     def message_bytes(self, message):
         return self.message * len(message.samples)
+
+    def sent_bytes(self, stage, direction, samples):
+        return min(self.message * samples * 9, self.both)
 
     def state_bytes(self, rank):
         return self.state
@@ -196,3 +200,22 @@ def test_the_total_is_the_sum_of_the_series_and_the_state(stages):
         assert curve.peak_total_bytes == max(curve.total_bytes) >= 50 + curve.peak_bytes
         assert all(a <= b for a, b in pairwise(curve.times))
         assert curve.total_bytes[-1] == 50
+
+
+def test_what_goes_to_several_stages_is_there_once():
+    """One value for two stages, and one for one of them: until the last has arrived, both; not three."""
+    prices = Bytes(message=4, latency=2.0, both=8)
+    edges = (
+        Edge("F", 0, 1, 4.0),
+        Edge("F", 0, 2, 4.0),
+        Edge("F", 1, 2, 4.0),
+        Edge("B", 1, 0, 4.0),
+        Edge("B", 2, 1, 4.0),
+    )
+    layout = Layout(((0,), (1,), (2,)))
+    order = order_of("gpipe", layout=layout, microbatches=1)
+    traffic = Traffic(edges, tuple(Bucket((s,), 100) for s in range(3)))
+    program = verify(lower(order, layout=layout, sizes=(1,), traffic=traffic))
+    separate = curves_of(program, prices)[1][0]
+    shared = curves_of(program, replace(prices, both=4))[1][0]
+    assert max(separate.buffer_bytes) - max(shared.buffer_bytes) == 4
