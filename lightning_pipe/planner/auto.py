@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -41,6 +42,7 @@ _CLIMBED = 4  # outlines that are improved
 _ESTIMATED = 1_500_000  # computes that estimates may walk through, about a microsecond each
 _JUDGED = 60_000  # instructions that the judge may walk through, about twenty microseconds each
 _LEAST_JUDGED = 2  # plans that are judged however large they are
+_LONG = 4096  # computes of each kind in a pipeline whose depths are left as they are proposed
 _STEPS = (1, 2, 5)  # positions by which a cut is shifted
 
 
@@ -81,9 +83,10 @@ class _Search:
         self._left = _ESTIMATED
 
     def add(self, outlines: Iterable[Outline]) -> None:
-        """Take outlines of planners, with the depths that they chose and with those that seem best."""
+        """Take outlines of planners, with the depths that they chose and, unless they are long, those that seem best."""
         for outline in outlines:
-            self._estimate(outline.cuts, outline.ranks, outline.microbatches)
+            if len(outline.ranks) * outline.microbatches <= _LONG:
+                self._estimate(outline.cuts, outline.ranks, outline.microbatches)
             self._values.setdefault(outline, (0.0, self._estimator.step_s(outline)))
 
     def improve(self) -> None:
@@ -233,8 +236,10 @@ class _Budget:
 
 
 def _instructions(outline: Outline) -> int:
-    """Return about how many instructions the program of an outline has: computes, messages of both ends, memory."""
-    return sum(map(len, outline.ranks)) * outline.microbatches * 8
+    """Return about how many instructions are judged: computes, messages of both ends, memory; of two equal groups."""
+    replicas = [len(group) for group in outline.ranks]
+    groups = math.gcd(*replicas)
+    return sum(replicas) * min(2, groups) // groups * outline.microbatches * 8
 
 
 def shifted(cuts: tuple[int, ...], positions: list[int], *, steps: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

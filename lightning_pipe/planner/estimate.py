@@ -146,6 +146,9 @@ class _Walk:
             self._gradients[s - 1][m] = self._back[s]
 
 
+_FEW_STAGES = 8
+
+
 class Estimator:
     """Estimate outlines of one problem over some cut positions.
 
@@ -349,8 +352,8 @@ def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[i
         return [wishes.microbatches]
     most = max(1, problem.samples // (wishes.least_samples * replicas))
     wanted = {1, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
-    limit = 16 * stages
-    return sorted({min(count, most) for count in wanted if count <= limit})
+    least = stages // 2 if stages > _FEW_STAGES else 1  # with fewer, half of a long pipeline is idle
+    return sorted({min(count, most) for count in wanted if least <= count <= 16 * stages})
 
 
 def speed_of(cluster: Cluster, ranks: Sequence[int]) -> float:
