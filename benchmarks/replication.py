@@ -1,6 +1,6 @@
 """Does unequal replication pay? Three ranks, a module of which one part is twice as dear as the rest.
 
-    python -m benchmarks.replication                      # 5 rounds of three fits, 10 steps each; about 8 minutes
+    python -m benchmarks.replication                      # 5 rounds of three fits, 10 steps each; about 10 minutes
     python -m benchmarks.replication --rounds 2 --steps 6
     python -m benchmarks.replication --elsewhere          # the dear product takes time, but no core
 
