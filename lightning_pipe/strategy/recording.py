@@ -92,8 +92,7 @@ class Recording:
         self._held: tuple[tuple[float, int], ...] = ()
         self._left = config.timeline_steps
         self._wants_memory = config.memory or config.report is not None or device.type == "cuda"
-        hooks = ((o.register_step_pre_hook, o.register_step_post_hook) for o in optimizers)
-        self._hooks = [hook(self._clock.mark) for pair in hooks for hook in pair]
+        self._hooks = [optimizer.register_step_post_hook(self._clock.mark) for optimizer in optimizers]
 
     @property
     def active(self) -> bool:
@@ -114,11 +113,12 @@ class Recording:
             there = ran.state_bytes + state_bytes((), optimizers=self._optimizers)
             self._memory, self._held = Memory(saved, there + ran.peak_bytes), ran.held
         self._left -= ran.program.synchronise
+        self._clock.mark()  # the program is the optimizer's closure, so a hook before the step would be too early
 
     def _close_step(self) -> None:
         """Put the optimizer's own time in the place of the last program's step."""
         marks, self._clock.marks = self._clock.marks, []
-        if self._ran and marks:
+        if self._ran and len(marks) > 1:
             last = self._ran[-1]
             events = (_lasting(event, marks[0], marks[-1]) for event in last.timeline.events)
             self._ran[-1] = replace(last, timeline=Timeline(tuple(events)))

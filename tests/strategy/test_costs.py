@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 
 from lightning_pipe.core.cluster_file import load_cluster
@@ -122,3 +124,28 @@ def test_a_wrong_cluster_is_refused_on_every_rank(tmp_path: Path, count: int, ba
     path.write_text(CLUSTER % (count, bandwidth))
     for said in World(2).run(fit_with, {"cluster": str(path)}):
         assert says in said and "cluster.yaml" in said, said
+
+
+class Dawdling(pl.Callback):
+    """Take long between a step and the next."""
+
+    def on_train_batch_end(self, *_: object) -> None:
+        spent = time.perf_counter() + DAWDLE_S
+        while time.perf_counter() < spent:
+            pass
+
+
+DAWDLE_S = 0.05
+
+
+def optimizer_s(folder: str) -> float | None:
+    """Return the measured seconds of the optimizer's steps on rank 0."""
+    strategy = DappleStrategy(cache=f"{folder}/cache", timeline_steps=3, layout="1-1")
+    make_trainer(strategy, max_epochs=1, callbacks=[Dawdling()]).fit(make_module(NAME), make_loader(NAME))
+    found = strategy.comparison
+    return None if found is None else max(rank.optimizer.measured for rank in found.ranks)
+
+
+def test_what_callbacks_do_is_not_the_optimizers_time(reported):
+    folder, _ = reported
+    assert World(2).run(optimizer_s, str(folder))[0] < DAWDLE_S
