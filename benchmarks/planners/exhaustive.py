@@ -111,9 +111,9 @@ class Solved:
         return self.auto_s / self.best_s if self.auto_s is not None else float("inf")
 
 
-def solve(seed: int) -> Solved:
+def solve(seed: int, size: Size = Size()) -> Solved:  # noqa: B008 - immutable
     """Solve one problem by both planners."""
-    problem = random_problem(seed)
+    problem = random_problem(seed, size)
     found, seconds = [], []
     for planner in ("exhaustive", "auto"):
         start = time.process_time()

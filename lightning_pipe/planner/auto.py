@@ -83,7 +83,7 @@ class _Search:
         self._left = _ESTIMATED
 
     def add(self, outlines: Iterable[Outline]) -> None:
-        """Take outlines of planners, with the depths that they chose and, unless they are long, those that seem best."""
+        """Take outlines of planners, with the depths that they chose and, if they are short, those that seem best."""
         for outline in outlines:
             if len(outline.ranks) * outline.microbatches <= _LONG:
                 self._estimate(outline.cuts, outline.ranks, outline.microbatches)
@@ -195,6 +195,9 @@ class _Search:
             yield self._estimate(outline.cuts, outline.ranks, count)
             yield replace(outline, microbatches=count)
         yield from self._layouts_near(outline)
+        wishes = self._problem.wishes
+        if wishes.warmup is not None or wishes.schedule == "gpipe":
+            return
         for s, change in itertools.product(range(stages), (1, -1)):
             depths = [*outline.depths]
             depths[s] += change

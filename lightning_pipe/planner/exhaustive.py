@@ -5,6 +5,7 @@ The truth for small problems, by the simulator. Most outlines are never judged, 
     bound      of an estimate: head of the pipeline + what one stage or link must do for all micro-batches + tail
     estimate   `planner.estimate`; whatever it puts `margin` above the best judged plan is left out
 
+The usual policies of warm-up are tried first, then all depths of those rows that could still be better.
 O(2^nodes x groupings), so refused above a number of outlines.
 """
 
@@ -25,7 +26,9 @@ from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 
 MOST_OUTLINES = 200_000
-MARGIN = 0.25
+MARGIN = 0.25  # by which estimates of replicated stages may be too long
+CLOSE = 0.02  # by which those of other stages are
+DEEP = 0.1  # by which estimates of replicated stages may be too long where only depths differ from what was judged
 Bounded: TypeAlias = tuple[float, Row, tuple[tuple[int, ...], Ranks, int]]
 
 
@@ -46,14 +49,39 @@ def exhaustive(problem: Problem, *, margin: float = MARGIN) -> list[Judged]:
     for slack in (margin, math.inf):  # what estimates say to fit may not; then all others are looked at
         for seconds, outline in _outlines(problem, estimator, rows, slack):
             if best is not None and _fits(best, problem) and seconds > best.step_s * (1 + margin):
-                return [best]
+                break
             judged = judge.judge(outline.plan(problem))
             if best is None or _rank(judged, problem) < _rank(best, problem):
                 best = judged
         if best is not None and _fits(best, problem):
             break
     assert best is not None, "one stage on all ranks is always possible"
-    return [best]
+    return [_deepened(problem, best, estimator, rows, judge)]
+
+
+def _deepened(problem: Problem, best: Judged, estimator: Estimator, rows: list[Bounded], judge: Judge) -> Judged:
+    """Return the best of all depths, where the bound allows one that is better."""
+    if not _fits(best, problem) or problem.wishes.warmup is not None or problem.wishes.schedule == "gpipe":
+        return best
+    for bound, row, (cuts, ranks, count) in rows:
+        if bound > best.step_s * (1 + DEEP):
+            break
+        slack = DEEP if len(ranks) < problem.cluster.ranks else CLOSE
+        for depths in _all_depths(len(ranks), count):
+            if row_s(row, depths=depths, microbatches=count) > best.step_s * (1 + slack):
+                continue
+            judged = judge.judge(Outline(cuts, ranks, count, depths).plan(problem))
+            if _rank(judged, problem) < _rank(best, problem):
+                best = judged
+    return best
+
+
+def _all_depths(stages: int, microbatches: int) -> Iterator[tuple[int, ...]]:
+    """Yield all depths that never grow, up to those that hide messages as long as a compute."""
+    most = [min(microbatches, 2 * (stages - s)) for s in range(stages)]
+    for depths in itertools.product(*(range(1, m + 1) for m in most)):
+        if all(a >= b for a, b in itertools.pairwise(depths)):
+            yield depths
 
 
 def _fits(judged: Judged, problem: Problem) -> bool:
@@ -97,16 +125,18 @@ def _lowered(choices: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _rows(problem: Problem, estimator: Estimator) -> Iterator[tuple[float, Row, tuple[tuple[int, ...], Ranks, int]]]:
     """Yield a bound on the time, the row, and cuts, ranks and micro-batches of every outline."""
     positions = [int(position) for position in estimator.segments.bounds[1:-1]]
-    tried = 0
-    for ranks in _layouts(problem):
-        counts = microbatch_counts(problem, stages=len(ranks), replicas=max(map(len, ranks)))
+    asked = [
+        (ranks, microbatch_counts(problem, stages=len(ranks), replicas=max(map(len, ranks))))
+        for ranks in _layouts(problem)
+    ]
+    tried = sum(len(counts) * math.comb(len(positions), len(ranks) - 1) for ranks, counts in asked)
+    if tried > MOST_OUTLINES:
+        raise PlanError(
+            f"planner='exhaustive' would try {tried} plans, and tries {MOST_OUTLINES} at most: {len(positions) + 1} "
+            f"operations on {problem.cluster.ranks} devices. Use planner='auto', or a smaller model and fewer devices."
+        )
+    for ranks, counts in asked:
         for cuts in itertools.combinations(positions, len(ranks) - 1):
-            tried += len(counts)
-            if tried > MOST_OUTLINES:
-                raise PlanError(
-                    f"planner='exhaustive' would try over {MOST_OUTLINES} plans: {len(positions) + 1} operations on "
-                    f"{problem.cluster.ranks} devices. Use planner='auto', or a smaller model and fewer devices."
-                )
             for count in counts:
                 row = estimator.row(cuts, ranks, count)
                 yield _bound(row, count), row, (cuts, ranks, count)

@@ -1,0 +1,79 @@
+"""What `auto` promises: no planner proposes better, little is better at all, and what does not fit is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planners.exhaustive import SAME, Size, random_problem, solve
+from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.planner.exhaustive import exhaustive
+from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.registry import PLANNER_NAMES, PLANNERS, propose
+from planner.test_uniform import cluster, layers
+
+SMALL = Size(layers=5, devices=3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_planner_proposes_a_better_plan(seed):
+    problem = random_problem(seed + 100, SMALL)
+    problem = replace(problem, cluster=cluster(problem.cluster.ranks))
+    best = propose(problem, "auto")[0]
+    for planner in PLANNERS:
+        try:
+            other = propose(problem, planner)[0]
+        except PlanError:
+            continue  # too few operations for one stage per rank
+        assert best.step_s <= other.step_s * (1 + SAME), planner
+
+
+def test_the_best_plan_of_all_is_found():
+    solved = [solve(seed, SMALL) for seed in range(200, 212)]
+    assert [one.ratio for one in solved] == pytest.approx([1.0] * len(solved), abs=0.03)
+    assert sum(one.ratio <= 1 + SAME for one in solved) >= len(solved) - 1
+
+
+def test_plans_over_memory_are_never_returned():
+    graph, profile = layers([1] * 4, [8000] * 4)
+    roomy = Problem(graph, profile, cluster(2), 16)
+    peaks = [max(judged.peak_bytes) for judged in propose(roomy, "auto")]
+    tight = replace(roomy, cluster=cluster(2, memory=sorted(peaks)[len(peaks) // 2]))
+    for planner in PLANNER_NAMES:
+        assert propose(tight, planner)[0].overflow(tight.cluster) <= 0, planner
+    hopeless = replace(roomy, cluster=cluster(2, memory=100))
+    for planner in PLANNER_NAMES:
+        with pytest.raises(PlanError, match=r"No plan fits into memory.*too little. What would help: devices with"):
+            propose(hopeless, planner)
+
+
+def test_wishes_are_kept_to():
+    graph, profile = layers([1, 1, 2, 2, 1, 1], [8] * 6)
+    wishes = Wishes(microbatches=4, replicas=(2, 1), warmup="2")
+    for planner in ("auto", "uniform", "exhaustive"):
+        plan = propose(Problem(graph, profile, cluster(3), 16, wishes=wishes), planner)[0].plan
+        assert [stage.ranks for stage in plan.stages] == [(0, 1), (2,)]
+        assert (plan.microbatches, plan.options) == (4, {"warmup": "2,2"})
+
+
+def test_layouts_that_cannot_be_are_refused():
+    graph, profile = layers([1] * 4, [8] * 4)
+    asked = Problem(graph, profile, cluster(3), 16, wishes=Wishes(replicas=(2, 2)))
+    with pytest.raises(PlanError, match="layout='2-2' asks for 4 ranks, the trainer has 3"):
+        propose(asked, "auto")
+    with pytest.raises(ConfigError, match="planner='dapple' decides the layout"):
+        propose(asked, "dapple")
+    with pytest.raises(ConfigError, match=r"no planner 'dappel'.*did you mean 'dapple'"):
+        propose(asked, "dappel")
+
+
+def test_too_many_plans_are_not_tried():
+    graph, profile = layers([1] * 40, [8] * 40)
+    with pytest.raises(PlanError, match=r"would try \d+ plans"):
+        exhaustive(Problem(graph, profile, cluster(5), 16))
+
+
+def test_the_same_problem_gives_the_same_plan():
+    problem = random_problem(7, SMALL)
+    assert propose(problem, "auto")[0].plan == propose(problem, "auto")[0].plan
