@@ -147,6 +147,7 @@ class _Walk:
 
 
 _FEW_STAGES = 8
+_LONG = 4096  # computes of each kind in a pipeline for which fewer depths are tried
 
 
 class Estimator:
@@ -225,7 +226,11 @@ class Estimator:
         return self._shares[ranks]
 
     def depth_choices(self, row: Row, *, most: Sequence[int], microbatches: int) -> Iterator[tuple[int, ...]]:
-        """Yield warm-up depths worth trying: PA, PB, 1F1B* and all forwards first, none above `most`, never growing."""
+        """Yield warm-up depths worth trying, none above `most`, never growing.
+
+        They rise by one, two (PA, PB) and, for slow links, three and four (SPP's execution order) per stage from the
+        end; then those of 1F1B*, and all forwards first.
+        """
         stages = len(row.forward)
         if self.problem.wishes.schedule == "gpipe":
             yield (microbatches,) * stages
@@ -238,6 +243,8 @@ class Estimator:
             star_depths(loads, links=links, period=period),
             [microbatches] * stages,
         ]
+        if stages * microbatches <= _LONG:
+            found += [[step * (stages - 1 - s) + 1 for s in range(stages)] for step in (3, 4)]
         if self.problem.wishes.warmup is not None:
             found = [_wished(self.problem.wishes.warmup, found)]
         capped = ([min(depth, microbatches, m) for depth, m in zip(depths, most, strict=True)] for depths in found)
@@ -351,7 +358,7 @@ def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[i
     if wishes.microbatches is not None:
         return [wishes.microbatches]
     most = max(1, problem.samples // (wishes.least_samples * replicas))
-    wanted = {1, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
+    wanted = {1, 3, 6, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
     least = stages // 2 if stages > _FEW_STAGES else 1  # with fewer, half of a long pipeline is idle
     return sorted({min(count, most) for count in wanted if least <= count <= 16 * stages})
 

@@ -27,6 +27,7 @@ from lightning_pipe.planner.segments import Segments
 
 MOST_OUTLINES = 200_000
 MARGIN = 0.25  # by which estimates of replicated stages may be too long
+FEW_SAMPLES = 16  # of a batch, for which all numbers of micro-batches are tried
 CLOSE = 0.02  # by which those of other stages are
 DEEP = 0.1  # by which estimates of replicated stages may be too long where only depths differ from what was judged
 Bounded: TypeAlias = tuple[float, Row, tuple[tuple[int, ...], Ranks, int]]
@@ -77,8 +78,8 @@ def _deepened(problem: Problem, best: Judged, estimator: Estimator, rows: list[B
 
 
 def _all_depths(stages: int, microbatches: int) -> Iterator[tuple[int, ...]]:
-    """Yield all depths that never grow, up to those that hide messages as long as a compute."""
-    most = [min(microbatches, 2 * (stages - s)) for s in range(stages)]
+    """Yield all depths that never grow, up to some more than hide messages as long as a compute."""
+    most = [min(microbatches, 2 * (stages - s) + 4) for s in range(stages)]
     for depths in itertools.product(*(range(1, m + 1) for m in most)):
         if all(a >= b for a, b in itertools.pairwise(depths)):
             yield depths
@@ -125,10 +126,7 @@ def _lowered(choices: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _rows(problem: Problem, estimator: Estimator) -> Iterator[tuple[float, Row, tuple[tuple[int, ...], Ranks, int]]]:
     """Yield a bound on the time, the row, and cuts, ranks and micro-batches of every outline."""
     positions = [int(position) for position in estimator.segments.bounds[1:-1]]
-    asked = [
-        (ranks, microbatch_counts(problem, stages=len(ranks), replicas=max(map(len, ranks))))
-        for ranks in _layouts(problem)
-    ]
+    asked = [(ranks, _counts(problem, stages=len(ranks), replicas=max(map(len, ranks)))) for ranks in _layouts(problem)]
     tried = sum(len(counts) * math.comb(len(positions), len(ranks) - 1) for ranks, counts in asked)
     if tried > MOST_OUTLINES:
         raise PlanError(
@@ -140,6 +138,13 @@ def _rows(problem: Problem, estimator: Estimator) -> Iterator[tuple[float, Row, 
             for count in counts:
                 row = estimator.row(cuts, ranks, count)
                 yield _bound(row, count), row, (cuts, ranks, count)
+
+
+def _counts(problem: Problem, *, stages: int, replicas: int) -> list[int]:
+    """Return all numbers of micro-batches, where samples are few."""
+    found = microbatch_counts(problem, stages=stages, replicas=replicas)
+    few = problem.wishes.microbatches is None and problem.samples <= FEW_SAMPLES
+    return list(range(1, found[-1] + 1)) if few else found
 
 
 def _layouts(problem: Problem) -> list[Ranks]:
