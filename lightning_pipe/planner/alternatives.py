@@ -102,17 +102,21 @@ def _hidden_s(judged: Judged) -> float:
 
 
 def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:
-    """Yield the best candidate that differs in more than its number of micro-batches."""
+    """Yield the best candidate that cuts the graph elsewhere, or lays it out differently."""
     for other in others:
-        if (other.cuts, other.plan.schedule, other.plan.options) != (best.cuts, best.plan.schedule, best.plan.options):
-            starts = ", ".join(stage.at for stage in other.plan.stages[1:])
-            name = f"runner-up: {other.plan.schedule}, {other.plan.microbatches} micro-batches, cut before {starts}"
+        if (other.cuts, other.plan.layout) != (best.cuts, best.plan.layout):
+            replicas = "-".join(str(len(stage.ranks)) for stage in other.plan.stages)
+            starts = "".join(f", cut before {stage.at}" for stage in other.plan.stages[1:])
+            name = f"runner-up: {replicas}, {other.plan.microbatches} micro-batches{starts}"
             yield _alternative(name, "runner-up", other, problem.cluster)
             return
 
 
 def _variants(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:
+    """Yield the best candidate of the same stages for every other number of micro-batches."""
+    seen = {best.plan.microbatches}
     for other in others:
-        if other.cuts == best.cuts and other.plan.microbatches != best.plan.microbatches:
-            name = f"{other.plan.microbatches} micro-batches"
-            yield _alternative(name, "variant", other, problem.cluster)
+        count = other.plan.microbatches
+        if (other.cuts, other.plan.layout) == (best.cuts, best.plan.layout) and count not in seen:
+            seen.add(count)
+            yield _alternative(f"{count} micro-batches", "variant", other, problem.cluster)
