@@ -21,9 +21,9 @@ from lightning_pipe.capture import Capture, Request, capture_step, flatten, real
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.step import Recording, recording_calls
 from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.planner.problem import counted_problem
+from lightning_pipe.planner.problem import Wishes, counted_problem
+from lightning_pipe.planner.registry import propose
 from lightning_pipe.planner.resolve import resolve
-from lightning_pipe.planner.uniform import uniform
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State
@@ -110,8 +110,9 @@ def pipeline(
     """Programs on ranks of one process; gradients are brought to `module`, parameters back to the ranks."""
     capture = captured(name, dropout)
     replicas = [int(n) for n in layout.split("-")]
-    problem = counted_problem(capture.graph, ranks=sum(replicas), samples=BATCH)
-    plan = uniform(problem, replicas=replicas, microbatches=MICROBATCHES, schedule=schedule)
+    wishes = Wishes(MICROBATCHES, tuple(replicas), schedule, "pa" if schedule == "1f1b" else None)
+    problem = replace(counted_problem(capture.graph, ranks=sum(replicas), samples=BATCH), wishes=wishes)
+    plan = propose(problem, "uniform")[0].plan
     stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
     plan = replace(plan, stages=tuple(replace(stage, weights=own) for stage, own in stages))
     split = capture.split(resolve(plan, capture.graph, ranks=sum(replicas)), exact_ties=True)
@@ -218,7 +219,8 @@ def test_tied_gradients_that_are_added_once_per_step_differ_by_rounding_only():
     """The default: bit-equal but for the tied parameter, whose two sums are added in another order."""
     capture = captured("gpt_tied", 0.0)
     problem = counted_problem(capture.graph, ranks=2, samples=BATCH)
-    plan = uniform(problem, replicas=[1, 1], microbatches=MICROBATCHES)
+    wishes = Wishes(MICROBATCHES, (1, 1), warmup="pa")
+    plan = propose(replace(problem, wishes=wishes), "uniform")[0].plan
     split = capture.split(resolve(plan, capture.graph, ranks=2))
     tied = {
         p
