@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_pipe.errors import PlanError
@@ -41,6 +41,7 @@ _PER_STAGE = 2  # micro-batches per stage at which layouts are compared first
 _CLIMBED = 4  # outlines that are improved
 _ESTIMATED = 1_500_000  # computes that estimates may walk through, about a microsecond each
 _JUDGED = 60_000  # instructions that the judge may walk through, about twenty microseconds each
+_ERROR = 0.25  # by which estimates of replicated stages may be too long
 _LEAST_JUDGED = 2  # plans that are judged however large they are
 _LONG = 4096  # computes of each kind in a pipeline whose depths are left as they are proposed
 _STEPS = (1, 2, 5)  # positions by which a cut is shifted
@@ -53,11 +54,12 @@ def auto(problem: Problem, planners: Mapping[str, Planner]) -> list[Judged]:
         problem: what is planned.
         planners: who proposes.
     """
-    proposed = [outline for planner in planners.values() for outline in _proposed(planner, problem)]
+    by_planner = [_proposed(planner, problem) for planner in planners.values()]
+    proposed = [outline for outlines in by_planner for outline in outlines]
     search = _Search(problem, [position for outline in proposed for position in outline.cuts])
     search.add(proposed)
     search.improve()
-    return search.judged()
+    return search.judged([outlines[0] for outlines in by_planner if outlines])
 
 
 def _proposed(planner: Planner, problem: Problem) -> list[Outline]:
@@ -154,11 +156,22 @@ class _Search:
         for cuts in shifted(outline.cuts, self._positions, steps=_STEPS):
             yield cuts, outline.microbatches
 
-    def judged(self) -> list[Judged]:
-        """Judge the best outlines, go on from the winner, and return all, the best first."""
+    def judged(self, choices: Sequence[Outline]) -> list[Judged]:
+        """Judge the best outlines, go on from the winner, and return all, the best first.
+
+        Args:
+            choices: those of the planners; they are judged too, unless their estimates say that they cannot win.
+        """
         judge, budget = Judge(self._problem), _Budget()
         found: dict[Outline, Judged] = {}
-        for outline in self._best(len(self._values)):
+        ranked = self._best(len(self._values))
+        excess, seconds = self._values[ranked[0]]
+        for outline in choices:
+            if self._values[outline] <= (excess, seconds * (1 + _ERROR)):
+                found[outline] = fitted(self._problem, outline, judge=judge)
+        for outline in ranked:
+            if outline in found:
+                continue
             if len(found) >= _LEAST_JUDGED and not budget.allows(outline, share=0.5):
                 break
             budget.spend(outline)
