@@ -2,10 +2,11 @@
 
     1  every planner's outlines, data parallel and straight ones are estimated
     2  the best are improved by moves (`planner.moves`): others on the same devices, then cuts, by estimate
-    3  the best of all are settled within memory and judged by the simulator
+    3  what every planner chooses and the best of all are settled within memory and judged by the simulator
     4  the winner is moved on, its cuts at node granularity, while the judge says better
 
-So the result is never slower, in simulation, than what any planner proposes. Work is bounded by counts, not by clocks:
+So the result is never slower, in simulation, than what any planner chooses (but for choices whose estimates are far
+above the best, which are not judged). Work is bounded by counts, not by clocks:
 the same problem gives the same plan everywhere. Estimates and judgements become dearer with stages, replicas and
 micro-batches, so for large clusters fewer of them are made.
 
