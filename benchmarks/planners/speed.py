@@ -2,7 +2,7 @@
 
     python -m benchmarks.planners speed
 
-A chain of layers of unequal seconds, each with 30 MB of parameters, on hosts of eight devices with 16 GiB. Seconds are
+A chain of layers of unequal seconds, each with 20 MB of parameters, on hosts of eight devices with 16 GiB. Seconds are
 those of this process (one core): of all planners and of `auto`, which asks them all, searches on and judges.
 """
 
@@ -28,7 +28,7 @@ from lightning_pipe.units import format_seconds
 
 SIZES = ((250, 64), (500, 64), (1000, 8), (1000, 64), (1000, 256), (1000, 1024))  # nodes, devices
 SAMPLES_PER_DEVICE = 16
-PARAMETERS = 30_000_000
+PARAMETERS = 20_000_000
 
 
 def problem(nodes: int, devices: int) -> Problem:

@@ -42,7 +42,7 @@ _PER_STAGE = 2  # micro-batches per stage at which layouts are compared first
 _CLIMBED = 4  # outlines that are improved
 _ESTIMATED = 1_500_000  # computes that estimates may walk through, about a microsecond each
 _JUDGED = 60_000  # instructions that the judge may walk through, about twenty microseconds each
-_ERROR = 0.25  # by which estimates of replicated stages may be too long
+_REPLICATED_ERROR, _STRAIGHT_ERROR = 0.25, 0.03  # by which estimates may be too long
 _LEAST_JUDGED = 2  # plans that are judged however large they are
 _LONG = 4096  # computes of each kind in a pipeline whose depths are left as they are proposed
 _STEPS = (1, 2, 5)  # positions by which a cut is shifted
@@ -168,7 +168,8 @@ class _Search:
         ranked = self._best(len(self._values))
         excess, seconds = self._values[ranked[0]]
         for outline in choices:
-            if self._values[outline] <= (excess, seconds * (1 + _ERROR)):
+            error = _REPLICATED_ERROR if max(map(len, outline.ranks)) > 1 else _STRAIGHT_ERROR
+            if self._values[outline] <= (excess, seconds * (1 + error)):
                 found[outline] = fitted(self._problem, outline, judge=judge)
         for outline in ranked:
             if outline in found:
