@@ -86,7 +86,7 @@ def best(asked: Problem, planner: str) -> Found:
             judged.append(relieve(asked, judge.judge(replace(outline, depths=depths).plan(asked)), judge=judge))
             if (judged[-1].overflow(asked.cluster) <= 0) == (depths != shallowest):
                 break  # not even the shallowest fits, or the deepest that fits is found
-    least = min(judged, key=lambda one: (max(0, one.overflow(asked.cluster)), one.step_s))
+    least = min(judged, key=lambda one: one.rank(asked.cluster))
     return Found(least, least.overflow(asked.cluster), tuple(shares(asked, least)))
 
 

@@ -57,7 +57,7 @@ def bound_s(asked: Problem, outline: Outline) -> float:
 
 
 def _best(judged: Sequence[Judged], asked: Problem) -> Judged:
-    return min(judged, key=lambda found: (max(0, found.overflow(asked.cluster)), found.step_s))
+    return min(judged, key=lambda found: found.rank(asked.cluster))
 
 
 def _seconds(judged: Judged, asked: Problem) -> str:

@@ -85,11 +85,11 @@ class Profile:
     def between(self, times: Sequence[float], samples: float) -> float:
         """Return the seconds on this many samples of what takes `times` on the measured ones."""
         seconds = sum(times[i] * weight for i, weight in self.weights(samples))
-        return seconds if len(self.samples) == 1 else max(seconds, _LEAST_SHARE * min(times))
+        return seconds if len(self.samples) == 1 else max(seconds, LEAST_SHARE * min(times))
 
     @cached_property
     def _index(self) -> dict[float, int]:
         return {samples: i for i, samples in enumerate(self.samples)}
 
 
-_LEAST_SHARE = 0.5  # of the smallest measured time: a line through noisy points may cross zero
+LEAST_SHARE = 0.5  # of the smallest measured time: a line through noisy points may cross zero

@@ -231,7 +231,7 @@ class _Search:
                 yield balanced
 
     def _rank(self, judged: Judged) -> Value:
-        return max(0, judged.overflow(self._problem.cluster)), judged.step_s
+        return judged.rank(self._problem.cluster)
 
 
 def _identity(judged: Judged) -> tuple[object, ...]:

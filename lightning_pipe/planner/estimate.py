@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipe.core.cluster import NO_SWAP, Cluster
+from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, exchange_s
@@ -361,8 +361,3 @@ def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[i
     wanted = {1, 3, 6, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
     least = stages // 2 if stages > _FEW_STAGES else 1  # with fewer, half of a long pipeline is idle
     return sorted({min(count, most) for count in wanted if least <= count <= 16 * stages})
-
-
-def speed_of(cluster: Cluster, ranks: Sequence[int]) -> float:
-    """Return the speeds of some devices together."""
-    return sum(cluster.device(rank).speed for rank in ranks)

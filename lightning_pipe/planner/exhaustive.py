@@ -52,7 +52,7 @@ def exhaustive(problem: Problem, *, margin: float = MARGIN) -> list[Judged]:
             if best is not None and _fits(best, problem) and seconds > best.step_s * (1 + margin):
                 break
             judged = judge.judge(outline.plan(problem))
-            if best is None or _rank(judged, problem) < _rank(best, problem):
+            if best is None or judged.rank(problem.cluster) < best.rank(problem.cluster):
                 best = judged
         if best is not None and _fits(best, problem):
             break
@@ -72,7 +72,7 @@ def _deepened(problem: Problem, best: Judged, estimator: Estimator, rows: list[B
             if row_s(row, depths=depths, microbatches=count) > best.step_s * (1 + slack):
                 continue
             judged = judge.judge(Outline(cuts, ranks, count, depths).plan(problem))
-            if _rank(judged, problem) < _rank(best, problem):
+            if judged.rank(problem.cluster) < best.rank(problem.cluster):
                 best = judged
     return best
 
@@ -87,10 +87,6 @@ def _all_depths(stages: int, microbatches: int) -> Iterator[tuple[int, ...]]:
 
 def _fits(judged: Judged, problem: Problem) -> bool:
     return judged.overflow(problem.cluster) <= 0
-
-
-def _rank(judged: Judged, problem: Problem) -> tuple[int, float]:
-    return max(0, judged.overflow(problem.cluster)), judged.step_s
 
 
 def _outlines(

@@ -80,6 +80,10 @@ class Judged:
         """Return by how many bytes the fullest rank exceeds its memory; 0 or less if the plan fits."""
         return max(peak - cluster.device(rank).memory_bytes for rank, peak in enumerate(self.peak_bytes))
 
+    def rank(self, cluster: Cluster) -> tuple[int, float]:
+        """Return what plans are ranked by, smaller is better: bytes over memory, then seconds."""
+        return max(0, self.overflow(cluster)), self.step_s
+
 
 class Judge:
     """Judge plans of one problem.

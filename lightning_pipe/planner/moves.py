@@ -14,6 +14,7 @@ Legend: s, t stages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -59,12 +60,10 @@ def _swapped(ranks: Ranks, cluster: Cluster) -> Iterator[Ranks]:
     count = sum(map(len, ranks))
     if count > _MOST_SWAPPED:
         return
-    for s in range(len(ranks)):
-        for t in range(s + 1, len(ranks)):
-            for one in ranks[s]:
-                for two in ranks[t]:
-                    if not _alike(cluster, one, two):
-                        yield _with(ranks, {s: (*_without(ranks[s], one), two), t: (*_without(ranks[t], two), one)})
+    for s, t in itertools.combinations(range(len(ranks)), 2):
+        for one, two in itertools.product(ranks[s], ranks[t]):
+            if not _alike(cluster, one, two):
+                yield _with(ranks, {s: (*_without(ranks[s], one), two), t: (*_without(ranks[t], two), one)})
 
 
 def _alike(cluster: Cluster, one: int, two: int) -> bool:

@@ -201,8 +201,9 @@ class _Needs:
             elif t in self._arrived:
                 self.holds[column, self._arrived[t]] = True
             elif maker is not None and memory not in self.memories.there:
-                for needs in (self.runs, self.sources, self.holds):
-                    needs[column] |= needs[maker]
+                self.runs[column] |= self.runs[maker]
+                self.sources[column] |= self.sources[maker]
+                self.holds[column] |= self.holds[maker]
 
     def of_memories(self, needs: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return what the saved memories need: all operations of F that make something in them; none is its own."""

@@ -25,14 +25,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.core.profile import Profile
+from lightning_pipe.core.profile import LEAST_SHARE, Profile
 from lightning_pipe.core.program import Pass
 from lightning_pipe.cost.tables import Tables
 from lightning_pipe.planner.cuts import Crossing, crossing
 from lightning_pipe.planner.problem import Problem
 
 Matrix: TypeAlias = NDArray[np.float64]  # [a, b]
-_LEAST_SHARE = 0.5  # of the smallest measured time is kept, as `core.profile` does
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,12 @@ class Times:
         for i, weight in self.profile.weights(samples):
             total += weight * self.parts[i]
         if len(self.parts) > 1:
-            total = np.maximum(total, _LEAST_SHARE * np.minimum.reduce(self.parts))
+            total = np.maximum(total, LEAST_SHARE * np.minimum.reduce(self.parts))
         return total + np.triu(np.full_like(total, self.call_s), k=1)
 
     def at(self, a: int, b: int, samples: float) -> float:
         """Return the seconds of one stage."""
         times = [float(part[a, b]) for part in self.parts]
-        if len(times) == 1:
-            return times[0] * samples / self.profile.samples[0] + self.call_s
         return self.profile.between(times, samples) + self.call_s
 
 

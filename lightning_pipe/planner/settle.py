@@ -43,7 +43,7 @@ def fitted(problem: Problem, outline: Outline, *, judge: Judge) -> Judged:
         tried += _shallower(problem, outline, tried[0], judge=judge)
     if tried[0].overflow(problem.cluster) > 0 and problem.wishes.reliefs:
         tried += [relieve(problem, one, judge=judge) for one in tried]
-    return min(tried, key=lambda one: (max(0, one.overflow(problem.cluster)), one.step_s))
+    return min(tried, key=lambda one: one.rank(problem.cluster))
 
 
 def _shallower(problem: Problem, outline: Outline, judged: Judged, *, judge: Judge) -> Iterator[Judged]:
