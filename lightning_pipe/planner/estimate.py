@@ -93,57 +93,58 @@ def backward_ends(row: Row, *, depths: Sequence[int], microbatches: int) -> list
         depths: warm-up forwards of each stage, never growing.
         microbatches: micro-batches of the batch.
     """
-    return _Walk(row, depths, microbatches).ends()
+    return _Walk(row, depths, microbatches).run()
 
 
 class _Walk:
-    """Let every stage run as far as what has arrived allows, in turn."""
+    """Let round k run backward k - K and then forward k of every stage.
+
+    Backwards go from the last stage to the first and forwards back, so that all that a compute waits for has ended
+    earlier in its round or in a round before: stages whose depths never grow along the pipeline do not wait for what
+    comes later.
+
+    Attributes:
+        ends: of the last compute of each stage.
+    """
 
     def __init__(self, row: Row, depths: Sequence[int], microbatches: int) -> None:
-        stages = len(row.forward)
-        self._row, self._microbatches = row, microbatches
-        self._depths = [min(depth, microbatches) for depth in depths]
-        self._inputs = [[0.0] * microbatches, *([math.inf] * microbatches for _ in range(stages - 1))]  # arrivals
-        self._gradients = [[math.inf] * microbatches for _ in range(stages)]
-        self._now, self._ahead, self._back = [0.0] * stages, [0.0] * stages, [0.0] * stages
-        self._done = [(0, 0)] * stages  # forwards, backwards
+        stages = range(len(row.forward))
+        held = [min(depth, microbatches) for depth in depths]
+        self.ends = [0.0] * len(stages)
+        self._microbatches, self._rounds = microbatches, microbatches + held[0]
+        self._ahead, self._back = [0.0] * len(stages), [0.0] * len(stages)  # when links are free
+        self._gradients = [[0.0] * microbatches for _ in stages]  # arrivals
+        self._forwards = [*zip(stages, row.forward, (*row.ahead, 0.0), strict=True)]
+        self._backwards = [*zip(stages, held, row.backward, row.late, (0.0, *row.back), strict=True)][::-1]
 
-    def ends(self) -> list[float]:
-        stages = range(len(self._now))
-        while any(backwards < self._microbatches for _, backwards in self._done):
-            for s in (*stages, *reversed(stages)):
-                self._advance(s)
-        return self._now
+    def run(self) -> list[float]:
+        """Return when each stage has ended its last backward."""
+        for k in range(self._rounds):
+            self._run_backwards(k)
+            if k < self._microbatches:
+                self._run_forwards()
+        return self.ends
 
-    def _advance(self, s: int) -> None:
-        forwards, backwards = self._done[s]
-        while backwards < self._microbatches:
-            if forwards < self._microbatches and forwards - backwards < self._depths[s]:
-                if self._inputs[s][forwards] == math.inf:
-                    break
-                self._forward(s, forwards)
-                forwards += 1
-            else:
-                if self._gradients[s][backwards] == math.inf:
-                    break
-                self._backward(s, backwards)
-                backwards += 1
-        self._done[s] = (forwards, backwards)
+    def _run_backwards(self, k: int) -> None:
+        ends, gradients, free = self.ends, self._gradients, self._back
+        for s, held, seconds, late, message_s in self._backwards:
+            m = k - held
+            if m < 0:
+                return  # nor do the stages before
+            if m >= self._microbatches:
+                continue
+            end, arrived = ends[s], gradients[s][m]
+            ends[s] = end = (arrived if arrived > end else end) + seconds
+            if s:
+                left = end - late
+                free[s] = gradients[s - 1][m] = (free[s] if free[s] > left else left) + message_s
 
-    def _forward(self, s: int, m: int) -> None:
-        self._now[s] = max(self._now[s], self._inputs[s][m]) + self._row.forward[s]
-        if s + 1 == len(self._now):
-            self._gradients[s][m] = self._now[s]
-            return
-        self._ahead[s] = max(self._ahead[s], self._now[s]) + self._row.ahead[s]
-        self._inputs[s + 1][m] = self._ahead[s]
-
-    def _backward(self, s: int, m: int) -> None:
-        self._now[s] = max(self._now[s], self._gradients[s][m]) + self._row.backward[s]
-        if s:
-            left = self._now[s] - self._row.late[s]
-            self._back[s] = max(self._back[s], left) + self._row.back[s - 1]
-            self._gradients[s - 1][m] = self._back[s]
+    def _run_forwards(self) -> None:
+        ends, free, arrived = self.ends, self._ahead, 0.0
+        for s, seconds, message_s in self._forwards:
+            end = ends[s]
+            ends[s] = end = (arrived if arrived > end else end) + seconds
+            free[s] = arrived = (free[s] if free[s] > end else end) + message_s
 
 
 _FEW_STAGES = 8

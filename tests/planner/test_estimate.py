@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 
 import pytest
 
 from lightning_pipe.core.cluster import Link
 from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, microbatch_counts, row_s
+from lightning_pipe.planner.estimate import Estimator, Row, backward_ends, microbatch_counts, row_s
 from lightning_pipe.planner.judge import Judge
 from lightning_pipe.planner.outline import Outline
 from lightning_pipe.planner.problem import Problem, Wishes
@@ -32,6 +34,51 @@ def test_a_row_takes_what_an_event_simulation_says(forward, backward, finish, mi
     row = Row(forward[::2], backward[::2], forward[1::2], backward[1::2], finish, late=(0,) * stages)
     assert row_s(row, depths=[stages - s for s in range(stages)], microbatches=microbatches) == pa
     assert row_s(row, depths=[2 * (stages - s) - 1 for s in range(stages)], microbatches=microbatches) == pb
+
+
+def order(depth, microbatches):
+    """Return the computes of a stage: warm-up forwards, then one backward and one forward in turn."""
+    computes = [("F", m) for m in range(min(depth, microbatches))]
+    for m in range(microbatches):
+        computes += [("B", m)] + ([("F", m + depth)] if m + depth < microbatches else [])
+    return computes
+
+
+def recursive_ends(row, depths, microbatches):
+    """Return when each stage ends its last backward: what each compute and message waits for, looked up on demand."""
+    last = len(depths) - 1
+    before = {}
+    for s, depth in enumerate(depths):
+        computes = order(depth, microbatches)
+        before.update({(s, *compute): (s, *earlier) for earlier, compute in itertools.pairwise(computes)})
+
+    @functools.cache
+    def end(s, kind, m):
+        idle = end(*before[s, kind, m]) if (s, kind, m) in before else 0.0
+        if kind == "F":
+            return max(idle, sent_ahead(s - 1, m) if s else 0.0) + row.forward[s]
+        return max(idle, sent_back(s + 1, m) if s < last else 0.0) + row.backward[s]
+
+    @functools.cache
+    def sent_ahead(s, m):
+        return max(sent_ahead(s, m - 1) if m else 0.0, end(s, "F", m)) + row.ahead[s]
+
+    @functools.cache
+    def sent_back(s, m):
+        return max(sent_back(s, m - 1) if m else 0.0, end(s, "B", m) - row.late[s]) + row.back[s - 1]
+
+    return [end(s, "B", microbatches - 1) for s in range(last + 1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_row_ends_when_its_recursion_says_whatever_depths_that_never_grow(seed):
+    draw = random.Random(seed)
+    stages, microbatches = draw.randint(1, 6), draw.randint(1, 12)
+    depths = sorted((draw.randint(1, microbatches) for _ in range(stages)), reverse=True)
+    forward, backward, ahead, back = ([draw.uniform(0.1, 2.0) for _ in range(stages)] for _ in range(4))
+    late = tuple(draw.uniform(0.0, seconds) for seconds in backward)
+    row = Row(*map(tuple, (forward, backward, ahead[1:], back[1:])), finish=(0.0,) * stages, late=late)
+    assert backward_ends(row, depths=depths, microbatches=microbatches) == recursive_ends(row, depths, microbatches)
 
 
 def chain(seed: int) -> Problem:
