@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lightning_pipe.core.program import Bucket, Edge, Layout, Options, Program, Traffic
-from lightning_pipe.schedule import SCHEDULES
+from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
 
@@ -57,8 +57,12 @@ def build() -> Callable[[Case], Program]:
 
     def build_case(case: Case) -> Program:
         layout = Layout(case.stages, case.whole, case.weights)
-        schedule = SCHEDULES[case.schedule] if case.training else forward_only
-        order = schedule(layout, len(case.sizes), case.options)
+        count = len(case.sizes)
+        order = (
+            order_of(case.schedule, layout=layout, microbatches=count, options=case.options)
+            if case.training
+            else forward_only(layout, count)
+        )
         return lower(
             order,
             layout=layout,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Traffic
+from benchmarks.closed_forms import Row, chain, program_of, run
+from lightning_pipe.core.program import Compute, Layout, Order
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report.trace import draw
 from lightning_pipe.schedule import SCHEDULES, order_of
@@ -18,23 +19,28 @@ from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 FOUR = Layout(((0,), (1,), (2,), (3,)))
+MERGED = ("gpipe", "1f1b")  # which take any layout
 
 
-def chain(stages: int) -> Traffic:
-    edges = [(Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0)) for s in range(stages - 1)]
-    return Traffic(tuple(e for pair in edges for e in pair), tuple(Bucket((s,), 1) for s in range(stages)))
-
-
-@pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
-def test_the_drawing_in_the_docstring_is_the_schedule(name):
-    schedule = SCHEDULES.get(name, forward_only)
-    order = schedule(FOUR, 4)
-    program = lower(order, layout=FOUR, sizes=(1,) * 4, traffic=chain(4), training=name != "forward_only")
-    drawing = re.findall(r"^ *(\d \|.*)$", schedule.__doc__, flags=re.MULTILINE)
-    assert drawing == draw(simulate(verify(program), UnitPrices())).splitlines()
+def drawing_of(function) -> list[str]:
+    return re.findall(r"^ *(\d \|.*)$", function.__doc__, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+def test_the_drawing_in_the_docstring_is_the_schedule(name):
+    """One line per device; as many micro-batches as it shows."""
+    drawing = drawing_of(SCHEDULES[name].order)
+    shown = {int(m) for m in re.findall(r"\bF(\d+)|\d+F(\d+)", "\n".join(drawing)) for m in m if m}
+    row = Row(name, len(drawing), 1 + max(shown))
+    assert drawing == draw(run(row)).splitlines()
+
+
+def test_the_drawing_in_the_docstring_is_forward_only():
+    program = lower(forward_only(FOUR, 4), layout=FOUR, sizes=(1,) * 4, traffic=chain(4), training=False)
+    assert drawing_of(forward_only) == draw(simulate(verify(program), UnitPrices())).splitlines()
+
+
+@pytest.mark.parametrize("name", MERGED)
 def test_every_stage_runs_every_microbatch_once_forward_and_once_backward(name):
     for layout in (FOUR, Layout(((0, 1), (2,))), Layout(((0,), (1,), (0,)))):
         for rank, computes in enumerate(order_of(name, layout=layout, microbatches=5)):
@@ -42,6 +48,34 @@ def test_every_stage_runs_every_microbatch_once_forward_and_once_backward(name):
             expected = {Compute(s, kind, m) for s in stages for kind in "FB" for m in range(5)}
             assert len(computes) == len(expected)
             assert set(computes) == expected
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_number_of_microbatches_makes_a_program_that_is_proved(name, m):
+    """Also fewer than stages, and numbers that do not divide; `verify` demands every pass once."""
+    for p in (2, 4):
+        for chunks in SCHEDULES[name].chunks:
+            program_of(Row(name, p, m, chunks))
+
+
+def ascending(order: Order) -> bool:
+    """Say whether every rank runs each kind of each stage in the order of the micro-batches."""
+    last: dict[tuple[int, int, str], int] = {}
+    for rank, line in enumerate(order):
+        for compute in line:
+            for kind in "IW" if compute.kind == "B" else compute.kind:
+                if last.get((rank, compute.stage, kind), -1) >= compute.microbatch:
+                    return False
+                last[rank, compute.stage, kind] = compute.microbatch
+    return True
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_kind_runs_in_the_order_of_the_microbatches(name):
+    """So sums of gradients keep the order of one device, and running averages see the micro-batches in turn."""
+    for p, m in ((2, 3), (4, 4), (4, 11)):
+        assert ascending(Row(name, p, m).order), (p, m)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +118,7 @@ def test_star_depths_group_stages_and_links_that_fit_into_a_period(loads, links,
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
-        ("1f1", {}, "no schedule '1f1'; schedules: gpipe, 1f1b; did you mean '1f1b'"),
+        ("1f1", {}, "no schedule '1f1'; schedules: gpipe, 1f1b.*; did you mean '1f1b'"),
         ("gpipe", {"warmup": 1}, "no option 'warmup'; its options: none"),
         ("1f1b", {"warm_up": 1}, r"no option 'warm_up'; its options: warmup \(default 'pa'\); did you mean 'warmup'"),
         ("1f1b", {"warmup": "much"}, "found warmup 'much'; expected \"pa\""),
@@ -98,10 +132,15 @@ def test_an_option_that_cannot_be_meant_is_named(schedule, options, message):
         order_of(schedule, layout=FOUR, microbatches=4, options=options)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), forward_only])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_microbatches_are_refused(schedule):
     with pytest.raises(ConfigError, match="0 micro-batches"):
-        schedule(FOUR, 0)
+        Row(schedule, 4, 0).order  # noqa: B018 - it raises
+
+
+def test_no_microbatches_are_refused_forward_only():
+    with pytest.raises(ConfigError, match="0 micro-batches"):
+        forward_only(FOUR, 0)
 
 
 @pytest.mark.parametrize("stages", [((0,), (1,), (0,), (1,)), ((0,), (0,), (1,), (1,)), ((0, 1), (0, 2), (1,))])
@@ -111,7 +150,7 @@ def test_gpipe_runs_all_forwards_first_on_ranks_with_several_stages(stages):
         assert kinds == sorted(kinds, reverse=True)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", MERGED)
 def test_neighbouring_stages_on_a_rank_cost_one_weight_gradient_more_than_one_stage_of_both(schedule):
     """Four stages on two ranks, two each: W of the later stage delays the input gradient of the earlier one, once."""
     makespans = []
@@ -133,7 +172,7 @@ def test_looped_stages_on_two_ranks_keep_the_bubble_of_interleaving(warmup):
 
 def test_orders_do_not_depend_on_the_number_of_replicas():
     sliced = replace(FOUR, stages=((0, 4), (1,), (2, 5, 6), (3,)))
-    for name in SCHEDULES:
+    for name in MERGED:
         orders = order_of(name, layout=sliced, microbatches=6)
         plain = order_of(name, layout=FOUR, microbatches=6)
         assert all(orders[r] == plain[s] for s, ranks in enumerate(sliced.stages) for r in ranks)

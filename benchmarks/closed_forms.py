@@ -1,0 +1,152 @@
+"""What do published schedules take, in closed form? Makespan and kept micro-batches in unit time, to compare with.
+
+Times are those of one chunk: F, I and W of a stage. Makespans include the flush.
+
+    fused    F 1, B 2; the input gradient leaves at the end of B
+    split    F 1, I 1, W 1; it leaves after I
+    equal    F 1, B 1; it leaves at the end of B
+
+Legend: p devices, m micro-batches, v chunks per device (in each of its pipes), d device from 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lightning_pipe.core.program import Bucket, Edge, Layout, Options, Order, Traffic, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.times import Times
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.simulator import UnitPrices, simulate
+
+FUSED, SPLIT, EQUAL = "fused", "split", "equal"
+Makespan = Callable[[int, int], float]  # of p and m
+Peak = Callable[[int, int, int], int]  # of p, m and d
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule on p devices of one rank each, with m micro-batches of one sample, in its own shape."""
+
+    schedule: str
+    p: int
+    m: int
+    chunks: int | None = None
+    options: Options = field(default_factory=dict)
+    times: Times | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Return the layout of the schedule's shape."""
+        return SCHEDULES[self.schedule].layout([(device,) for device in range(self.p)], self.chunks)
+
+    @property
+    def order(self) -> Order:
+        """Return what the schedule decides."""
+        return order_of(self.schedule, layout=self.layout, microbatches=self.m, options=self.options, times=self.times)
+
+
+def chain(stages: int) -> Traffic:
+    """Return the traffic of a chain, one bucket per stage."""
+    edges = [(Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0)) for s in range(stages - 1)]
+    return Traffic(tuple(itertools.chain(*edges)), tuple(Bucket((s,), 1) for s in range(stages)))
+
+
+def program_of(row: Row, *, early_release: bool = True) -> VerifiedProgram:
+    """Return the proved program of a row."""
+    layout = row.layout
+    traffic = chain(len(layout.stages))
+    return verify(lower(row.order, layout=layout, sizes=(1,) * row.m, traffic=traffic, early_release=early_release))
+
+
+def run(row: Row, model: str = SPLIT, *, latency: float = 0.0) -> Timeline:
+    """Return the timeline of a row under a model; only in `split` does the input gradient leave before W."""
+    half = 0.5 if model == EQUAL else 1.0
+    return simulate(program_of(row, early_release=model == SPLIT), UnitPrices(1.0, half, half, latency=latency))
+
+
+def peaks(order: Order, *, until: str) -> list[int]:
+    """Return for every rank the most forwards whose W (or I) has not run yet; B counts as both."""
+    found = []
+    for line in order:
+        changes = ((c.kind == "F") - (c.kind in (until, "B")) for c in line)
+        found.append(max(itertools.accumulate(changes), default=0))
+    return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """The closed form of one schedule.
+
+    Attributes:
+        schedule: its name.
+        makespan: by model, what p devices take for m micro-batches.
+        peak: most micro-batches of all chunks that device d keeps until W.
+        peak_until_input: the same until I, where W comes later.
+        chunks: stages per device; None for the schedule's default.
+        options: its options.
+        holds: for which p and m the forms are stated.
+    """
+
+    schedule: str
+    makespan: Mapping[str, Makespan]
+    peak: Peak
+    peak_until_input: Peak | None = None
+    chunks: int | None = None
+    options: Options = field(default_factory=dict)
+    holds: Callable[[int, int], bool] = lambda p, m: True
+
+    def __str__(self) -> str:
+        told = [f"{key}={value}" for key, value in self.options.items()]
+        return "/".join([self.schedule, *([f"v={self.chunks}"] if self.chunks else []), *told])
+
+    def row(self, p: int, m: int) -> Row:
+        """Return the schedule on p devices with m micro-batches."""
+        return Row(self.schedule, p, m, self.chunks, self.options)
+
+
+def deviations(form: Form, p: int, m: int) -> Iterator[str]:
+    """Yield where the simulated schedule differs from its closed form; the program is proved on the way."""
+    row = form.row(p, m)
+    for model, makespan in form.makespan.items():
+        found, expected = run(row, model).makespan, makespan(p, m)
+        if abs(found - expected) > 1e-9 * expected:
+            yield f"{form} p={p} m={m} {model}: makespan {found}, closed form {expected}"
+    for until, peak in (("W", form.peak), ("I", form.peak_until_input)):
+        if peak is not None:
+            kept, stated = peaks(row.order, until=until), [peak(p, m, d) for d in range(p)]
+            if kept != stated:
+                yield f"{form} p={p} m={m}: keeps {kept} until {until}, closed form {stated}"
+
+
+FORMS: list[Form] = [
+    Form(
+        "gpipe",
+        {
+            FUSED: lambda p, m: 3 * (m + p - 1),
+            SPLIT: lambda p, m: 3 * m + 2 * (p - 1),
+            EQUAL: lambda p, m: 2 * (m + p - 1),
+        },
+        peak=lambda p, m, d: m,
+    ),
+    *(
+        Form(
+            "1f1b",
+            {
+                FUSED: lambda p, m: 3 * (m + p - 1),
+                SPLIT: lambda p, m: 3 * m + 2 * (p - 1),
+                EQUAL: lambda p, m: 2 * (m + p - 1),
+            },
+            peak=peak,
+            options={"warmup": warmup},
+        )
+        for warmup, peak in (
+            ("pa", lambda p, m, d: min(m, p - d)),
+            ("pb", lambda p, m, d: min(m, 2 * (p - d) - 1)),
+        )
+    ),
+]  # fmt: skip
