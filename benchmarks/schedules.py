@@ -8,6 +8,7 @@ Then a program of about 50,000 instructions: seconds to lower, verify and simula
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -50,7 +51,7 @@ def _time_a_long_program() -> None:
     moments.append(time.perf_counter())
     simulate(program, UnitPrices())
     moments.append(time.perf_counter())
-    seconds = [b - a for a, b in zip(moments, moments[1:], strict=False)]
+    seconds = [b - a for a, b in itertools.pairwise(moments)]
     count = sum(map(len, program.ranks))
     print(f"{count} instructions: lowered in {seconds[0]:.2f} s, verified in {seconds[1]:.2f} s, "
           f"simulated in {seconds[2]:.2f} s")  # fmt: skip
