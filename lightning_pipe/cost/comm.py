@@ -27,7 +27,8 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lightning_pipe.core.cluster import Cluster, Link
 from lightning_pipe.core.program import Layout
@@ -44,12 +45,18 @@ def flow_s(cluster: Cluster, sender: int, receiver: int, *, count: float, out: i
         out: messages that leave the sender's host for other hosts at the same time, this one included.
         into: messages that enter the receiver's host at the same time, this one included.
     """
+    return _shared(cluster, sender, receiver, out=out, into=into).seconds(count)
+
+
+def _shared(cluster: Cluster, sender: int, receiver: int, *, out: int, into: int) -> Link:
+    """Return what a link gives one message beside the others that share network cards with it."""
     link = cluster.link(sender, receiver)
-    here, there = (cluster.hosts[cluster.host_of(rank)].network.bytes_per_s for rank in (sender, receiver))
-    if cluster.host_of(sender) == cluster.host_of(receiver):
-        return link.seconds(count)
-    cards = [max(here, link.bytes_per_s) / out, max(there, link.bytes_per_s) / into]
-    return Link(link.latency_s, min(link.bytes_per_s, *cards)).seconds(count)
+    here, there = cluster.host_of(sender), cluster.host_of(receiver)
+    if here == there:
+        return link
+    cards = (cluster.hosts[here].network.bytes_per_s, cluster.hosts[there].network.bytes_per_s)
+    shares = (max(card, link.bytes_per_s) / count for card, count in zip(cards, (out, into), strict=True))
+    return Link(link.latency_s, min(link.bytes_per_s, *shares))
 
 
 def exchange_pairs(layout: Layout, source: int, target: int, microbatch: int) -> tuple[tuple[int, int], ...]:
@@ -80,13 +87,36 @@ def flows(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int,
     return {pair: (out[here], into[there]) if here != there else (1, 1) for pair, (here, there) in hosts.items()}
 
 
-def exchange_s(cluster: Cluster, pairs: Sequence[tuple[int, int]], *, count: float) -> float:
-    """Return the seconds until `count` bytes, in equal parts, have gone over all pairs."""
+@dataclass(frozen=True)
+class Exchange:
+    """Flows that start together.
+
+    Attributes:
+        flows: how many, all of as many bytes.
+        links: the different links that they go over, with what is left of shared network cards.
+    """
+
+    flows: int
+    links: tuple[Link, ...]
+
+    def seconds(self, count: float) -> float:
+        """Return the seconds until `count` bytes, in equal parts, have gone over all of them."""
+        return max((link.seconds(count / self.flows) for link in self.links), default=0.0)
+
+
+def exchange_of(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> Exchange:
+    """Return the exchange over all pairs."""
     shared = flows(cluster, pairs)
-    each = count / len(pairs) if pairs else 0.0
-    return max(
-        (flow_s(cluster, *pair, count=each, out=out, into=into) for pair, (out, into) in shared.items()), default=0.0
-    )
+    ways = ((pair, shared[pair]) for pair in _unlike(cluster, pairs))
+    links = dict.fromkeys(_shared(cluster, *pair, out=out, into=into) for pair, (out, into) in ways)
+    return Exchange(len(pairs), tuple(links))
+
+
+def _unlike(cluster: Cluster, pairs: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    """Return pairs among which are all links that there are: unless measured, they depend on the hosts only."""
+    if cluster.links:
+        return pairs
+    return {(cluster.host_of(pair[0]), cluster.host_of(pair[1])): pair for pair in pairs}.values()
 
 
 def all_reduce_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
@@ -127,5 +157,5 @@ def _round_s(cluster: Cluster, ring: Sequence[int], *, count: float, sharing: in
     if len(ring) < 2:
         return 0.0
     part = count / len(ring)
-    pairs = itertools.pairwise([*ring, ring[0]])
+    pairs = _unlike(cluster, itertools.pairwise([*ring, ring[0]]))
     return (len(ring) - 1) * max(flow_s(cluster, *pair, count=part, out=sharing, into=sharing) for pair in pairs)

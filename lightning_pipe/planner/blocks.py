@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.cost.comm import all_reduce_s, exchange_s
+from lightning_pipe.cost.comm import all_reduce_s, exchange_of
 from lightning_pipe.planner.estimate import Estimator
 from lightning_pipe.planner.outline import Outline, never_growing
 from lightning_pipe.planner.segments import Matrix, Segments
@@ -146,7 +146,8 @@ class DeviceRow:
         return there, self._line([(receiver, sender) for sender, receiver in pairs])
 
     def _line(self, pairs: Sequence[tuple[int, int]]) -> Line:
-        none, many = (exchange_s(self.cluster, pairs, count=count) for count in (0.0, _MANY_BYTES))
+        exchange = exchange_of(self.cluster, pairs)
+        none, many = exchange.seconds(0.0), exchange.seconds(_MANY_BYTES)
         return Line(none, (many - none) / _MANY_BYTES)
 
     def sums(self, first: int, count: int) -> tuple[float, ...]:

@@ -35,7 +35,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.cost.comm import all_reduce_s, exchange_s
+from lightning_pipe.cost.comm import all_reduce_s, exchange_of
 from lightning_pipe.planner.dapple_latency import Prefix, Times, Values, empty_prefix
 from lightning_pipe.planner.outline import weights_of
 from lightning_pipe.planner.placement import Counts, Site, canonical, placements, ranks_of, reorder, site_of
@@ -83,9 +83,9 @@ class Network:
         if not self.cluster.links and (receivers, senders) in self._exchanges:
             return self._exchanges[receivers, senders]  # links that follow from hosts are alike in both directions
         if (senders, receivers) not in self._exchanges:
-            pairs = _pairs(senders, receivers)
-            start = max(self._message_s, exchange_s(self.cluster, pairs, count=0.0))
-            per_byte = max(0.0, exchange_s(self.cluster, pairs, count=_PROBE_BYTES) - start) / _PROBE_BYTES
+            exchange = exchange_of(self.cluster, _pairs(senders, receivers))
+            start = max(self._message_s, exchange.seconds(0.0))
+            per_byte = max(0.0, exchange.seconds(_PROBE_BYTES) - start) / _PROBE_BYTES
             self._exchanges[senders, receivers] = start, per_byte
         return self._exchanges[senders, receivers]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
-from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, exchange_s
+from lightning_pipe.cost.comm import Exchange, all_reduce_s, exchange_of, exchange_pairs
 from lightning_pipe.planner.outline import Outline, falling, never_growing, weights_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
@@ -166,7 +166,7 @@ class Estimator:
         self._stages: dict[tuple[int, int, tuple[int, ...], float], tuple[float, ...]] = {}
         self._shares: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._coupled = segments.coupled
-        self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...], float], float] = {}
+        self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], Exchange] = {}
         self._reductions: dict[tuple[tuple[int, ...], float], float] = {}
 
     def step_s(self, outline: Outline) -> float:
@@ -324,12 +324,12 @@ class Estimator:
 
     def exchange_s(self, senders: tuple[int, ...], receivers: tuple[int, ...], count: float) -> float:
         """Return the seconds of a micro-batch's values between two stages; what is on one rank takes none."""
-        key = (senders, receivers, count)
+        key = (senders, receivers)
         if key not in self._exchanges:
             pairs = exchange_pairs(Layout((senders, receivers)), 0, 1, 0)
-            handing_s = self.problem.profile.message_s if pairs else 0.0
-            self._exchanges[key] = max(handing_s, exchange_s(self.problem.cluster, pairs, count=count))
-        return self._exchanges[key]
+            self._exchanges[key] = exchange_of(self.problem.cluster, pairs)
+        found = self._exchanges[key]
+        return max(self.problem.profile.message_s, found.seconds(count)) if found.flows else 0.0
 
     def _reduce_s(self, ranks: tuple[int, ...], count: float) -> float:
         key = (ranks, count)

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, PairLink, Reduction
 from lightning_pipe.core.program import Layout
-from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, exchange_s, flow_s, flows, hierarchical_s, ring_s
+from lightning_pipe.cost.comm import all_reduce_s, exchange_of, exchange_pairs, flow_s, flows, hierarchical_s, ring_s
 
 GB = 1e9
 
@@ -39,7 +39,7 @@ def test_exchange_between_stages_over_two_servers():
     """HPGO's unit value: 1 GB from {0,1,8,9} to {10..13}: half of it crosses one card of 1 GB/s."""
     there = cluster(2, 8, inside=Link(0.0, 1e6 * GB))
     pairs = exchange_pairs(Layout(((0, 1, 8, 9), (10, 11, 12, 13))), 0, 1, 0)
-    assert exchange_s(there, pairs, count=GB) == pytest.approx(0.5)
+    assert exchange_of(there, pairs).seconds(GB) == pytest.approx(0.5)
 
 
 def test_a_ring_takes_two_rounds_of_steps_over_its_slowest_link():
@@ -78,25 +78,25 @@ def test_flows_that_leave_or_enter_one_host_share_its_card_once():
     straight = exchange_pairs(Layout(((0, 1, 2, 3), (4, 5, 6, 7))), 0, 1, 0)
     assert straight == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert set(flows(there, straight).values()) == {(4, 4)}
-    assert exchange_s(there, straight, count=GB) == pytest.approx(1.0)
+    assert exchange_of(there, straight).seconds(GB) == pytest.approx(1.0)
     gathered = exchange_pairs(Layout(((0, 1, 2, 3), (4,))), 0, 1, 0)
-    assert exchange_s(there, gathered, count=GB) == pytest.approx(1.0)
+    assert exchange_of(there, gathered).seconds(GB) == pytest.approx(1.0)
     scattered = exchange_pairs(Layout(((0, 4), (1, 5))), 0, 1, 0)
     assert flows(there, scattered) == {(0, 1): (1, 1), (4, 5): (1, 1)}
-    assert exchange_s(there, scattered, count=GB) == pytest.approx(0.5 / 25)
+    assert exchange_of(there, scattered).seconds(GB) == pytest.approx(0.5 / 25)
 
 
 def test_independent_flows_of_the_papers_ratio_are_those_of_one_device_per_host():
     """Configurations B and C of DAPPLE have one device per server: every pair has a card of its own."""
     there = cluster(16, 1)
     pairs = exchange_pairs(Layout((tuple(range(8)), tuple(range(8, 16)))), 0, 1, 0)
-    assert exchange_s(there, pairs, count=GB) == pytest.approx(1 / 8)
+    assert exchange_of(there, pairs).seconds(GB) == pytest.approx(1 / 8)
 
 
 def test_a_rank_sends_nothing_to_itself():
     assert exchange_pairs(Layout(((0, 1), (1, 2))), 0, 1, 0) == ((0, 1), (1, 2))
     assert exchange_pairs(Layout(((0,), (0,))), 0, 1, 0) == ()
-    assert exchange_s(cluster(1, 1), (), count=GB) == 0.0
+    assert exchange_of(cluster(1, 1), ()).seconds(GB) == 0.0
 
 
 def test_unequal_replicas_exchange_where_their_samples_overlap():
