@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,7 @@ class Balancer:
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator, self._segments = estimator, estimator.segments
-        self._loads: OrderedDict[float, Matrix] = OrderedDict()
-        size = self._segments.units + 1
-        self._rising = np.triu(np.ones((size, size), dtype=bool), k=1)
+        self._made: OrderedDict[tuple[object, ...], Matrix] = OrderedDict()
 
     def cuts(
         self, ranks: Sequence[tuple[int, ...]], microbatches: int, *, traffic: float = 0.0, deep: bool | None = True
@@ -71,15 +69,13 @@ class Balancer:
     ) -> Iterator[Matrix]:
         """Yield the cost of every stage, for all pairs of bounds."""
         samples = self._estimator.problem.samples / microbatches
-        messages = [np.zeros(self._segments.units + 1)]
-        for here, there in itertools.pairwise(ranks):
-            messages.append(traffic * self._message_s(here, there, samples))
-        messages.append(np.zeros(self._segments.units + 1))
+        nothing = np.zeros(self._segments.units + 1)
+        between = (traffic * self._message_s(here, there, samples) for here, there in itertools.pairwise(ranks))
+        messages = [nothing, *(between if traffic else [nothing] * (len(ranks) - 1)), nothing]
         for s, group in enumerate(ranks):
-            held = min(microbatches, len(ranks) - s) if deep else 1
-            cost = self._load_s(group, samples) + messages[s][:, None] + messages[s + 1][None, :]
-            allowed = self._rising if deep is None else self._rising & self._fits(group, samples, held=held)
-            yield np.where(allowed, cost, np.inf)
+            held = None if deep is None else min(microbatches, len(ranks) - s) if deep else 1
+            stage = self._stage_s(group, samples, held=held)
+            yield stage + (messages[s][:, None] + messages[s + 1]) if traffic else stage
 
     def _message_s(self, here: tuple[int, ...], there: tuple[int, ...], samples: float) -> NDArray[np.float64]:
         """Return the seconds, there and back, of what crosses at every bound: affine in the bytes, so two suffice."""
@@ -89,30 +85,45 @@ class Balancer:
         crossing = sum(found.bytes(samples) for found in self._segments.crossing.values())
         return np.asarray(none + per_byte * crossing)
 
-    def _load_s(self, group: tuple[int, ...], samples: float) -> Matrix:
-        """Return the seconds of F and B on the slowest replica, for all pairs of bounds."""
+    def _stage_s(self, group: tuple[int, ...], samples: float, *, held: int | None) -> Matrix:
+        """Return the seconds of F and B on the slowest replica; infinite where so many micro-batches do not fit.
+
+        What may be recomputed or offloaded needs no room, unless all stages have room for it anyway.
+        """
         slices = self._estimator.slices(0, self._segments.units, group, samples)
         cluster = self._estimator.problem.cluster
-        pairs = {(n, cluster.device(rank).speed) for n, rank in slices}
+        pairs = frozenset((n, cluster.device(rank).speed) for n, rank in slices)
+        room = min(cluster.device(rank).memory_bytes for rank in group)
+        n = max(share for share, _ in slices)
+        load = self._once(("load", pairs), lambda: self._load_s(pairs))
+        if held is None:
+            return load
+        kept = self._once(("kept", n, room), lambda: self._kept(n, room))
+        if kept[0, -1] < held and self._estimator.problem.wishes.reliefs:
+            held = 0
+        return self._once(("stage", pairs, n, room, held), lambda: np.where(kept >= held, load, np.inf))
+
+    def _load_s(self, pairs: Iterable[tuple[float, float]]) -> Matrix:
+        """Return the seconds of the slowest of (samples, speed), infinite where there is no stage."""
         slowest: Matrix = np.maximum.reduce([self._both_s(n) / speed for n, speed in pairs])
+        slowest[np.tril_indices_from(slowest)] = np.inf
         return slowest
 
-    def _both_s(self, samples: float) -> Matrix:
-        if samples not in self._loads:
-            self._loads[samples] = self._segments.forward_s.all(samples) + self._segments.backward_s.all(samples)
-            if len(self._loads) > _MOST_MATRICES:
-                self._loads.popitem(last=False)
-        return self._loads[samples]
+    def _both_s(self, n: float) -> Matrix:
+        return self._segments.forward_s.all(n) + self._segments.backward_s.all(n)
 
-    def _fits(self, group: tuple[int, ...], samples: float, *, held: int) -> NDArray[np.bool_]:
-        """Say which stages fit into the smallest memory of a group while `held` micro-batches are in flight."""
-        n = max(share for share, _ in self._estimator.slices(0, self._segments.units, group, samples))
-        room = min(self._estimator.problem.cluster.device(rank).memory_bytes for rank in group)
-        if self._segments.peak_bytes(n, held)[0, -1] <= room:
-            return self._rising
-        if self._estimator.problem.wishes.reliefs:
-            held = 0
-        return np.asarray(self._segments.peak_bytes(n, held) <= room)
+    def _kept(self, n: float, room: int) -> Matrix:
+        """Return how many micro-batches every stage can have in flight; less than none if it does not fit itself."""
+        left, saved = room - self._segments.state_bytes, self._segments.saved_bytes.all(n)
+        kept = np.divide(left, saved, out=np.full_like(left, np.inf), where=saved > 0)
+        return np.where(left >= 0, kept, -1.0)
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], Matrix]) -> Matrix:
+        if key not in self._made:
+            self._made[key] = make()
+            if len(self._made) > _MOST_MATRICES:
+                self._made.popitem(last=False)
+        return self._made[key]
 
 
 def least_largest(costs: Iterable[Matrix]) -> tuple[int, ...] | None:
@@ -127,7 +138,7 @@ def least_largest(costs: Iterable[Matrix]) -> tuple[int, ...] | None:
     for cost in stages:
         largest = np.maximum(best[:, None], cost)
         choices.append(largest.argmin(axis=0))
-        best = largest.min(axis=0)
+        best = np.take_along_axis(largest, choices[-1][None, :], axis=0)[0]
     if best[-1] == np.inf:
         return None
     found, b = [], len(best) - 1
