@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
@@ -21,6 +21,8 @@ from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
 from lightning_pipe.schedule.one_f_one_b import WARMUPS
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.registry import SCHEDULES
+from lightning_pipe.schedule.text import format_order
+from lightning_pipe.schedule.torch_csv import read_csv
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class DappleConfig:
         planner: who makes the plan; "auto" asks all planners, and takes what the simulator finds best.
         layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1; None lets the planner choose
             ("uniform" takes one rank per stage).
-        schedule: order of the computes; None lets the planner choose.
+        schedule: order of the computes: a name (see docs/schedules.md), or a file that lists it (CSV, as
+            torch.distributed.pipelining writes it); None lets the planner choose.
+        chunks: stages per device, for schedules that run several; None lets the planner choose.
         warmup: warm-up depth of 1F1B: "pa", "pb", "1f1b*", a depth, or one depth per stage such as "4,3,2,1"; None lets
             the planner choose.
         microbatches: micro-batches per batch; None lets the planner choose.
@@ -59,6 +63,7 @@ class DappleConfig:
     planner: str = "auto"
     layout: str | None = None
     schedule: str | None = None
+    chunks: int | None = None
     warmup: str | None = None
     microbatches: int | None = None
     costs: str = "measured"
@@ -98,6 +103,12 @@ class DappleConfig:
             raise ConfigError(
                 f"found warmup={self.warmup!r} with schedule={self.schedule!r}; only '1f1b' has a warm-up. Remove it."
             )
+        if self.schedule is not None and _is_file(self.schedule):
+            decided = [name for name in ("layout", "chunks") if getattr(self, name) is not None]
+            if decided:
+                raise ConfigError(
+                    f"found schedule={self.schedule!r} and {', '.join(decided)}; the file decides these. Remove them."
+                )
         if self.layout is not None and self.planner not in FOLLOW_LAYOUTS:
             raise ConfigError(
                 f"found layout={self.layout!r} with planner={self.planner!r}, which decides the layout itself; "
@@ -111,9 +122,16 @@ class DappleConfig:
 
     @property
     def wishes(self) -> Wishes:
-        """Return what a plan must keep to."""
+        """Return what a plan must keep to; a file of a schedule is read for it.
+
+        Raises:
+            ConfigError: if this file cannot be read.
+            ProgramError: if what it says is no schedule.
+        """
+        if self.schedule is not None and _is_file(self.schedule):
+            return Wishes(self.microbatches, order=_read_order(self.schedule))
         schedule = "1f1b" if self.warmup is not None else self.schedule
-        return Wishes(self.microbatches, self.replicas, schedule, self.warmup)
+        return Wishes(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
 
     @property
     def cache_dir(self) -> Path | None:
@@ -124,40 +142,56 @@ class DappleConfig:
         return (Path(home) if home else Path.home() / ".cache") / "lightning_pipe"
 
 
-_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "warmup", "microbatches")
+_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "chunks", "warmup", "microbatches")
+
+
+def _is_file(schedule: str) -> bool:
+    return schedule.endswith(".csv")
+
+
+def _read_order(path: str) -> tuple[str, ...]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the schedule {path}: {error}") from None
+    return format_order(read_csv(text))
 
 
 class _Rule(NamedTuple):
-    """What a field may be. `one_of` lists names; otherwise `kind` and the range count."""
+    """What a field may be: one of some names or, where there are none, what kind, range and pattern allow.
+
+    Where there are names and a pattern, one of both.
+    """
 
     kind: type
     words: str
-    one_of: tuple[str, ...] = ()
+    one_of: Collection[str] = ()
     least: float | None = None
     pattern: str = ""
 
     def holds(self, value: object) -> bool:
         if isinstance(value, bool) is not (self.kind is bool) or not isinstance(value, self.kind):
             return False
-        if self.one_of and value not in self.one_of:
-            return False
+        if self.one_of and (value in self.one_of or not self.pattern):
+            return value in self.one_of
         if isinstance(value, str):
             return bool(value) and re.fullmatch(self.pattern or ".*", value) is not None
         return self.least is None or value >= self.least  # type: ignore[operator]
 
     def expected(self, value: object) -> str:
-        return self.words + hint(str(value), dict.fromkeys(self.one_of))
+        return self.words + ", ".join(map(repr, self.one_of)) + hint(str(value), dict.fromkeys(self.one_of))
 
 
-def _choice(names: tuple[str, ...]) -> _Rule:
-    return _Rule(str, "one of " + ", ".join(repr(name) for name in names), one_of=names)
+def _choice(names: Collection[str]) -> _Rule:
+    return _Rule(str, "one of ", one_of=names)
 
 
 _RULES = {
     "plan": _Rule(str, "the path of a plan file"),
     "planner": _choice(PLANNER_NAMES),
     "layout": _Rule(str, "ranks per stage joined by '-', such as '2-1'", pattern=r"[1-9]\d*(-[1-9]\d*)*"),
-    "schedule": _choice(tuple(SCHEDULES)),
+    "schedule": _Rule(str, "the path of a CSV file, or one of ", one_of=SCHEDULES, pattern=r".+\.csv"),
+    "chunks": _Rule(int, "an integer of at least 1", least=1),
     "warmup": _Rule(
         str, WARMUPS,
         pattern=r"pa|pb|1f1b\*|[1-9]\d*(,[1-9]\d*)*",

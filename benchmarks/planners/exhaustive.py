@@ -3,8 +3,8 @@
     python -m benchmarks.planners exhaustive --problems 500
 
 Two to eight layers in a chain, in some problems with skips; one to five devices of unequal speed on one or two hosts;
-links of every pair drawn at random; memory from too little to plenty. The best of all plans is found by trying them
-(`planner.exhaustive`).
+links of every pair drawn at random; memory from too little to plenty. The best of all 1F1B pipelines is found by trying
+them (`planner.exhaustive`), so `auto` is asked for 1F1B too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_pipe.core.published_layers import Layer, Layers, Output
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.units import format_seconds
 
@@ -50,7 +50,7 @@ def random_problem(seed: int, size: Size = Size()) -> Problem:  # noqa: B008 - i
     devices = [
         Device("x", 1 << 40, draw.choice((1.0, 1.0, 1.0, 0.5, 2.0))) for _ in range(draw.randint(1, size.devices))
     ]
-    problem = Problem(graph, profile, _cluster(draw, devices), SAMPLES)
+    problem = Problem(graph, profile, _cluster(draw, devices), SAMPLES, wishes=Wishes(schedule="1f1b"))
     whole = judge(Outline((), (tuple(range(len(devices))),), 1, (1,)).plan(problem), problem)
     memory = round(max(whole.peak_bytes) * draw.choice((0.4, 0.6, 0.8, 1.0, 2.0)))
     return replace(problem, cluster=_with_memory(problem.cluster, memory))

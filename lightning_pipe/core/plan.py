@@ -50,6 +50,8 @@ class Plan:
         schedule: name in `schedule.SCHEDULES`.
         options: options of the schedule, for example `{"warmup": "pb"}`.
         graph: fingerprint of the graph it was made for; "" in a hand-written plan fits any graph.
+        order: computes of every rank in their order, such as "0F0 0F1 0B0", where they were decided with the plan; ()
+            where the schedule decides them anew. Batches with fewer micro-batches leave out those they do not have.
     """
 
     stages: tuple[StagePlan, ...]
@@ -57,6 +59,7 @@ class Plan:
     schedule: str = "1f1b"
     options: dict[str, int | str] = field(default_factory=dict)
     graph: str = ""
+    order: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:

@@ -27,9 +27,10 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.fold import Fold, fold, instructions, whole
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.resolve import resolve, resolve_reliefs
+from lightning_pipe.planner.times import times_of
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import order_of
+from lightning_pipe.schedule.registry import needs_times, order_of, planned_order, with_order
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
 
@@ -108,13 +109,18 @@ class Judge:
             sizes: samples of the micro-batches; by default the batch in equal parts.
             folds: whether few ranks may represent all in a long program.
 
+        Returns:
+            The judgement; its plan has the order of its computes if the schedule decides that by times.
+
         Raises:
             PlanError: if the plan does not fit graph or ranks, or offloads where nothing can be copied to a host.
         """
         cuts = resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks)
         prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
-        if folds and instructions(prices.layout, sizes) > _WHOLE:
+        if self._problem.training and needs_times(plan):
+            plan = with_order(plan, times_of(prices, sizes, cluster=self._problem.cluster))
+        if folds and not plan.order and instructions(prices.layout, sizes) > _WHOLE:
             part = fold(sizes, prices=prices, cluster=self._problem.cluster)
         else:
             part = whole(prices.layout, sizes)
@@ -178,6 +184,8 @@ def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:
 def _order(plan: Plan, part: Fold, *, training: bool) -> Order:
     if not training:
         return forward_only(part.layout, len(part.sizes))
+    if plan.order:
+        return planned_order(plan, microbatches=len(part.sizes))
     return order_of(plan.schedule, layout=part.layout, microbatches=len(part.sizes), options=plan.options)
 
 

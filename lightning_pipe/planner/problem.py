@@ -24,6 +24,9 @@ class Wishes:
         warmup: warm-up of 1F1B, as `schedule.one_f_one_b` reads it; None leaves it open.
         least_samples: fewest samples of a micro-batch for which a replica may be used, unless a batch has fewer in all.
         reliefs: what a plan may do with saved tensors instead of keeping them.
+        chunks: stages per device (in each of its pipes); None leaves it open.
+        order: computes of every rank, as text, that decide layout, number of micro-batches and schedule; () leaves
+            these open.
     """
 
     microbatches: int | None = None
@@ -32,6 +35,8 @@ class Wishes:
     warmup: str | None = None
     least_samples: int = 1
     reliefs: frozenset[Relief] = frozenset()
+    chunks: int | None = None
+    order: tuple[str, ...] = ()
 
 
 ANYTHING = Wishes()

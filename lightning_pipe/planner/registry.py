@@ -6,11 +6,14 @@ judged[0].plan
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.planner.auto import Planner, auto
 from lightning_pipe.planner.bapipe import bapipe
 from lightning_pipe.planner.dapple import dapple
 from lightning_pipe.planner.dawnpiper import dawnpiper
+from lightning_pipe.planner.drafts import OUTLINED, Drafter, asks_for_drafts, judged_drafts
 from lightning_pipe.planner.exhaustive import exhaustive
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.madpipe import madpipe
@@ -66,6 +69,22 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
 
 
 def _proposed(problem: Problem, planner: str) -> list[Judged]:
+    """Return the plans of outlines, of drafts, or of both, as the wishes ask for."""
+    judge = Judge(problem)
+    if problem.wishes.order:
+        return [judge.judge(Drafter(problem).given().plan(problem))]
+    if asks_for_drafts(problem):
+        schedule = problem.wishes.schedule if problem.wishes.schedule in OUTLINED else None
+        found = _outlined(replace(problem, wishes=replace(problem.wishes, schedule=schedule, chunks=None)), planner)
+        return judged_drafts(problem, found, judge=judge)
+    found = _outlined(problem, planner)
+    wishes = problem.wishes
+    if planner == "auto" and problem.training and wishes.schedule is None and wishes.warmup is None:
+        found = sorted([*found, *judged_drafts(problem, found, judge=judge)], key=lambda one: one.rank(problem.cluster))
+    return found
+
+
+def _outlined(problem: Problem, planner: str) -> list[Judged]:
     match planner:
         case "auto" if problem.wishes.replicas is not None:
             return auto(problem, {"uniform": uniform})

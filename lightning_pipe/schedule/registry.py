@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Layout, Options, Order
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.schedule.bitpipe import bitpipe
+from lightning_pipe.schedule.chimera import chimera
+from lightning_pipe.schedule.dualpipe import dualpipe, dualpipe_v
 from lightning_pipe.schedule.gpipe import NO_OPTIONS, gpipe
+from lightning_pipe.schedule.hanayo import hanayo
+from lightning_pipe.schedule.lines import without_padding
 from lightning_pipe.schedule.one_f_one_b import one_f_one_b
 from lightning_pipe.schedule.options import hint
-from lightning_pipe.schedule.shapes import Device, Shape, looping
+from lightning_pipe.schedule.shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
+from lightning_pipe.schedule.text import format_order, parse_order
 from lightning_pipe.schedule.times import Times, unit_times
+from lightning_pipe.schedule.zero_bubble_v import zb_v
 
 
 class ScheduleFunction(Protocol):
@@ -66,7 +74,40 @@ class TimedSchedule:
 SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "gpipe": Schedule(gpipe),
     "1f1b": Schedule(one_f_one_b),
+    "zb_v": Schedule(zb_v, zigzag, (2,)),
+    "chimera": Schedule(chimera, both_ways),
+    "hanayo": Schedule(hanayo, zigzag, (2, 4)),
+    "bitpipe": Schedule(bitpipe, both_ways, (2,)),
+    "dualpipe": Schedule(dualpipe, both_ways),
+    "dualpipe_v": Schedule(dualpipe_v, zigzag, (2,)),
 }
+
+
+def register_schedule(
+    name: str, order: ScheduleFunction, *, shape: str = "looping", chunks: Sequence[int] = (1,)
+) -> None:
+    """Add a schedule of your own; plans, configurations and the command line know it by its name then.
+
+    What it decides is verified like everything else before it is priced or run. Register it on every rank, for example
+    where the module is defined.
+
+    Args:
+        name: a new name.
+        order: returns the computes of every rank, in order, for a layout, a number of micro-batches and options.
+        shape: layouts that it is made for: "looping", "zigzag" or "both ways" (see `schedule.shapes`).
+        chunks: numbers of stages per device that planners may try, the first being the default.
+
+    Raises:
+        ConfigError: if the name is taken, the shape unknown, or a number of chunks below one.
+    """
+    if name in SCHEDULES:
+        raise ConfigError(f"the schedule {name!r} exists already; expected a new name")
+    if shape not in SHAPES:
+        known = ", ".join(map(repr, SHAPES))
+        raise ConfigError(f"found shape={shape!r}; expected one of {known}" + hint(shape, SHAPES))
+    if not chunks or min(chunks) < 1:
+        raise ConfigError(f"found chunks={tuple(chunks)}; expected one or more numbers from 1")
+    SCHEDULES[name] = Schedule(order, SHAPES[shape], tuple(chunks))
 
 
 def order_of(
@@ -91,3 +132,42 @@ def order_of(
             return fixed.order(layout, microbatches, options)
         case TimedSchedule() as timed:
             return timed.order(layout, microbatches, options, times or unit_times(layout))
+
+
+def planned_order(plan: Plan, *, microbatches: int) -> Order:
+    """Return the order that a plan decides for a batch.
+
+    Args:
+        plan: the plan.
+        microbatches: number of micro-batches, at most those of the plan.
+
+    Raises:
+        ConfigError: if its schedule or one of its options is unknown, or does not suit its layout.
+        PlanError: if its order cannot be read, or is of fewer micro-batches.
+    """
+    if not plan.order:
+        return order_of(plan.schedule, layout=plan.layout, microbatches=microbatches, options=plan.options)
+    order = parse_order(plan.order)
+    known = 1 + max((compute.microbatch for line in order for compute in line), default=-1)
+    if microbatches > known:
+        raise PlanError(
+            f"The plan's order is of {known} micro-batches; expected at least {microbatches}. Change `microbatches` of "
+            "the plan, or remove `order` if its schedule may decide."
+        )
+    return without_padding(order, microbatches)
+
+
+def needs_times(plan: Plan) -> bool:
+    """Say whether the order of a plan is still to be decided by times."""
+    return not plan.order and isinstance(SCHEDULES.get(plan.schedule), TimedSchedule)
+
+
+def with_order(plan: Plan, times: Times) -> Plan:
+    """Return the plan with the order that its schedule decides by these times.
+
+    Raises:
+        ConfigError: as `order_of`.
+    """
+    layout, count = plan.layout, plan.microbatches
+    order = order_of(plan.schedule, layout=layout, microbatches=count, options=plan.options, times=times)
+    return replace(plan, order=format_order(order))

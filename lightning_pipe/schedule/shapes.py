@@ -60,6 +60,7 @@ def both_ways(devices: Sequence[Device], chunks: int) -> Layout:
     return Layout(stages, frozenset(range(len(stages))))
 
 
+SHAPES: dict[str, Shape] = {"looping": looping, "zigzag": zigzag, "both ways": both_ways}
 _WORDS: dict[Shape, str] = {
     looping: "stages that go round the devices (stage s on the ranks of stage s mod p)",
     zigzag: "stages that go along the devices forth and back (0 1 2 2 1 0)",
@@ -67,25 +68,27 @@ _WORDS: dict[Shape, str] = {
 }
 
 
-def row_of(layout: Layout, shape: Shape, *, schedule: str) -> Row:
+def row_of(layout: Layout, shape: Shape, *, schedule: str, chunks: int | None = None) -> Row:
     """Return the row of devices from which a shape makes a layout.
 
     Args:
         layout: ranks of each stage; weights of replicas do not matter.
         shape: `looping`, `zigzag` or `both_ways`.
         schedule: who asks, for the error.
+        chunks: number of stages per device (in each of its pipes) that it needs, if it needs one.
 
     Raises:
         ConfigError: if the shape makes no such layout.
     """
     row = _devices(layout, shape)
-    chunks, rest = divmod(len(layout.stages), len(row))
-    if not rest and _can_be(row, shape):
-        made = shape(row, chunks)
+    found, rest = divmod(len(layout.stages), len(row))
+    if not rest and chunks in (None, found) and _can_be(row, shape):
+        made = shape(row, found)
         if made.stages == layout.stages and made.whole == (layout.whole if shape is both_ways else frozenset()):
-            return Row(row, chunks)
+            return Row(row, found)
+    number = "" if chunks is None else f", {chunks} on each device" + (" in each pipe" if shape is both_ways else "")
     raise ConfigError(
-        f"schedule {schedule!r} needs {_WORDS[shape]}; found the ranks {' '.join(map(str, layout.stages))}"
+        f"schedule {schedule!r} needs {_WORDS[shape]}{number}; found the ranks {' '.join(map(str, layout.stages))}"
         + (f", of which stages {sorted(layout.whole)} share by whole micro-batches" if layout.whole else "")
         + ". Change the layout, or choose another schedule."
     )

@@ -12,15 +12,15 @@
     synchronise true
     rank 0: 0LOAD0 0F0 0SEND_F0>1@2[0:1] …
 
-`parse` is the inverse of `str(instruction)`, `parse_program` of `format_program`. An indented line continues the line
-above it; `#` starts a comment.
+`parse` is the inverse of `str(instruction)`, `parse_program` of `format_program`, `parse_order` of `format_order`. An
+indented line continues the line above it; `#` starts a comment.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 from lightning_pipe.core.program import (
@@ -35,6 +35,7 @@ from lightning_pipe.core.program import (
     Layout,
     Load,
     Message,
+    Order,
     Pass,
     Program,
     Recv,
@@ -44,7 +45,7 @@ from lightning_pipe.core.program import (
     Step,
     Traffic,
 )
-from lightning_pipe.errors import ProgramError
+from lightning_pipe.errors import PlanError, ProgramError
 
 T = TypeVar("T")
 
@@ -79,6 +80,27 @@ def parse(text: str) -> Instruction:
         if match := pattern.fullmatch(text):
             return build(*match.groups())
     raise ProgramError(f"found instruction {text!r}; instructions are written {_EXAMPLES}")
+
+
+def format_order(order: Order) -> tuple[str, ...]:
+    """Return an order as text, a line per rank."""
+    return tuple(" ".join(map(str, line)) for line in order)
+
+
+def parse_order(lines: Sequence[str]) -> Order:
+    """Return the order of which `format_order` makes these lines.
+
+    Raises:
+        PlanError: if something in them is no compute.
+    """
+    return tuple(tuple(_parse_compute(text, rank) for text in line.split()) for rank, line in enumerate(lines))
+
+
+def _parse_compute(text: str, rank: int) -> Compute:
+    match = _FORMS[0][0].fullmatch(text)
+    if match is None:
+        raise PlanError(f"found {text!r} in the order of rank {rank}; expected computes such as 2F0, 2B0, 2I0, 2W0")
+    return Compute(int(match[1]), cast(ComputeKind, match[2]), int(match[3]))
 
 
 def _message(direction: str, source: str, target: str, microbatch: str, start: str, stop: str) -> Message:

@@ -27,7 +27,7 @@ from lightning_pipe.runtime.results import Results
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import order_of
+from lightning_pipe.schedule.registry import planned_order
 from lightning_pipe.schedule.text import format_program
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.strategy.links import Links
@@ -89,11 +89,7 @@ class Step:
         key = (sizes, synchronise and training)
         if key not in self._programs:
             layout, plan = self._plan.layout, self._plan
-            order = (
-                order_of(plan.schedule, layout=layout, microbatches=len(sizes), options=plan.options)
-                if training
-                else forward_only(layout, len(sizes))
-            )
+            order = planned_order(plan, microbatches=len(sizes)) if training else forward_only(layout, len(sizes))
             program = verify(
                 lower(
                     order,

@@ -25,8 +25,9 @@ from lightning_pipe.core.program import (
     Step,
     Traffic,
 )
-from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.text import format_program, parse, parse_program
+from lightning_pipe.errors import PlanError, ProgramError
+from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.text import format_order, format_program, parse, parse_order, parse_program
 
 
 def random_instruction(rng: random.Random) -> Instruction:
@@ -141,3 +142,10 @@ def test_ranks_may_be_in_any_order_and_spread_over_lines():
 def test_what_cannot_be_read_is_named(found, instead, message):
     with pytest.raises(ProgramError, match=message):
         parse_program(TEXT.replace(found, instead, 1))
+
+
+def test_an_order_is_read_as_it_was_written():
+    order = order_of("1f1b", layout=Layout(((0,), (1,), (0,))), microbatches=3)
+    assert parse_order(format_order(order)) == order
+    with pytest.raises(PlanError, match="found '0SEND1' in the order of rank 1; expected computes such as 2F0"):
+        parse_order(["0F0", "0SEND1"])
