@@ -149,4 +149,10 @@ FORMS: list[Form] = [
             ("pb", lambda p, m, d: min(m, 2 * (p - d) - 1)),
         )
     ),
+    Form(
+        "zb_v",
+        {SPLIT: lambda p, m: max(6 * m + p - 1, 4 * m + 4 * p - 2)},
+        peak=lambda p, m, d: min(2 * p, 2 * m, m + 1 + d),
+        peak_until_input=lambda p, m, d: min(2 * p, 2 * m, m + 1 + d),
+    ),
 ]  # fmt: skip
