@@ -10,16 +10,20 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Layout, Options, Order
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.schedule.bitpipe import bitpipe
+from lightning_pipe.schedule.breadth_first import breadth_first
 from lightning_pipe.schedule.chimera import chimera
 from lightning_pipe.schedule.dualpipe import dualpipe, dualpipe_v
 from lightning_pipe.schedule.gpipe import NO_OPTIONS, gpipe
 from lightning_pipe.schedule.hanayo import hanayo
+from lightning_pipe.schedule.interleaved import interleaved
 from lightning_pipe.schedule.lines import without_padding
 from lightning_pipe.schedule.one_f_one_b import one_f_one_b
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
 from lightning_pipe.schedule.text import format_order, parse_order
 from lightning_pipe.schedule.times import Times, unit_times
+from lightning_pipe.schedule.two_bp import two_bp
+from lightning_pipe.schedule.zero_bubble import zb_h1, zb_h2
 from lightning_pipe.schedule.zero_bubble_v import zb_v
 
 
@@ -74,6 +78,11 @@ class TimedSchedule:
 SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "gpipe": Schedule(gpipe),
     "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved, looping, (2, 4)),
+    "breadth_first": Schedule(breadth_first, looping, (2, 4)),
+    "zb_h1": Schedule(zb_h1, looping, (1, 2)),
+    "zb_h2": Schedule(zb_h2),
+    "2bp": Schedule(two_bp),
     "zb_v": Schedule(zb_v, zigzag, (2,)),
     "chimera": Schedule(chimera, both_ways),
     "hanayo": Schedule(hanayo, zigzag, (2, 4)),
