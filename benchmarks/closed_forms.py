@@ -15,9 +15,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lightning_pipe.core.program import Bucket, Edge, Layout, Options, Order, Traffic, VerifiedProgram
+from lightning_pipe.core.program import Layout, Options, Order, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.chain import chain
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.times import Times
 from lightning_pipe.schedule.verify import verify
@@ -50,23 +51,17 @@ class Row:
         return order_of(self.schedule, layout=self.layout, microbatches=self.m, options=self.options, times=self.times)
 
 
-def chain(stages: int) -> Traffic:
-    """Return the traffic of a chain, one bucket per stage."""
-    edges = [(Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0)) for s in range(stages - 1)]
-    return Traffic(tuple(itertools.chain(*edges)), tuple(Bucket((s,), 1) for s in range(stages)))
-
-
-def program_of(row: Row, *, early_release: bool = True) -> VerifiedProgram:
-    """Return the proved program of a row."""
+def program_of(row: Row, *, split: bool = True) -> VerifiedProgram:
+    """Return the proved program of a row; its B are one compute if they are not split."""
     layout = row.layout
     traffic = chain(len(layout.stages))
-    return verify(lower(row.order, layout=layout, sizes=(1,) * row.m, traffic=traffic, early_release=early_release))
+    return verify(lower(row.order, layout=layout, sizes=(1,) * row.m, traffic=traffic, split=split))
 
 
 def run(row: Row, model: str = SPLIT, *, latency: float = 0.0) -> Timeline:
-    """Return the timeline of a row under a model; only in `split` does the input gradient leave before W."""
+    """Return the timeline of a row under a model; only in `split` does the input gradient of B leave before its W."""
     half = 0.5 if model == EQUAL else 1.0
-    return simulate(program_of(row, early_release=model == SPLIT), UnitPrices(1.0, half, half, latency=latency))
+    return simulate(program_of(row, split=model == SPLIT), UnitPrices(1.0, half, half, latency=latency))
 
 
 def peaks(order: Order, *, until: str) -> list[int]:
@@ -123,6 +118,21 @@ def deviations(form: Form, p: int, m: int) -> Iterator[str]:
                 yield f"{form} p={p} m={m}: keeps {kept} until {until}, closed form {stated}"
 
 
+def whole_units(p: int, m: int) -> bool:
+    """Say whether micro-batches fill units of p."""
+    return m % p == 0
+
+
+def even_units(p: int, m: int) -> bool:
+    """Say whether they do in two pipes, which need an even number of devices."""
+    return p % 2 == 0 and m % p == 0
+
+
+def outer(p: int, d: int) -> int:
+    """Return how many devices stand between a device and the nearer end of the row."""
+    return min(d, p - 1 - d)
+
+
 FORMS: list[Form] = [
     Form(
         "gpipe",
@@ -154,5 +164,62 @@ FORMS: list[Form] = [
         {SPLIT: lambda p, m: max(6 * m + p - 1, 4 * m + 4 * p - 2)},
         peak=lambda p, m, d: min(2 * p, 2 * m, m + 1 + d),
         peak_until_input=lambda p, m, d: min(2 * p, 2 * m, m + 1 + d),
+    ),
+    Form(
+        "chimera",
+        {
+            FUSED: lambda p, m: 3 * m + (m // p + 1) * (p - 2),
+            SPLIT: lambda p, m: 3 * m + p - 2,
+            EQUAL: lambda p, m: 2 * m + p - 2,
+        },
+        peak=lambda p, m, d: p // 2 + 1 + outer(p, d),
+        holds=even_units,
+    ),
+    Form(
+        "chimera",
+        {
+            FUSED: lambda p, m: 3 * m + 3 * (p - 2) / 2,
+            SPLIT: lambda p, m: 3 * m + p - 2,
+            EQUAL: lambda p, m: 2 * m + p - 2,
+        },
+        peak=lambda p, m, d: 3 * p // 2 + 1 + outer(p, d),
+        options={"concatenation": "doubling"},
+        holds=lambda p, m: even_units(p, m) and m % (2 * p) == 0,
+    ),
+    *(
+        Form(
+            "hanayo",
+            {
+                FUSED: lambda p, m, v=v: 3 * v * m + (m // p + 1) * 2 * (p - 1),
+                SPLIT: lambda p, m, v=v: 3 * v * m + 2 * (p - 1),
+                EQUAL: lambda p, m, v=v: 2 * v * m + 2 * (p - 1),
+            },
+            peak=lambda p, m, d, v=v: v * p - (p - 1 - d),
+            chunks=v,
+            holds=whole_units,
+        )
+        for v in (2, 4)
+    ),
+    Form(
+        "bitpipe",
+        {
+            FUSED: lambda p, m: 6 * m + (m // p + 1) * (p - 2),
+            SPLIT: lambda p, m: 6 * m + p - 2,
+            EQUAL: lambda p, m: 4 * m + p - 2,
+        },
+        peak=lambda p, m, d: 2 * p - (p // 2 - 1) + outer(p, d),
+        holds=even_units,
+    ),
+    Form(
+        "dualpipe",
+        {FUSED: lambda p, m: 3 * m + p // 2 - 1, SPLIT: lambda p, m: 3 * m + p // 2 - 1},
+        peak=lambda p, m, d: p + 1,
+        holds=lambda p, m: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
+    ),
+    Form(
+        "dualpipe_v",
+        {FUSED: lambda p, m: 6 * m + p - 1, SPLIT: lambda p, m: 6 * m + p - 1},
+        peak=lambda p, m, d: 2 * p + 1,
+        holds=lambda p, m: m >= 2 * p,
     ),
 ]  # fmt: skip
