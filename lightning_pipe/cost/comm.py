@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -119,43 +118,88 @@ def _unlike(cluster: Cluster, pairs: Iterable[tuple[int, int]]) -> Iterable[tupl
     return {(cluster.host_of(pair[0]), cluster.host_of(pair[1])): pair for pair in pairs}.values()
 
 
-def all_reduce_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
-    """Return the seconds of an all-reduce of `count` bytes, measured or by the cheaper formula."""
+@dataclass(frozen=True)
+class Ring:
+    """A ring of ranks, round which parts of what they sum go.
+
+    Attributes:
+        ranks: how many.
+        share: the part of all bytes that this ring sums.
+        links: the different links between neighbours.
+    """
+
+    ranks: int
+    share: float
+    links: tuple[Link, ...]
+
+    def seconds(self, count: float) -> float:
+        """Return the seconds of n-1 steps round a ring of n, each passing 1/n of the bytes: half of an all-reduce."""
+        part = count * self.share / self.ranks
+        return (self.ranks - 1) * max((link.seconds(part) for link in self.links), default=0.0)
+
+
+@dataclass(frozen=True)
+class Rings:
+    """An all-reduce by rings: scattered phase by phase, gathered phase by phase; rings of a phase go on at once."""
+
+    phases: tuple[tuple[Ring, ...], ...]
+
+    def seconds(self, count: float) -> float:
+        """Return the seconds of an all-reduce of `count` bytes."""
+        return 2 * sum(max(ring.seconds(count) for ring in phase) for phase in self.phases)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The ways to sum among some ranks, of which the quickest is taken: by rings, or as it was measured."""
+
+    ways: tuple[Rings | Exchange, ...]
+
+    def seconds(self, count: float) -> float:
+        """Return the seconds of an all-reduce of `count` bytes."""
+        return min((way.seconds(count) for way in self.ways), default=0.0)
+
+
+def all_reduce_of(cluster: Cluster, ranks: Sequence[int]) -> AllReduce:
+    """Return the all-reduce among some ranks, measured or by formula."""
     if len(ranks) < 2:
-        return 0.0
+        return AllReduce(())
     measured = cluster.reduction(ranks)
     if measured is not None:
-        return Link(measured.latency_s, measured.bytes_per_s).seconds(count)
-    return min(ring_s(cluster, ranks, count=count), hierarchical_s(cluster, ranks, count=count))
+        return AllReduce((Exchange(1, (Link(measured.latency_s, measured.bytes_per_s),)),))
+    return AllReduce((ring_of(cluster, ranks), *hierarchies_of(cluster, ranks)))
 
 
-def ring_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
-    """Return the seconds of a ring all-reduce in rank order, which enters and leaves every host once."""
-    return 2 * _round_s(cluster, sorted(ranks), count=count)
+def all_reduce_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
+    """Return the seconds of an all-reduce of `count` bytes, measured or by the cheaper formula."""
+    return all_reduce_of(cluster, ranks).seconds(count)
 
 
-def hierarchical_s(cluster: Cluster, ranks: Sequence[int], *, count: float) -> float:
-    """Return the seconds of a two-level all-reduce; infinite unless several hosts have equally many of the ranks."""
+def ring_of(cluster: Cluster, ranks: Sequence[int]) -> Rings:
+    """Return a ring all-reduce in rank order, which enters and leaves every host once."""
+    return Rings(((_ring(cluster, sorted(ranks)),),))
+
+
+def hierarchies_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[Rings, ...]:
+    """Return the two-level all-reduce; none unless several hosts have equally many of the ranks."""
     grouped: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
         grouped[cluster.host_of(rank)].append(rank)
     groups = list(grouped.values())
     each = len(groups[0])
     if len(groups) < 2 or any(len(group) != each for group in groups):
-        return math.inf
-    inside = max(_round_s(cluster, group, count=count) for group in groups)
-    between = max(_round_s(cluster, ring, count=count / each, sharing=each) for ring in zip(*groups, strict=True))
-    return 2 * (inside + between)
+        return ()
+    inside = dict.fromkeys(_ring(cluster, group) for group in groups)
+    between = dict.fromkeys(_ring(cluster, ring, sharing=each) for ring in zip(*groups, strict=True))
+    return (Rings((tuple(inside), tuple(between))),)
 
 
-def _round_s(cluster: Cluster, ring: Sequence[int], *, count: float, sharing: int = 1) -> float:
-    """Return the seconds of n-1 steps round a ring of n, each passing 1/n of the bytes: half of an all-reduce.
+def _ring(cluster: Cluster, ranks: Sequence[int], *, sharing: int = 1) -> Ring:
+    """Return a ring.
 
     Args:
-        sharing: rings like this one that use the same network cards at the same time.
+        sharing: rings like this one that share the bytes, and the same network cards at the same time.
     """
-    if len(ring) < 2:
-        return 0.0
-    part = count / len(ring)
-    pairs = _unlike(cluster, itertools.pairwise([*ring, ring[0]]))
-    return (len(ring) - 1) * max(flow_s(cluster, *pair, count=part, out=sharing, into=sharing) for pair in pairs)
+    pairs = _unlike(cluster, itertools.pairwise([*ranks, ranks[0]])) if len(ranks) > 1 else ()
+    links = dict.fromkeys(_shared(cluster, *pair, out=sharing, into=sharing) for pair in pairs)
+    return Ring(len(ranks), 1 / sharing, tuple(links))

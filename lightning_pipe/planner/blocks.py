@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.cost.comm import all_reduce_s, exchange_of
+from lightning_pipe.cost.comm import all_reduce_of, exchange_of
 from lightning_pipe.planner.estimate import Estimator
 from lightning_pipe.planner.outline import Outline, never_growing
 from lightning_pipe.planner.segments import Matrix, Segments
@@ -155,7 +155,7 @@ class DeviceRow:
         look = self._look(first, count)
         if look not in self._sums:
             ranks = sorted(self.ranks(first, count))
-            self._sums[look] = tuple(all_reduce_s(self.cluster, ranks, count=amount) for amount in _SUMMED)
+            self._sums[look] = tuple(map(all_reduce_of(self.cluster, ranks).seconds, _SUMMED))
         return self._sums[look]
 
     def _look(self, first: int, count: int) -> Look:

@@ -38,6 +38,10 @@ class Crossing:
         found: NDArray[np.float64] = self.per_sample * samples + self.fixed
         return found
 
+    def at(self, position: int, samples: float) -> float:
+        """Return the bytes at one position for so many samples."""
+        return float(self.per_sample[position] * samples + self.fixed[position])
+
 
 def crossing(graph: Graph) -> dict[Pass, Crossing]:
     """Return what crosses every position 0..len(nodes): activations forward, gradients backward."""

@@ -35,7 +35,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.cost.comm import all_reduce_s, exchange_of
+from lightning_pipe.cost.comm import all_reduce_of, exchange_of
 from lightning_pipe.planner.dapple_latency import Prefix, Times, Values, empty_prefix
 from lightning_pipe.planner.outline import weights_of
 from lightning_pipe.planner.placement import Counts, Site, canonical, placements, ranks_of, reorder, site_of
@@ -73,9 +73,9 @@ class Network:
         """Return latency and seconds per byte of a sum of gradients."""
         look = self.look(ranks)
         if look not in self._reductions:
-            start = all_reduce_s(self.cluster, ranks, count=0.0)
-            per_byte = (all_reduce_s(self.cluster, ranks, count=_PROBE_BYTES) - start) / _PROBE_BYTES
-            self._reductions[look] = start, per_byte
+            reduction = all_reduce_of(self.cluster, ranks)
+            start = reduction.seconds(0.0)
+            self._reductions[look] = start, (reduction.seconds(_PROBE_BYTES) - start) / _PROBE_BYTES
         return self._reductions[look]
 
     def exchange(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:

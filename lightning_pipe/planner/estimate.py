@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
-from lightning_pipe.cost.comm import Exchange, all_reduce_s, exchange_of, exchange_pairs
+from lightning_pipe.cost.comm import AllReduce, Exchange, all_reduce_of, exchange_of, exchange_pairs
 from lightning_pipe.planner.outline import Outline, falling, never_growing, weights_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
@@ -164,10 +164,11 @@ class Estimator:
         self._bound = {int(position): bound for bound, position in enumerate(segments.bounds)}
         self._times = (segments.forward_s, segments.backward_s, segments.late_s)
         self._stages: dict[tuple[int, int, tuple[int, ...], float], tuple[float, ...]] = {}
+        self._rooms: dict[tuple[int, int, tuple[int, ...], int], Room] = {}
         self._shares: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._coupled = segments.coupled
         self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], Exchange] = {}
-        self._reductions: dict[tuple[tuple[int, ...], float], float] = {}
+        self._reductions: dict[tuple[int, ...], AllReduce] = {}
 
     def step_s(self, outline: Outline) -> float:
         """Return the seconds of a batch."""
@@ -181,8 +182,8 @@ class Estimator:
         ahead, back = [], []
         for cut, here, there in zip(cuts, ranks[:-1], ranks[1:], strict=True):
             bound, found = self._bound[cut], self.segments.crossing
-            ahead.append(self.exchange_s(here, there, float(found["F"].bytes(samples)[bound])))
-            back.append(self.exchange_s(there, here, float(found["B"].bytes(samples)[bound])))
+            ahead.append(self.exchange_s(here, there, found["F"].at(bound, samples)))
+            back.append(self.exchange_s(there, here, found["B"].at(bound, samples)))
         forward, backward, late, finish, step = (tuple(column) for column in zip(*costs, strict=True))
         return Row(forward, backward, tuple(ahead), tuple(back), finish, late, step=max(step))
 
@@ -277,28 +278,29 @@ class Estimator:
 
     def rooms(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> list[Room]:
         """Return what each stage has for saved tensors, and saves."""
-        samples, cluster = self.problem.samples / microbatches, self.problem.cluster
-        found = []
-        for (a, b), group in zip(self.stages(cuts), ranks, strict=True):
-            n = max(share for share, _ in self.slices(a, b, group, samples))
-            ends = [float(max(c.bytes(n)[a], c.bytes(n)[b])) for c in self.segments.crossing.values()]
+        return [self._room(a, b, group, microbatches) for (a, b), group in zip(self.stages(cuts), ranks, strict=True)]
+
+    def _room(self, a: int, b: int, group: tuple[int, ...], microbatches: int) -> Room:
+        key = (a, b, group, microbatches)
+        if key not in self._rooms:
+            cluster, segments = self.problem.cluster, self.segments
+            n = max(share for share, _ in self.slices(a, b, group, self.problem.samples / microbatches))
+            ends = [max(crossing.at(a, n), crossing.at(b, n)) for crossing in segments.crossing.values()]
             summed = len(group) > 1 or microbatches > 1  # gradients that are there twice
-            twice = float(self.segments.trained_bytes[a, b]) if summed else 0.0
-            workspace = self.segments.workspace_bytes(a, b, n)
+            twice = float(segments.trained_bytes[a, b]) if summed else 0.0
+            workspace = segments.workspace_bytes(a, b, n)
             swaps = (cluster.hosts[cluster.host_of(rank)].swap for rank in group)
-            spare = min(cluster.device(rank).memory_bytes for rank in group) - float(self.segments.state_bytes[a, b])
-            saved = self.segments.saved_bytes.at(a, b, n)
-            found.append(
-                Room(
-                    bytes=spare - max(workspace + max(ends), twice - saved),  # these come when one is no longer saved
-                    spare=spare - workspace,
-                    saved=saved,
-                    arriving=float(self.segments.crossing["F"].bytes(n)[a]),
-                    remade=self.segments.largest_saved(a, b, n),
-                    swap_bytes_per_s=min(0.0 if swap == NO_SWAP else swap.bytes_per_s for swap in swaps),
-                )
+            spare = min(cluster.device(rank).memory_bytes for rank in group) - float(segments.state_bytes[a, b])
+            saved = segments.saved_bytes.at(a, b, n)
+            self._rooms[key] = Room(
+                bytes=spare - max(workspace + max(ends), twice - saved),  # these come when one is no longer saved
+                spare=spare - workspace,
+                saved=saved,
+                arriving=segments.crossing["F"].at(a, n),
+                remade=segments.largest_saved(a, b, n),
+                swap_bytes_per_s=min(0.0 if swap == NO_SWAP else swap.bytes_per_s for swap in swaps),
             )
-        return found
+        return self._rooms[key]
 
     def _relieved(self, row: Row, rooms: Sequence[Room], depths: Sequence[int]) -> tuple[Row, float]:
         """Return the times with as much recompute as memory asks for, and the bytes that are missing all the same.
@@ -332,10 +334,9 @@ class Estimator:
         return max(self.problem.profile.message_s, found.seconds(count)) if found.flows else 0.0
 
     def _reduce_s(self, ranks: tuple[int, ...], count: float) -> float:
-        key = (ranks, count)
-        if key not in self._reductions:
-            self._reductions[key] = all_reduce_s(self.problem.cluster, sorted(ranks), count=count)
-        return self._reductions[key]
+        if ranks not in self._reductions:
+            self._reductions[ranks] = all_reduce_of(self.problem.cluster, sorted(ranks))
+        return self._reductions[ranks].seconds(count)
 
 
 def _wished(warmup: str, policies: Sequence[Sequence[int]]) -> list[int]:
