@@ -18,21 +18,23 @@ from lightning_pipe.cli.options import (
     ExplainOptions,
     PlanOptions,
     SimulateOptions,
-    StepOptions,
     meanings,
     read_options,
 )
+from lightning_pipe.cli.schedules import SchedulesOptions, run_schedules
+from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import PipeError
 from lightning_pipe.report.table import WIDTH, text_of
 
 NAME = "lightning-pipe"
 _REFUSED = 2  # exit status, as that of argparse
 
-COMMANDS: dict[str, tuple[type[StepOptions], Any]] = {
+COMMANDS: dict[str, tuple[type[Dataclass], Any]] = {
     "plan": (PlanOptions, run_plan),
     "compare": (CompareOptions, run_compare),
     "simulate": (SimulateOptions, run_simulate),
     "explain": (ExplainOptions, run_explain),
+    "schedules": (SchedulesOptions, run_schedules),
 }
 
 
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _table(kind: type[StepOptions]) -> str:
+def _table(kind: type[Dataclass]) -> str:
     table = Table(box=box.SIMPLE)
     for heading in ("option", "default", "meaning"):
         table.add_column(heading, overflow="fold")

@@ -23,13 +23,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.published import ADAM_STATE
+from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planner.problem import Relief, Wishes
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.schedule.options import hint
 
 
-def _option(default: Any, meaning: str) -> Any:
+def option(default: Any, meaning: str) -> Any:
+    """Return a field of a command's options, with the meaning that `--help` shows."""
     return field(default=default, metadata={"meaning": meaning})
 
 
@@ -37,25 +39,23 @@ def _option(default: Any, meaning: str) -> Any:
 class StepOptions:
     """Which step is planned for which devices."""
 
-    model: str | None = _option(None, "package.module:name of a LightningModule, or of a function that returns one")
+    model: str | None = option(None, "package.module:name of a LightningModule, or of a function that returns one")
     model_args: dict[str, Any] = field(
         default_factory=dict,
         metadata={"meaning": "what the model is called with: model_args={width: 64}, +model_args.width=64"},
     )
-    batch: str | None = _option(None, "package.module:name of a function that returns a batch; else the model's own")
-    batch_dim: int = _option(0, "dimension of the batch's tensors along which samples lie")
-    costs: str = _option("counted", "of a model's operations: counted, or measured on this machine")
-    cache: str | None = _option(None, "directory of measured times; off keeps none, null the user's cache directory")
-    profile: str | None = _option(None, "instead of a model: file of a published profile of layers")
-    profile_samples: int | None = _option(None, "samples that this file was measured with, if its name does not say it")
-    saved_bytes_per_sample: float | None = _option(None, "what layers keep per sample, if this file does not say it")
-    optimizer_state: float = _option(ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
-    cluster: str | None = _option(None, "the devices: preset (see docs/clusters.md) or cluster file")
-    ranks: int | None = _option(None, "instead of a cluster: so many equal nominal devices")
-    speed: float = _option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")
-    samples: int | None = _option(
-        None, "samples per optimizer step, over all ranks; else those of the batch or profile"
-    )
+    batch: str | None = option(None, "package.module:name of a function that returns a batch; else the model's own")
+    batch_dim: int = option(0, "dimension of the batch's tensors along which samples lie")
+    costs: str = option("counted", "of a model's operations: counted, or measured on this machine")
+    cache: str | None = option(None, "directory of measured times; off keeps none, null the user's cache directory")
+    profile: str | None = option(None, "instead of a model: file of a published profile of layers")
+    profile_samples: int | None = option(None, "samples that this file was measured with, if its name does not say it")
+    saved_bytes_per_sample: float | None = option(None, "what layers keep per sample, if this file does not say it")
+    optimizer_state: float = option(ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
+    cluster: str | None = option(None, "the devices: preset (see docs/clusters.md) or cluster file")
+    ranks: int | None = option(None, "instead of a cluster: so many equal nominal devices")
+    speed: float = option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")
+    samples: int | None = option(None, "samples per optimizer step, over all ranks; else those of the batch or profile")
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -105,16 +105,16 @@ def _check_one(options: StepOptions, one: str, other: str, expected: str) -> Non
 class WishedOptions(StepOptions):
     """What a plan must keep to."""
 
-    microbatches: int | None = _option(None, "micro-batches per batch; null leaves it to the planner")
-    layout: str | None = _option(None, "ranks per stage, such as 2-1; null leaves it to the planner")
-    schedule: str | None = _option(None, "order of the computes; null leaves it to the planner")
-    warmup: str | None = _option(None, "warm-up of 1F1B: pa, pb, 1f1b*, a depth, or 'warmup=\"4,3,2,1\"'")
-    least_samples: int = _option(1, "fewest samples of a micro-batch for which a replica may be used")
-    reliefs: tuple[str, ...] = _option((), "what may be done with saved tensors: [recompute,offload]")
+    microbatches: int | None = option(None, "micro-batches per batch; null leaves it to the planner")
+    layout: str | None = option(None, "ranks per stage, such as 2-1; null leaves it to the planner")
+    schedule: str | None = option(None, "order of the computes; null leaves it to the planner")
+    warmup: str | None = option(None, "warm-up of 1F1B: pa, pb, 1f1b*, a depth, or 'warmup=\"4,3,2,1\"'")
+    least_samples: int = option(1, "fewest samples of a micro-batch for which a replica may be used")
+    reliefs: tuple[str, ...] = option((), "what may be done with saved tensors: [recompute,offload]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_names("reliefs", self.reliefs, get_args(Relief))
+        check_names("reliefs", self.reliefs, get_args(Relief))
 
     @property
     def wishes(self) -> Wishes:
@@ -144,10 +144,10 @@ _TRACE = "file for the timeline, to be opened at https://ui.perfetto.dev"
 class PlanOptions(WishedOptions):
     """Make a plan, say why it was chosen, and write it to a file."""
 
-    planner: str = _option("auto", _PLANNER)
-    out: str | None = _option("plan.yaml", "file for the plan; null writes none")
-    draw: str | None = _option(None, _DRAW)
-    trace: str | None = _option(None, _TRACE)
+    planner: str = option("auto", _PLANNER)
+    out: str | None = option("plan.yaml", "file for the plan; null writes none")
+    draw: str | None = option(None, _DRAW)
+    trace: str | None = option(None, _TRACE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,14 +158,14 @@ class PlanOptions(WishedOptions):
 class CompareOptions(WishedOptions):
     """Let several planners plan, and compare what they find."""
 
-    planners: tuple[str, ...] = _option(
+    planners: tuple[str, ...] = option(
         tuple(name for name in PLANNER_NAMES if name != "exhaustive"),
         "whose plans: some of " + ", ".join(PLANNER_NAMES),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_names("planners", self.planners, PLANNER_NAMES)
+        check_names("planners", self.planners, PLANNER_NAMES)
         if not self.planners:
             raise ConfigError(f"found planners=[]; expected some of {', '.join(PLANNER_NAMES)}")
 
@@ -174,9 +174,9 @@ class CompareOptions(WishedOptions):
 class SimulateOptions(StepOptions):
     """Predict a given plan: time, bubble and memory of every rank."""
 
-    plan: str | None = _option(None, "file of the plan")
-    draw: str | None = _option(None, _DRAW)
-    trace: str | None = _option(None, _TRACE)
+    plan: str | None = option(None, "file of the plan")
+    draw: str | None = option(None, _DRAW)
+    trace: str | None = option(None, _TRACE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,14 +189,19 @@ class SimulateOptions(StepOptions):
 class ExplainOptions(WishedOptions):
     """Say why a plan, given or made, is good or not: against one device, DDP and the runner-up."""
 
-    plan: str | None = _option(None, "file of the plan; null lets the planner make one")
-    planner: str = _option("auto", _PLANNER)
+    plan: str | None = option(None, "file of the plan; null lets the planner make one")
+    planner: str = option("auto", _PLANNER)
 
 
-Options = TypeVar("Options", bound=StepOptions)
+Options = TypeVar("Options", bound=Dataclass)
 
 
-def _check_names(option: str, found: Sequence[str], known: Sequence[str]) -> None:
+def check_names(option: str, found: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse names that are not among the known ones.
+
+    Raises:
+        ConfigError: with the option, the name, and what it may have meant.
+    """
     for name in found:
         if name not in known:
             raise ConfigError(
@@ -235,7 +240,7 @@ def read_options(kind: type[Options], overrides: Sequence[str]) -> Options:
     return kind(**values)
 
 
-def _parsed(override: str, kind: type[StepOptions]) -> Override:
+def _parsed(override: str, kind: type[Dataclass]) -> Override:
     known = kind.__dataclass_fields__
     try:
         parsed = OverridesParser.create().parse_override(override)
@@ -260,7 +265,7 @@ def _reason(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _schema(kind: type[StepOptions]) -> type:
+def _schema(kind: type[Dataclass]) -> type:
     """Return the structured config of a command: one of a frozen class could not be changed, and tuples are lists."""
     hints = get_type_hints(kind)
     kinds = {name: list[str] if of == tuple[str, ...] else of for name, of in hints.items()}
@@ -275,7 +280,7 @@ def _default(of: Field[Any]) -> Any:
     return list(default) if isinstance(default, tuple) else default
 
 
-def meanings(kind: type[StepOptions]) -> list[tuple[str, str, str]]:
+def meanings(kind: type[Dataclass]) -> list[tuple[str, str, str]]:
     """List name, default as one would write it, and meaning of every option of a command."""
     return [(f.name, _written(_default(f)), str(f.metadata["meaning"])) for f in fields(kind)]
 

@@ -1,0 +1,246 @@
+"""What do schedules look like, and what do they cost? Drawn and compared on devices that compute equally fast.
+
+Every device holds an equal share of the model, in as many stages as the schedule wants; F, I and W of a share take the
+seconds that are given, those of a stage its part of them. So schedules with different numbers of stages do the same
+work, and their times are comparable. Every message between devices takes equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_pipe.cli.options import check_names, option
+from lightning_pipe.core.program import Layout, Order, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.errors import ConfigError, PipeError
+from lightning_pipe.report import draw, mean_bubble
+from lightning_pipe.report.table import text_of
+from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.chain import chain
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.times import Times, unit_times
+from lightning_pipe.schedule.torch_csv import write_csv, write_csv_with_communication
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
+
+# Broken into lines, so that there is room for why there is none.
+_HEADINGS = (
+    "stages per\ndevice",
+    "makespan",
+    "idle\nwith flush",
+    "bubble",
+    "kept,\nby device",
+    "most\nshares",
+    "parameters",
+)
+
+
+@dataclass(frozen=True)
+class SchedulesOptions:
+    """Draw and compare schedules on equal devices: time, idle time, and what they keep."""
+
+    devices: int = option(4, "devices in a row")
+    microbatches: int = option(8, "micro-batches per step")
+    forward: float = option(1.0, "seconds of the forward of a device's share of the model, for one micro-batch")
+    input: float = option(1.0, "seconds of its input gradients")
+    weight: float = option(1.0, "seconds of its weight gradients")
+    message: float = option(0.0, "seconds of a message from one device to another")
+    fused: bool = option(
+        False, "whether a backward that the schedule does not split sends its gradient only at its end"
+    )
+    schedule: str | None = option(None, "a single one, which is drawn too; null compares all")
+    chunks: int | None = option(None, "stages per device; null is each schedule's own default")
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "options of the single schedule: options={warmup: pb}"}
+    )
+    draw: bool = option(False, "whether all are drawn")
+    csv: str | None = option(None, "file for the single schedule, as torch.distributed.pipelining reads it")
+    communication: bool = option(False, "whether this file has sends and receives too")
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "microbatches", "chunks"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ConfigError(f"found {name}={count}; expected at least 1")
+        for name in ("forward", "input", "weight", "message"):
+            if (seconds := getattr(self, name)) < 0 or (name == "forward" and not seconds):
+                raise ConfigError(f"found {name}={seconds:g}; expected seconds, and more than 0 for forward")
+        if self.schedule is not None:
+            check_names("schedule", (self.schedule,), tuple(SCHEDULES))
+            return
+        idle = [name for name in ("options", "csv", "communication") if getattr(self, name)]
+        if idle:
+            raise ConfigError(f"found {', '.join(idle)} without schedule=; expected the schedule that is meant")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A schedule, proved and simulated.
+
+    Attributes:
+        name: of the schedule.
+        order: what it decides.
+        program: the proved program of this order.
+        timeline: when it runs.
+        kept: most micro-batches that each device keeps at once, those of all its stages added.
+    """
+
+    name: str
+    order: Order
+    program: VerifiedProgram
+    timeline: Timeline
+    kept: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Return the ranks of each stage."""
+        return self.program.layout
+
+    @property
+    def chunks(self) -> int:
+        """Return how many stages a device's share of the model has."""
+        return len(self.layout.stages) // self.layout.ranks
+
+    @property
+    def copies(self) -> int:
+        """Return how often the devices together hold the parameters."""
+        return len(self.layout.stages[0])
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Return what each device keeps, in micro-batches of its share of the model."""
+        return tuple(kept / self.chunks for kept in self.kept)
+
+    @property
+    def idle(self) -> float:
+        """Return the mean seconds for which devices are idle from the first start to the last end."""
+        return sum(map(self.timeline.idle_with_flush, self.timeline.ranks)) / self.layout.ranks
+
+    @property
+    def bubble(self) -> float:
+        """Return the mean bubble of the devices."""
+        return mean_bubble(self.timeline)
+
+    @property
+    def drawing(self) -> str:
+        """Return the computes as text, in columns of the shortest."""
+        computes = (event for rank in self.timeline.ranks for event in self.timeline.computes(rank))
+        return draw(self.timeline, unit=min(e.end - e.start for e in computes if e.end > e.start))
+
+
+def shown(name: str, options: SchedulesOptions) -> Shown:
+    """Simulate a schedule.
+
+    Raises:
+        PipeError: if there is no such schedule for these devices, stages or options.
+    """
+    layout = SCHEDULES[name].layout([(device,) for device in range(options.devices)], options.chunks)
+    stages, chunks = len(layout.stages), len(layout.stages) // options.devices
+    prices = UnitPrices(
+        options.forward / chunks, options.input / chunks, options.weight / chunks, latency=options.message
+    )
+    count, times = options.microbatches, _times(layout, prices)
+    order = order_of(name, layout=layout, microbatches=count, options=options.options, times=times)
+    lowered = lower(order, layout=layout, sizes=(1,) * count, traffic=chain(stages), split=not options.fused)
+    program = verify(lowered)
+    timeline = simulate(program, prices)
+    curves = memory_curves(timeline, program=program, prices=prices)
+    return Shown(name, order, program, timeline, tuple(curve.peak_in_flight for curve in curves))
+
+
+def _times(layout: Layout, prices: UnitPrices) -> Times:
+    """Return what a schedule that looks at times sees."""
+    stages = len(layout.stages)
+    links = tuple(0.0 if one == other else prices.latency for one, other in pairwise(layout.stages))
+    return replace(
+        unit_times(layout),
+        forward_s=(prices.forward,) * stages,
+        input_s=(prices.input_grad,) * stages,
+        weight_s=(prices.weight_grad,) * stages,
+        ahead_s=links,
+        back_s=links,
+    )
+
+
+def run_schedules(options: SchedulesOptions, width: int) -> Iterator[str]:
+    """Yield a table of all schedules, and their drawings where they are wanted; or those of a single one."""
+    if options.schedule is not None:
+        single = shown(options.schedule, options)
+        yield _summary({single.name: single}, options, width)
+        yield from _drawn(single, width)
+        if options.csv is not None:
+            yield _written(single, options.csv, with_communication=options.communication)
+        return
+    found = {name: _attempt(name, options) for name in SCHEDULES}
+    yield _summary(found, options, width)
+    for one in found.values():
+        if options.draw and isinstance(one, Shown):
+            yield from _drawn(one, width)
+
+
+def _attempt(name: str, options: SchedulesOptions) -> Shown | str:
+    try:
+        return shown(name, options)
+    except PipeError as error:
+        return str(error)
+
+
+def _summary(found: Mapping[str, Shown | str], options: SchedulesOptions, width: int) -> str:
+    work = options.microbatches * (options.forward + options.input + options.weight)
+    title = f"{options.devices} devices, {options.microbatches} micro-batches: {work:.4g} s of work on every device"
+    table = Table(box=box.SIMPLE, title=title, title_justify="left")
+    table.add_column("schedule", no_wrap=True)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", overflow="fold")
+    if any(isinstance(one, str) for one in found.values()):
+        table.add_column("none because", overflow="fold", ratio=1)
+    for name, one in found.items():
+        if isinstance(one, str):
+            table.add_row(name, *("-",) * len(_HEADINGS), escape(one))
+            continue
+        table.add_row(
+            name,
+            str(one.chunks * one.copies),
+            f"{one.timeline.makespan:.4g} s",
+            f"{one.idle:.4g} s",
+            f"{one.bubble:.1%}",
+            " ".join(map(str, one.kept)),
+            f"{max(one.shares):.4g}",
+            f"{one.copies}x",
+        )
+    return text_of(table, width)
+
+
+def _drawn(one: Shown, width: int) -> Iterator[str]:
+    yield f"{one.name}\n{one.drawing}"
+    table = Table(box=box.SIMPLE)
+    for heading in ("device", "stages", "computes", "bubble", "idle with flush", "kept", "shares"):
+        table.add_column(heading, justify="right")
+    timeline = one.timeline
+    for rank in timeline.ranks:
+        table.add_row(
+            str(rank),
+            ",".join(str(stage) for stage, ranks in enumerate(one.layout.stages) if rank in ranks),
+            f"{timeline.busy(rank):.4g} s",
+            f"{timeline.bubble(rank):.1%}",
+            f"{timeline.idle_with_flush(rank):.4g} s",
+            str(one.kept[rank]),
+            f"{one.shares[rank]:.4g}",
+        )
+    yield text_of(table, width)
+
+
+def _written(one: Shown, path: str, *, with_communication: bool) -> str:
+    text = write_csv_with_communication(one.program) if with_communication else write_csv(one.order)
+    try:
+        Path(path).write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ConfigError(f"cannot write the schedule: {error}. Change csv=, or set csv=null.") from None
+    return f"Wrote {one.name} to {path}, a row per rank as torch.distributed.pipelining reads it."

@@ -1,0 +1,128 @@
+"""What `lightning-pipe schedules` promises: figures of the simulator, drawings, torch's files, one text per mistake."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.closed_forms import FUSED, SPLIT, Row, peaks, run
+from lightning_pipe.cli import main
+from lightning_pipe.cli.options import read_options
+from lightning_pipe.cli.schedules import SchedulesOptions, shown
+from lightning_pipe.core.program import Compute
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.report import draw
+from lightning_pipe.schedule import SCHEDULES
+from lightning_pipe.schedule.torch_csv import read_csv
+
+
+@pytest.fixture
+def told(capsys):
+    """Return a function that runs the command, which must succeed, and returns what it prints."""
+
+    def running(*words: str) -> str:
+        assert main(["schedules", *words]) == 0
+        return capsys.readouterr().out
+
+    return running
+
+
+def cells(text: str, name: str) -> list[str]:
+    """Return the row of a schedule in the table."""
+    found = re.search(rf"^ +{re.escape(name)}  +(.*)$", text, re.MULTILINE)
+    assert found, name
+    return re.split(r"  +", found[1].strip())
+
+
+def test_every_schedule_has_a_row_with_its_figures(told):
+    text = told()
+    assert "4 devices, 8 micro-batches: 24 s of work on every device" in text
+    assert cells(text, "1f1b") == ["1", "30 s", "6 s", "10.5%", "4 3 2 1", "4", "1x"]
+    assert all(len(cells(text, name)) == 7 for name in SCHEDULES)
+    assert "0 |" not in text
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_figures_are_those_of_the_order_whatever_the_number_of_stages(name):
+    """Stages of v per device take a v-th of a share's seconds, so that makespans are in units of shares."""
+    one, row = shown(name, SchedulesOptions()), Row(name, 4, 8)
+    assert (one.layout, list(one.kept)) == (row.layout, peaks(one.order, until="W"))
+    if one.order == row.order:  # a schedule that looks at times may decide otherwise where stages are shorter
+        assert one.timeline.makespan == pytest.approx(run(row).makespan / one.chunks)
+    held = [sum(rank in ranks for ranks in one.layout.stages) for rank in range(4)]
+    assert held == [one.chunks * one.copies] * 4
+    assert one.shares == tuple(kept / one.chunks for kept in one.kept)
+
+
+@pytest.mark.parametrize(("fused", "model"), [("false", SPLIT), ("true", FUSED)])
+def test_a_backward_that_is_not_split_sends_its_gradient_at_its_end_if_asked_for(fused, model):
+    options = read_options(SchedulesOptions, ["devices=3", "microbatches=5", f"fused={fused}"])
+    assert shown("gpipe", options).timeline.makespan == run(Row("gpipe", 3, 5), model).makespan
+
+
+def test_times_are_those_that_are_given():
+    words = ["devices=2", "microbatches=3", "forward=2", "input=3", "weight=0.5", "message=0.25"]
+    timeline = shown("gpipe", read_options(SchedulesOptions, words)).timeline
+    assert timeline.makespan == 3 * 2 + 2 + 0.25 + 3 * 3.5 + 3 + 0.25  # 3 F, another stage's F and I, 3 backwards
+    assert timeline.busy(0) == timeline.busy(1) == 3 * 5.5
+
+
+def test_a_single_schedule_is_drawn_with_its_options_and_a_row_per_device(told):
+    text = told("schedule=1f1b", "devices=3", "microbatches=5", "options={warmup: pb}")
+    assert draw(run(Row("1f1b", 3, 5, options={"warmup": "pb"}))) in text
+    assert [cells(text, str(rank))[-2] for rank in range(3)] == ["5", "3", "1"]
+
+
+def test_all_are_drawn_if_asked_for(told):
+    text = told("draw=true", "devices=2", "microbatches=3")
+    for name in SCHEDULES:
+        assert f"{name}\n{shown(name, SchedulesOptions(devices=2, microbatches=3)).drawing}" in text
+
+
+def test_a_schedule_that_cannot_be_made_says_why_in_its_row(told):
+    text = told("devices=3")
+    assert len([name for name in SCHEDULES if cells(text, name)[0] == "-"]) == text.count("even number of devices")
+    assert cells(text, "chimera")[-1].startswith("found the devices")
+
+
+@pytest.mark.parametrize("communication", ["false", "true"])
+def test_the_file_for_torch_is_the_schedule(communication, told, tmp_path):
+    path = tmp_path / "zb_v.csv"
+    words = ("schedule=zb_v", f"csv={path}", f"communication={communication}")
+    assert f"Wrote zb_v to {path}" in told(*words).replace("\n", " ")
+    text = path.read_text(encoding="utf-8")
+    assert ("SEND" in text) == (communication == "true")
+    assert read_csv(text) == shown("zb_v", SchedulesOptions()).order
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("devices=0",), "found devices=0; expected at least 1"),
+        (("chunks=0",), "found chunks=0"),
+        (("forward=0",), "found forward=0; expected seconds, and more than 0"),
+        (("message=-1",), "found message=-1"),
+        (("schedule=zb_w",), "found 'zb_w' in schedule.*did you mean"),
+        (("csv=x.csv",), "found csv without schedule="),
+        (("options={warmup: pb}",), "found options without schedule="),
+        (("schedule=1f1b", "options={warm: pb}"), "no option 'warm'.*did you mean 'warmup'"),
+        (("schedule=chimera", "devices=3"), "even number of devices"),
+        (("schedule=gpipe", "csv=/nowhere/x.csv"), "cannot write the schedule"),
+        (("model=x",), "unknown option 'model'"),
+    ],
+)
+def test_mistakes_are_refused_with_one_text(words, message, capsys):
+    assert main(["schedules", *words]) == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_what_is_drawn_has_a_column_for_the_shortest_compute():
+    one = shown("gpipe", SchedulesOptions(devices=1, microbatches=1, forward=1, input=0.5, weight=0))
+    assert one.drawing == "0 | F0 == I0"
+    assert {event.instruction for event in one.timeline.computes(0)} == {Compute(0, kind, 0) for kind in "FIW"}
+
+
+def test_options_are_checked_where_they_are_made():
+    with pytest.raises(ConfigError, match="at least 1"):
+        SchedulesOptions(microbatches=0)
