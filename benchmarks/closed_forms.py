@@ -133,6 +133,11 @@ def outer(p: int, d: int) -> int:
     return min(d, p - 1 - d)
 
 
+def equal_groups(p: int, m: int) -> bool:
+    """Say whether micro-batches fill m // p groups of at least p."""
+    return m >= p and m % (m // p) == 0
+
+
 FORMS: list[Form] = [
     Form(
         "gpipe",
@@ -157,6 +162,67 @@ FORMS: list[Form] = [
         for warmup, peak in (
             ("pa", lambda p, m, d: min(m, p - d)),
             ("pb", lambda p, m, d: min(m, 2 * (p - d) - 1)),
+        )
+    ),
+    *(
+        Form(
+            "interleaved",
+            {
+                FUSED: lambda p, m, v=v: 3 * (m * v + p - 1),
+                SPLIT: lambda p, m, v=v: 3 * m * v + 2 * (p - 1),
+                EQUAL: lambda p, m, v=v: 2 * (m * v + p - 1),
+            },
+            peak=lambda p, m, d, v=v: min(m * v, 2 * (p - 1 - d) + (v - 1) * (m // (m // p)) + 1),
+            chunks=v,
+            holds=equal_groups,
+        )
+        for v in (2, 4)
+    ),
+    *(
+        Form(
+            "breadth_first",
+            {
+                FUSED: lambda p, m, v=v: 3 * ((v - 1) * max(m, p) + m + p - 1),
+                SPLIT: lambda p, m, v=v: (v - 1) * (max(m, p) + max(2 * m, p)) + 3 * m + 2 * (p - 1),
+                EQUAL: lambda p, m, v=v: 2 * ((v - 1) * max(m, p) + m + p - 1),
+            },
+            peak=lambda p, m, d, v=v: m * v,
+            chunks=v,
+            options={"backward": backward},
+        )
+        for v, backward in ((2, "ascending"), (4, "ascending"), (2, "descending"))
+    ),
+    *(
+        Form(
+            "zb_h1",
+            {SPLIT: lambda p, m, v=v: 3 * m * v + p - 1},
+            peak=lambda p, m, d, v=v: min(m * v, p + (v - 1) * (m // (m // p))),
+            peak_until_input=lambda p, m, d, v=v: min(m * v, p - d + (v - 1) * (m // (m // p))),
+            chunks=v,
+            holds=holds,
+        )
+        for v, holds in ((1, lambda p, m: m >= p), (2, equal_groups))
+    ),
+    Form(
+        "zb_h2",
+        {SPLIT: lambda p, m: 3 * m + p - 1},
+        peak=lambda p, m, d: 2 * p - 1,
+        peak_until_input=lambda p, m, d: 2 * (p - d) - 1,
+        holds=lambda p, m: m >= 2 * p - 1,
+    ),
+    *(
+        Form(
+            "2bp",
+            {SPLIT: makespan},
+            peak=lambda p, m, d: m,
+            peak_until_input=kept,
+            options={"base": base, "delay": delay},
+        )
+        for base, delay, makespan, kept in (
+            ("1f1b", "end", lambda p, m: 3 * m + 2 * (p - 1), lambda p, m, d: min(m, p - d)),
+            ("1f1b", "idle", lambda p, m: max(3 * m + p - 1, 2 * m + 2 * p - 1), lambda p, m, d: min(m, p - d)),
+            ("gpipe", "end", lambda p, m: 3 * m + 2 * (p - 1), lambda p, m, d: m),
+            ("gpipe", "idle", lambda p, m: 3 * m + 2 * (p - 1), lambda p, m, d: m),
         )
     ),
     Form(
