@@ -288,4 +288,16 @@ FORMS: list[Form] = [
         peak=lambda p, m, d: 2 * p + 1,
         holds=lambda p, m: m >= 2 * p,
     ),
+    Form(
+        "v_half",
+        {SPLIT: lambda p, m: 6 * m + max(1, 3 * p - (4 if p % 2 else 7))},
+        peak=lambda p, m, d: min(2 * m, (p + 2) // 2 * 2),
+        holds=lambda p, m: m >= p,
+    ),
+    Form(
+        "v_min",
+        {SPLIT: lambda p, m: 6 * m + (4 * p - (7, 5, 6)[p % 3] if p > 2 else 1)},
+        peak=lambda p, m, d: min(2 * m, (p + 4) // 3 * 2),
+        holds=lambda p, m: m > p,
+    ),
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.schedule.bitpipe import bitpipe
 from lightning_pipe.schedule.breadth_first import breadth_first
 from lightning_pipe.schedule.chimera import chimera
+from lightning_pipe.schedule.controllable_memory import v_half, v_min
 from lightning_pipe.schedule.dualpipe import dualpipe, dualpipe_v
 from lightning_pipe.schedule.gpipe import NO_OPTIONS, gpipe
 from lightning_pipe.schedule.hanayo import hanayo
@@ -89,6 +90,8 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "bitpipe": Schedule(bitpipe, both_ways, (2,)),
     "dualpipe": Schedule(dualpipe, both_ways),
     "dualpipe_v": Schedule(dualpipe_v, zigzag, (2,)),
+    "v_half": Schedule(v_half, zigzag, (2,)),
+    "v_min": Schedule(v_min, zigzag, (2,)),
 }
 
 
