@@ -147,7 +147,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     seeds = range(asked.first, asked.first + asked.problems)
     solved = []
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for one in pool.map(solve, seeds):
             solved.append(one)
             if one.ratio > 1 + SAME:
