@@ -112,6 +112,6 @@ def checked(order: Order, layout: Layout, *, group: int, schedule: str) -> Order
     except ProgramError as error:
         raise ConfigError(
             f"schedule {schedule!r}: found groups of {group} micro-batches on {devices} devices, with which {error}; "
-            f"groups of {devices - 1} or more do not"
+            f"expected groups of {devices - 1} or more"
         ) from None
     return order
