@@ -52,7 +52,7 @@ def one_f_one_b(layout: Layout, microbatches: int, options: Options = NO_OPTIONS
     """
     read = read_options(options, schedule="1f1b", defaults={"warmup": "pa"})
     check_microbatches(microbatches)
-    depths = _depths(read["warmup"], layout)
+    depths = warmup_depths(read["warmup"], layout)
     lines = [_stage_order(s, min(depth, microbatches), microbatches) for s, depth in enumerate(depths)]
     return merge_stages(lines, layout=layout)
 
@@ -104,7 +104,12 @@ def _unit_star_depths(layout: Layout) -> tuple[int, ...]:
     return star_depths(loads, links=[0.0] * (len(loads) - 1), period=period)
 
 
-def _depths(warmup: int | str, layout: Layout) -> tuple[int, ...]:
+def warmup_depths(warmup: int | str, layout: Layout) -> tuple[int, ...]:
+    """Return the depth of every stage.
+
+    Raises:
+        ConfigError: if the warm-up is unreadable, or its depths do not suit the layout.
+    """
     count = len(layout.stages)
     match warmup:
         case "pa":

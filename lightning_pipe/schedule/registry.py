@@ -15,9 +15,11 @@ from lightning_pipe.schedule.chimera import chimera
 from lightning_pipe.schedule.controllable_memory import v_half, v_min
 from lightning_pipe.schedule.dualpipe import dualpipe, dualpipe_v
 from lightning_pipe.schedule.gpipe import NO_OPTIONS, gpipe
+from lightning_pipe.schedule.greedy import greedy
 from lightning_pipe.schedule.hanayo import hanayo
 from lightning_pipe.schedule.interleaved import interleaved
 from lightning_pipe.schedule.lines import without_padding
+from lightning_pipe.schedule.list_scheduling import pe
 from lightning_pipe.schedule.one_f_one_b import one_f_one_b
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
@@ -92,6 +94,8 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "dualpipe_v": Schedule(dualpipe_v, zigzag, (2,)),
     "v_half": Schedule(v_half, zigzag, (2,)),
     "v_min": Schedule(v_min, zigzag, (2,)),
+    "pe": TimedSchedule(pe, looping, (1, 2)),
+    "greedy": TimedSchedule(greedy, looping, (1, 2)),
 }
 
 
