@@ -177,8 +177,7 @@ class DeviceRow:
 
 def read_sums(table: Sequence[float], amounts: Matrix) -> Matrix:
     """Return the seconds of sums of so many bytes from those of a few numbers of bytes."""
-    seconds: Matrix = np.where(amounts > 0, np.interp(amounts, _SUMMED, table), 0.0)
-    return seconds
+    return np.asarray(np.where(amounts > 0, np.interp(amounts, _SUMMED, table), 0.0))
 
 
 def _units(cluster: Cluster, order: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
@@ -226,6 +225,16 @@ class Blocks:
         self._problem = segments.problem
         self._shares: dict[tuple[int, bool], tuple[Matrix, Matrix, Matrix]] = {}
         self._made: dict[tuple[object, ...], Matrix] = {}
+        self._kinds: dict[object, int] = {}
+        self._kind_of: dict[tuple[int, int], int] = {}
+
+    def kind(self, first: int, count: int) -> int:
+        """Return a number that all blocks share on which stages cost the same."""
+        if (first, count) not in self._kind_of:
+            facts = (self.row.devices, self.row.is_even, self.row.speed, self.row.memory_bytes, self.row.sums)
+            look = tuple(fact(first, count) for fact in facts)
+            self._kind_of[first, count] = self._kinds.setdefault(look, len(self._kinds))
+        return self._kind_of[first, count]
 
     def load_s(self, first: int, count: int) -> Matrix:
         """Return the seconds of F and B of every stage [a, b) on a block; infinite where there is none."""

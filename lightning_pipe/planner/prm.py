@@ -72,12 +72,9 @@ class _Table:
 
     def __init__(self, costs: StageCosts, units: int, degrees: Sequence[int], last: int) -> None:
         self._costs, self._units, self._last = costs, units, last
-        self._degrees = tuple(degree for degree in degrees if degree <= units)
+        # of every first unit: those for which there are units
+        self._degrees = [tuple(degree for degree in degrees if i + degree <= units) for i in range(units + 1)]
         self._levels: list[list[NDArray[np.float64]]] = []
-
-    def _from(self, first: int) -> tuple[int, ...]:
-        """Return the degrees for which there are units."""
-        return tuple(degree for degree in self._degrees if first + degree <= self._units)
 
     def add_stage(self) -> None:
         """Add one more stage before those that there are."""
@@ -86,7 +83,7 @@ class _Table:
         self._levels.append([self._behind_nothing(i) if x == 0 else self._before(i, x) for i in firsts])
 
     def _behind_nothing(self, first: int) -> NDArray[np.float64]:
-        degrees = self._from(first)
+        degrees = self._degrees[first]
         found = np.full((len(degrees), self._last + 1), np.inf)
         if self._units - first in degrees:
             whole = self._units - first
@@ -94,17 +91,17 @@ class _Table:
         return found
 
     def _before(self, first: int, x: int) -> NDArray[np.float64]:
-        if not self._from(first):
+        if not self._degrees[first]:
             return np.full((0, self._last + 1), np.inf)
-        stages = self._costs.stages(first, self._from(first), x)
-        rest = np.stack([self._rest(first, degree, x).min(axis=0) for degree in self._from(first)])
+        stages = self._costs.stages(first, self._degrees[first], x)
+        rest = np.stack([self._rest(first, degree, x).min(axis=0) for degree in self._degrees[first]])
         worst: NDArray[np.float64] = np.maximum(stages, rest[:, None, :]).min(axis=2)
         return worst
 
     def _rest(self, first: int, degree: int, x: int) -> NDArray[np.float64]:
         """Return [r', b]: the worst of the link behind a block and of what is behind the link, in x stages."""
         then = first + degree
-        following = self._from(then)
+        following = self._degrees[then]
         if not following:
             return np.full((1, self._last + 1), np.inf)
         found: NDArray[np.float64] = np.maximum(self._levels[x - 1][then], self._costs.links(first, degree, following))
@@ -120,7 +117,7 @@ class _Table:
         degrees: list[int] = []
         first, a, r = 0, 0, int(self._levels[x][0][:, 0].argmin())
         while True:
-            degree = self._from(first)[r]
+            degree = self._degrees[first][r]
             degrees.append(degree)
             if x == 0:
                 return Partition(worst, tuple(bounds), tuple(degrees))

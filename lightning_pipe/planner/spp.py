@@ -159,25 +159,29 @@ class _Costs:
         self._blocks, self._microbatches, self._held = blocks, microbatches, held
         self._price = sum_price / microbatches
         self.is_bound = False
-        self._known: dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64], float]] = {}
+        self._known: dict[int, tuple[NDArray[np.float64], NDArray[np.float64], float]] = {}
+        self._needed = 0
+        self._stacked: dict[tuple[int, ...], NDArray[np.float64]] = {}  # for so many needed, by kinds of blocks
 
     def stages(self, first: int, degrees: Sequence[int], behind: int) -> NDArray[np.float64]:
         wanted = {"pe": 4 * behind + 1, "pa": behind + 1, "one": 1, "none": 0}[self._held]
         needed = min(wanted, self._microbatches)
-        found = []
-        for degree in degrees:
-            seconds, in_flight, least = self._stage(first, degree)
-            self.is_bound |= least < needed
-            found.append(seconds if least >= needed else np.where(in_flight >= needed, seconds, np.inf))
-        return np.stack(found)
+        if needed != self._needed:
+            self._needed, self._stacked = needed, {}
+        kinds = tuple(self._blocks.kind(first, degree) for degree in degrees)
+        if kinds not in self._stacked:
+            self._stacked[kinds] = np.stack([self._stage(first, degree, needed) for degree in degrees])
+        return self._stacked[kinds]
 
-    def _stage(self, first: int, degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-        key = (first, degree)
-        if key not in self._known:
+    def _stage(self, first: int, degree: int, needed: int) -> NDArray[np.float64]:
+        kind = self._blocks.kind(first, degree)
+        if kind not in self._known:
             seconds = self._blocks.load_s(first, degree) + self._price * self._blocks.sum_s(first, degree)
             in_flight = self._blocks.in_flight(first, degree)
-            self._known[key] = (seconds, in_flight, float(in_flight[np.isfinite(seconds)].min()))
-        return self._known[key]
+            self._known[kind] = (seconds, in_flight, float(in_flight[np.isfinite(seconds)].min()))
+        seconds, in_flight, least = self._known[kind]
+        self.is_bound |= least < needed
+        return seconds if least >= needed else np.where(in_flight >= needed, seconds, np.inf)
 
     def links(self, first: int, degree: int, degrees: Sequence[int]) -> NDArray[np.float64]:
         return self._blocks.link_s(first, degree, tuple(degrees))
