@@ -46,7 +46,6 @@ class Crossing:
 def crossing(graph: Graph) -> dict[Pass, Crossing]:
     """Return what crosses every position 0..len(nodes): activations forward, gradients backward."""
     size = len(graph.nodes) + 1
-    changes: dict[Pass, NDArray[np.float64]] = {"F": np.zeros((2, size + 1)), "B": np.zeros((2, size + 1))}
     places = [max(0, graph.operations[t.maker].at) if t.maker >= 0 else 0 for t in graph.tensors]
     spans = [[place, place] for place in places]
     for operation in graph.operations:
@@ -55,15 +54,21 @@ def crossing(graph: Graph) -> dict[Pass, Crossing]:
         at = max(0, operation.at)
         for t in operation.reads:
             spans[t] = [min(spans[t][0], at), max(spans[t][1], at)]
-    for tensor, (first, last), place in zip(graph.tensors, spans, places, strict=True):
-        if tensor.maker >= 0 and graph.operations[tensor.maker].phase == "repeated":
-            continue
-        amount = np.array((tensor.bytes_per_sample, tensor.fixed_bytes))
-        for direction, begin, end in (("F", place, last), ("B", first, place)):
-            changes[direction][:, begin + 1] += amount  # type: ignore[index]
-            changes[direction][:, end + 1] -= amount  # type: ignore[index]
-    sums = {direction: np.cumsum(change, axis=1)[:, :size] for direction, change in changes.items()}
-    return {direction: Crossing(found[0], found[1]) for direction, found in sums.items()}
+    repeated = (t.maker >= 0 and graph.operations[t.maker].phase == "repeated" for t in graph.tensors)
+    is_made_once = ~np.fromiter(repeated, dtype=bool, count=len(places))
+    amounts = np.array([(t.bytes_per_sample, t.fixed_bytes) for t in graph.tensors], dtype=float)[is_made_once]
+    place = np.array(places, dtype=int)[is_made_once]
+    first, last = np.array(spans, dtype=int)[is_made_once].T
+    return {"F": _between(amounts, place, last, size), "B": _between(amounts, first, place, size)}
+
+
+def _between(amounts: NDArray[np.float64], begin: NDArray[np.int64], end: NDArray[np.int64], size: int) -> Crossing:
+    """Return how much is on its way at every position, of amounts that go from one node to another."""
+    changes = np.zeros((size + 1, 2))
+    np.add.at(changes, begin + 1, amounts)
+    np.subtract.at(changes, end + 1, amounts)
+    sums = np.cumsum(changes, axis=0)[:size]
+    return Crossing(np.ascontiguousarray(sums[:, 0]), np.ascontiguousarray(sums[:, 1]))
 
 
 def crossing_bytes(graph: Graph, samples: int) -> list[int]:
