@@ -9,12 +9,13 @@ plan's whole step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from lightning_pipe.core.plan import Plan, StagePlan, microbatch_sizes
 from lightning_pipe.core.program import Compute, ComputeKind, Layout
-from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.errors import ConfigError, PipeError, PlanError
 from lightning_pipe.planner.activations import relieve
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import worthwhile
@@ -29,6 +30,7 @@ from lightning_pipe.schedule.text import parse_order
 from lightning_pipe.schedule.torch_csv import layout_of
 
 OUTLINED = ("1f1b", "gpipe")  # schedules that planners look for themselves, one stage per device
+Row: TypeAlias = tuple[Device, ...]
 GIVEN = "given"  # schedule of plans whose order was handed in
 
 
@@ -81,34 +83,41 @@ class Drafter:
         self._balancer = Balancer(Estimator(Segments(problem, worthwhile(problem, sliced=True))))
         self._cuts: dict[tuple[tuple[Device, ...], int], tuple[int, ...] | None] = {}
 
-    def drafts(self, row: Sequence[Device], *, near: int) -> Iterator[Draft]:
-        """Yield the drafts of the wished schedule, or of all that are no outlines, on a row of devices.
+    def drafts(self, rows: Mapping[Row, int]) -> Iterator[Draft]:
+        """Yield the drafts of the wished schedule, or of all that are no outlines.
 
         Args:
-            row: ranks of each device.
-            near: micro-batches that an outline of these devices has.
+            rows: ranks of the devices, with about how many micro-batches suit them.
+
+        Raises:
+            ConfigError: if a schedule is wished, and cannot run on any of the rows.
+            PlanError: if a schedule or chunks are wished, and the graph is too small for its stages.
         """
         wishes = self._problem.wishes
-        for name in SCHEDULES if wishes.schedule is None else (wishes.schedule,):
+        names = list(SCHEDULES) if wishes.schedule is None else [wishes.schedule]
+        refused: list[PipeError] = []
+        is_made = False
+        for (row, near), name in itertools.product(rows.items(), names):
             for chunks in SCHEDULES[name].chunks if wishes.chunks is None else (wishes.chunks,):
-                if wishes.schedule is None and wishes.chunks is None and (name, chunks) in _OUTLINES:
-                    continue
-                yield from self._of(name, row, chunks, near)
+                try:
+                    for draft in self._of(name, row, chunks, near):
+                        is_made = True
+                        yield draft
+                except (ConfigError, PlanError) as error:
+                    refused.append(error)
+        if not is_made and refused and asks_for_drafts(self._problem):
+            raise refused[0]
 
-    def _of(self, name: str, row: Sequence[Device], chunks: int, near: int) -> Iterator[Draft]:
-        wishes = self._problem.wishes
-        try:
-            layout = SCHEDULES[name].layout(row, chunks)
-        except ConfigError:
-            if wishes.schedule is not None:
-                raise
+    def _of(self, name: str, row: Row, chunks: int, near: int) -> Iterator[Draft]:
+        wishes, is_wished = self._problem.wishes, asks_for_drafts(self._problem)
+        if not is_wished and (name, chunks) in _OUTLINES:
             return
-        if wishes.replicas is not None and not asks_for_drafts(self._problem) and layout.stages != tuple(row):
+        layout = SCHEDULES[name].layout(row, chunks)
+        if not is_wished and wishes.replicas is not None and layout.stages != row:
             return  # the wish is for these stages
         counts = microbatch_counts(self._problem, stages=len(row), replicas=max(map(len, row)))
         for count in sorted(counts, key=lambda count: abs(count - near))[:_COUNTS]:
-            if (cuts := self.cuts(layout, count)) is not None:
-                yield Draft(cuts, layout, count, name)
+            yield Draft(self.cuts(layout, count), layout, count, name)
 
     def given(self) -> Draft:
         """Return the draft of the wished order.
@@ -132,25 +141,24 @@ class Drafter:
                 f"The given order is of {count} micro-batches, but microbatches={problem.wishes.microbatches} is set. "
                 "Remove one of them."
             )
-        cuts = self.cuts(layout, count)
-        if cuts is None:
-            raise self.too_small(len(layout.stages))
-        return Draft(cuts, layout, count, GIVEN, problem.wishes.order)
+        return Draft(self.cuts(layout, count), layout, count, GIVEN, problem.wishes.order)
 
-    def cuts(self, layout: Layout, microbatches: int) -> tuple[int, ...] | None:
-        """Return cuts that balance the stages of a layout; None if the graph has too few places."""
+    def cuts(self, layout: Layout, microbatches: int) -> tuple[int, ...]:
+        """Return cuts that balance the stages of a layout.
+
+        Raises:
+            PlanError: if the graph has too few places for them.
+        """
         key = (layout.stages, microbatches)
         if key not in self._cuts:
             ranks = tuple(group[:1] if layout.whole else group for group in layout.stages)
             self._cuts[key] = next(iter(self._balancer.variants(ranks, microbatches)), None)
-        return self._cuts[key]
-
-    def too_small(self, stages: int) -> PlanError:
-        """Return the error for a graph that has fewer places to cut than stages are wanted."""
-        return PlanError(
-            f"The step has {len(self._problem.graph.nodes)} operations, too few places to cut for {stages} stages. Use "
-            "fewer devices or chunks, or another schedule."
-        )
+        if (found := self._cuts[key]) is None:
+            raise PlanError(
+                f"The step has {len(self._problem.graph.nodes)} operations, too few places to cut for "
+                f"{len(layout.stages)} stages. Use fewer devices or chunks, or another schedule."
+            )
+        return found
 
 
 _COUNTS = 2  # numbers of micro-batches that are tried
@@ -158,7 +166,7 @@ _OUTLINES = frozenset((name, 1) for name in OUTLINED)
 
 
 def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) -> list[Judged]:
-    """Judge drafts on the rows of devices of plans that were found.
+    """Judge drafts on the rows of devices of plans that were found, and on the row of single devices.
 
     Args:
         problem: what is planned.
@@ -174,34 +182,37 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
         PlanError: if the graph is too small for the wished stages.
     """
     drafter, wished = Drafter(problem), asks_for_drafts(problem)
-    rows = [(plan.layout.stages, plan.microbatches) for plan in (one.plan for one in found)]
-    judged: list[Judged] = []
-    left = _INSTRUCTIONS
-    for row, near in _different(rows):
-        for draft in drafter.drafts(row, near=near):
-            length = draft.computes * _PER_COMPUTE
-            if not wished and (length > left or not _may_win(draft, found[0], problem, judge)):
-                continue
-            left -= length
-            one = judge.judge(draft.plan(problem))
-            is_short = one.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
-            judged.append(relieve(problem, one, judge=judge) if is_short else one)
-    if wished and not judged:
-        raise drafter.too_small(len(rows[0][0]) * (problem.wishes.chunks or 1))
+    left, judged = _INSTRUCTIONS, []
+    for draft in drafter.drafts(_rows(found, problem)):
+        length = draft.computes * _PER_COMPUTE
+        if not wished and (length > left or not _may_win(draft, found[0], problem, judge)):
+            continue
+        left -= length
+        one = judge.judge(draft.plan(problem))
+        is_short = one.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
+        judged.append(relieve(problem, one, judge=judge) if is_short else one)
     return sorted(judged, key=lambda one: one.rank(problem.cluster))
 
 
-_ROWS = 2  # rows of devices on which drafts are made
+_ROWS = 2  # rows of devices of plans on which drafts are made
 _PER_COMPUTE = 8  # instructions of a stage's replica per micro-batch
 _INSTRUCTIONS = 60_000  # that are judged where no schedule is wished, about twenty microseconds each
 
 
-def _different(rows: Iterable[tuple[tuple[Device, ...], int]]) -> list[tuple[tuple[Device, ...], int]]:
-    """Return the first rows that differ in their devices, with what came with them."""
-    first: dict[tuple[Device, ...], int] = {}
-    for row, near in rows:
-        first.setdefault(row, near)
-    return list(first.items())[:_ROWS]
+def _rows(found: Sequence[Judged], problem: Problem) -> dict[Row, int]:
+    """Return rows of devices, each with about how many micro-batches suit it; several devices, where there are any."""
+    rows: dict[Row, int] = {}
+    for plan in (one.plan for one in found):
+        if len(plan.stages) > 1 or problem.cluster.ranks == 1:
+            rows.setdefault(plan.layout.stages, plan.microbatches)
+    rows = dict(itertools.islice(rows.items(), _ROWS))
+    if problem.wishes.replicas is None:
+        ranks = [rank for device in found[0].plan.layout.stages for rank in device]
+        rows.setdefault(tuple((rank,) for rank in ranks), max(found[0].plan.microbatches, _PER_STAGE * len(ranks)))
+    return rows or {found[0].plan.layout.stages: found[0].plan.microbatches}
+
+
+_PER_STAGE = 2  # micro-batches per stage that a row of single devices is tried with
 
 
 def _may_win(draft: Draft, best: Judged, problem: Problem, judge: Judge) -> bool:

@@ -1,0 +1,62 @@
+"""Every schedule trains as one device does: in float32, on the local transport, with unequal micro-batches.
+
+Batches have 8 samples in micro-batches of 3, 3 and 2, the last one 6 in threes of two.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_pipe.schedule import SCHEDULES
+from lightning_pipe.schedule.shapes import both_ways
+from models.parity import make_module
+from parity.training import TOLERANCE, accumulation, close, expected, pipeline, train
+
+STEPS = 4
+OTHERS = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # which are in the matrix
+ONE_WAY = [name for name in OTHERS if SCHEDULES[name].shape is not both_ways]
+BOTH_WAYS = [name for name in OTHERS if SCHEDULES[name].shape is both_ways]
+MODULES = ["gpt_tied", "unet_skips"]
+
+
+def layout_of(devices: int) -> str:
+    return "-".join("1" * devices)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("schedule", ONE_WAY)
+@pytest.mark.parametrize("name", MODULES)
+def test_training_is_accumulation_bit_for_bit(name, schedule, devices):
+    module = make_module(name).train()
+    update = pipeline(module, name, layout=layout_of(devices), schedule=schedule)
+    losses, parameters = train(module, name, update, steps=STEPS)
+    expected_losses, expected_parameters = expected(name, accumulation, steps=STEPS)
+    assert [float(loss) for loss in losses] == [float(loss) for loss in expected_losses]
+    for parameter, value in expected_parameters.items():
+        assert torch.equal(parameters[parameter], value), parameter
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("schedule", BOTH_WAYS)
+@pytest.mark.parametrize("name", MODULES)
+def test_two_pipes_with_the_same_weights_train_as_one_device(name, schedule, devices):
+    module = make_module(name).train()
+    update = pipeline(module, name, layout=layout_of(devices), schedule=schedule)
+    losses, parameters = train(module, name, update, steps=STEPS)
+    expected_losses, expected_parameters = expected(name, accumulation, steps=STEPS)
+    for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
+        torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")
+    for parameter, value in expected_parameters.items():
+        close(parameters[parameter], value, parameter)
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_dropout_is_that_of_one_device(schedule):
+    runs = []
+    for layout, name in (("1", "gpipe"), (layout_of(2), schedule)):
+        module = make_module("gpt_tied", dropout=0.3).train()
+        update = pipeline(module, "gpt_tied", layout=layout, schedule=name, dropout=0.3)
+        runs.append([float(loss) for loss in train(module, "gpt_tied", update, steps=2)[0]])
+    assert runs[1] == pytest.approx(runs[0], rel=TOLERANCE)
+    assert len(set(runs[0])) == len(runs[0])

@@ -1,0 +1,54 @@
+"""Every schedule trains under the trainer, on two processes, as one process does.
+
+Micro-batches of 3, 3 and 2 samples; a GPT with tied embeddings and dropout, and a U-Net whose values skip stages. What
+is compared with is the strategy on one device, so that dropout draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.shapes import looping
+from lightning_pipe.schedule.torch_csv import write_csv
+from ranks.world import World
+from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline
+
+ROUNDING = 1e-9  # float64: sums in another order, over some steps
+OTHERS = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # which are in test_parity
+SHORT = {"max_steps": 4, "limit_val_batches": 0}
+DROPOUT = {"gpt_tied": 0.3, "unet_skips": 0.0}
+
+
+def case_of(name: str, **options) -> Case:
+    return Case(name, {"microbatches": 3, **options}, SHORT, dropout=DROPOUT[name])
+
+
+@functools.cache
+def on_one_device(name: str) -> Fitted:
+    case = case_of(name)
+    return fit(case, dapple(**case.options))
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_a_schedule_trains_as_one_device_does(schedule):
+    name = list(DROPOUT)[OTHERS.index(schedule) % len(DROPOUT)]
+    for found in World(2).run(fit_as_pipeline, case_of(name, schedule=schedule)):
+        assert_same(found, on_one_device(name), rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "bitpipe"])
+def test_two_pipes_on_four_devices_train_as_one_device_does(schedule):
+    for found in World(4).run(fit_as_pipeline, case_of("gpt_tied", schedule=schedule)):
+        assert_same(found, on_one_device("gpt_tied"), rtol=ROUNDING)
+
+
+def test_the_order_in_a_file_is_run(tmp_path):
+    """Two chunks on each of two ranks, as the file says, and three micro-batches."""
+    order = order_of("breadth_first", layout=looping([(0,), (1,)], 2), microbatches=3)
+    path = tmp_path / "order.csv"
+    path.write_text(write_csv(order))
+    for found in World(2).run(fit_as_pipeline, case_of("gpt_tied", schedule=str(path))):
+        assert_same(found, on_one_device("gpt_tied"), rtol=ROUNDING)
