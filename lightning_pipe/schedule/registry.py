@@ -28,6 +28,7 @@ from lightning_pipe.schedule.times import Times, unit_times
 from lightning_pipe.schedule.two_bp import two_bp
 from lightning_pipe.schedule.zero_bubble import zb_h1, zb_h2
 from lightning_pipe.schedule.zero_bubble_v import zb_v
+from lightning_pipe.schedule.zero_bubble_v_greedy import zb_v_greedy
 
 
 class ScheduleFunction(Protocol):
@@ -96,6 +97,7 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "v_min": Schedule(v_min, zigzag, (2,)),
     "pe": TimedSchedule(pe, looping, (1, 2)),
     "greedy": TimedSchedule(greedy, looping, (1, 2)),
+    "zb_v_greedy": TimedSchedule(zb_v_greedy, zigzag, (2,)),
 }
 
 
