@@ -44,6 +44,8 @@ REPLICATED = {
     "tied": Case("Tied", ((0,), (1,), (2,))),
     "tied, first stage replicated": Case("Tied", ((0, 1), (2,), (3,))),
     "tied, both on one rank": Case("Tied", ((0,), (1,), (0,))),
+    "two pipes": Case("Skip", ((0, 1), (1, 0)), ("third",), (3, 3, 2), "chimera", frozenset({0, 1})),
+    "two pipes, tied": Case("Tied", ((0, 1), (1, 0)), ("third",), (3, 3, 2), "dualpipe", frozenset({0, 1})),
 }
 
 
@@ -74,14 +76,14 @@ def test_gradients_without_replicas_equal_accumulation_bit_for_bit(case: Case) -
 
 
 @pytest.mark.parametrize("case", REPLICATED.values(), ids=REPLICATED)
-def test_gradients_with_replicas_or_tied_weights_equal_the_batch(case: Case) -> None:
+def test_gradients_with_replicas_or_tied_weights_equal_the_batch_and_each_other_bit_for_bit(case: Case) -> None:
     expected = plain_gradients(case, [(0, sum(case.sizes))])
-    seen = set()
+    seen: dict[str, torch.Tensor | None] = {}
     for gradients in pipeline_gradients(case):
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
-            seen.add(name)
-    assert seen == set(expected)
+            assert torch.equal(gradient, seen.setdefault(name, gradient)), name
+    assert set(seen) == set(expected)
 
 
 def test_the_weight_of_the_job_scales_gradients() -> None:
