@@ -1,0 +1,131 @@
+"""What does docs/schedules.md say below its marker? A table of all schedules, and a section for each with its drawing.
+
+    python -m benchmarks.schedule_docs
+
+Prose above the marker is written by hand and stays. What stands below comes from the docstrings of the schedules, from
+`WHEN`, and from the simulation that `lightning-pipe schedules` shows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+from lightning_pipe.cli.schedules import SchedulesOptions, Shown, shown
+from lightning_pipe.schedule import SCHEDULES
+
+PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
+MARKER = "<!-- What follows is written by `python -m benchmarks.schedule_docs`. -->\n"
+CASE = SchedulesOptions()
+LATENCY = 0.25  # of a forward
+LONGER = 4  # times as many micro-batches
+CASES = {
+    f"{CASE.microbatches} micro-batches": CASE,
+    "fused": replace(CASE, fused=True),
+    f"messages {LATENCY:g}": replace(CASE, message=LATENCY),
+    f"{LONGER * CASE.microbatches} micro-batches, both": replace(
+        CASE, microbatches=LONGER * CASE.microbatches, message=LATENCY, fused=True
+    ),
+}
+
+WHEN = {
+    "gpipe": "All forwards have to come first, or messages are slow and there is memory for all micro-batches.",
+    "1f1b": "Little memory, one stage per device, any number of micro-batches: the simple choice. Slow links ask for "
+    "`warmup=pb`.",
+    "interleaved": "Fast links and some room for activations: idle time shrinks with the stages per device.",
+    "breadth_first": "Slow links and memory for all micro-batches; or parameters that are gathered for each stage.",
+    "zb_h1": "In the memory of 1F1B's first device, with free messages, half of its idle time. No more messages.",
+    "zb_h2": "Links are slow. With free messages it takes as long as `zb_h1` and keeps nearly twice as much.",
+    "2bp": "As a base of comparison: here it takes no less time than 1F1B, which sends its gradients early anyway.",
+    "zb_v": "F, I and W take about equally long, and links are fast: hardly idle, in the memory of 1F1B. The first and "
+    "the last stage are on one device, and so are embeddings that they share.",
+    "zb_v_greedy": "As `zb_v` where F, I and W take different times.",
+    "v_half": "1F1B does not fit into memory, and links are fast.",
+    "v_min": "Nothing else fits into memory.",
+    "chimera": "Few micro-batches, small parameters, large activations.",
+    "hanayo": "As Chimera without room for a second copy of the parameters. Links have to be fast.",
+    "bitpipe": "As Chimera with half the idle time and twice the messages, so for fast links.",
+    "dualpipe": "Two micro-batches per device or more, and room for a second copy of the parameters: short idle time, "
+    "and messages cost little.",
+    "dualpipe_v": "As DualPipe with one copy of the parameters, and with more messages.",
+    "pe": "Plans after SPP, which counts on this order: links are as busy as devices.",
+    "greedy": "Times of stages differ, or memory is tight: it tries the published orders too, and takes the best.",
+    "milp": "Small problems, and time to search: tens of computes per device.",
+}
+
+
+def page(text: str) -> str:
+    """Return the page with all that stands below its marker written anew."""
+    prose, marker, _ = text.partition(MARKER)
+    if not marker:
+        raise ValueError(f"{PAGE} has no line {MARKER.strip()!r}, below which its tables and drawings are written")
+    return prose + MARKER + "\n" + "\n".join(_below())
+
+
+def _below() -> Iterator[str]:
+    found = {name: [shown(name, case) for case in CASES.values()] for name in SCHEDULES}
+    yield f"## All schedules on {CASE.devices} devices\n"
+    yield (
+        "Seconds for which a device is idle on average, from the first start to the last end, if F, I and W of a "
+        f"device's share take one each, with {CASE.microbatches} micro-batches and free messages. Then with one "
+        "difference at a time: backwards that are not split send their gradient at their end (fused), or messages take "
+        f"{LATENCY:g}; then with both and more micro-batches. Kept: the most micro-batches of a device's share at "
+        f"once, of {CASE.microbatches}.\n"
+    )
+    yield from _table(("schedule", *CASES, "kept", "parameters"), (_row(name, runs) for name, runs in found.items()))
+    for name, (first, *_) in found.items():
+        yield from _section(name, first)
+
+
+def _row(name: str, runs: Sequence[Shown]) -> list[str]:
+    first = runs[0]
+    return [f"[{name}](#{name})", *(f"{one.idle:.4g}" for one in runs), f"{max(first.shares):g}", f"{first.copies}x"]
+
+
+def _table(headings: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
+    for cells in (headings, ["---", *["---:"] * (len(headings) - 1)], *rows):
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _section(name: str, one: Shown) -> Iterator[str]:
+    yield f"## {name}\n"
+    yield from (f"{paragraph}\n" for paragraph in _source(name))
+    if name in WHEN:
+        yield f"**When.** {WHEN[name]}\n"
+    stages = one.chunks * one.copies
+    yield (
+        f"**{CASE.devices} devices, {CASE.microbatches} micro-batches**, {stages} stage{'s' * (stages > 1)} per device:"
+        f" makespan {one.timeline.makespan:g}, idle with flush {one.idle:g}, bubble {one.bubble:.1%}; devices keep "
+        f"{', '.join(map(str, one.kept))} micro-batches of all their stages, at most {max(one.shares):g} of their "
+        f"share; {'one copy' if one.copies == 1 else f'{one.copies} copies'} of the parameters.\n"
+    )
+    yield f"```text\n{one.drawing}\n```\n"
+
+
+def _source(name: str) -> tuple[str, ...]:
+    """Return what the docstrings say first: of the file what it does and after whom, of the function its order."""
+    function = SCHEDULES[name].order
+    module = inspect.getmodule(function)
+    return (*_prose(inspect.getdoc(module) or "")[:2], *_prose(inspect.getdoc(function) or "")[:1])
+
+
+def _prose(doc: str) -> list[str]:
+    """Return the paragraphs of a docstring before its legend, without what is drawn or listed, one per line."""
+    paragraphs = takewhile(lambda text: not text.startswith(("Legend", "Args:")), doc.split("\n\n"))
+    return [" ".join(text.split()) for text in paragraphs if not text.startswith(" ")]
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
