@@ -6,7 +6,7 @@ in time:
 
     full      a device that keeps as many micro-batches as it may runs W before the next F
     waiting   a device whose next input is not there runs W; `patient` only if W ends before the input arrives, as far
-              as that is known by then
+              as that is known by then; `overtaking` it first looks whether the next I can run before an F
 
 Left out: that messages of a channel wait for each other, and what a micro-batch takes in bytes. The first is in
 `chain_makespan`, which judges.
@@ -17,8 +17,10 @@ Legend: s stage, m micro-batch, d device, p devices.
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -35,8 +37,19 @@ from lightning_pipe.schedule.zero_bubble_v import zb_v
 V_SCHEDULES = (zb_v, v_half, v_min)
 
 
+@dataclass(frozen=True)
+class Switches:
+    """What a device does while it waits, as described above."""
+
+    patient: bool
+    overtaking: bool
+
+
+SWITCHES = tuple(Switches(*on) for on in itertools.product((True, False), repeat=2))
+
+
 def zb_v_greedy(layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
-    """Order as the fastest of ZB-V, V-Half and V-Min, each as it is and with W where its device would wait.
+    """Order as the fastest of ZB-V, V-Half and V-Min, each as it is and with W where devices would wait.
 
     Fastest by `chain_makespan`, so never slower than any of the three that keeps to the peak. With equal times it is
     ZB-V; two devices, four micro-batches:
@@ -63,9 +76,8 @@ def zb_v_greedy(layout: Layout, microbatches: int, options: Options, times: Time
     for order in orders:
         if _most(order, until="I") <= peak:
             lines = [[c for c in order[device[0]] if c.kind != "W"] for device in row.devices]
-            tried.extend(
-                order_of_devices(_Filling(lines, times, peak, patient).run(), row=row) for patient in (True, False)
-            )
+            fillings = (_Filling(lines, times, peak=peak, switches=switches) for switches in SWITCHES)
+            tried.extend(order_of_devices(filling.run(), row=row) for filling in fillings)
     if not tried:
         least = min(_most(order, until="W") for order in orders)
         raise ConfigError(
@@ -91,75 +103,85 @@ def _most(order: Order, *, until: ComputeKind) -> int:
 
 @dataclass
 class _Device:
-    """How far a device is: what it runs next, what W it could run, what it keeps, what it ran."""
+    """How far a device is: what F and I it runs next, what W it could run, what it keeps, what it ran, until when."""
 
-    heads: deque[Compute]
+    heads: list[Compute]
     pending: deque[Compute] = field(default_factory=deque)
     kept: int = 0
     line: list[Compute] = field(default_factory=list)
+    free: float = 0.0
 
 
 class _Filling:
     """Run F and I of the devices in time, in their order, and W in between."""
 
-    def __init__(self, lines: Sequence[Sequence[Compute]], times: Times, peak: int, patient: bool) -> None:
-        self._devices = [_Device(deque(line)) for line in lines]
+    def __init__(self, lines: Sequence[Sequence[Compute]], times: Times, *, peak: int, switches: Switches) -> None:
+        self._devices = [_Device(list(line)) for line in lines]
         self._times = times
         self._peak = peak
-        self._patient = patient
+        self._on = switches
         self._last = len(times.forward_s) - 1
-        self._ends: dict[Compute, float] = {}
-        self._wanted: dict[Compute, tuple[float, int]] = {}  # not begun: since when which device waits for it
-        self._events = [(0.0, d) for d in range(len(lines))]  # when which device looks what it can do
+        self._arrivals: dict[Compute, float] = {}  # of the inputs that are there or under way
+        self._events = [(0.0, d) for d in range(len(lines))]  # when a device may find something to do
 
     def run(self) -> list[list[Compute]]:
         """Return the line of every device."""
         while self._events:
             now, d = heapq.heappop(self._events)
-            self._look(now, d)
+            compute = self._choice(self._devices[d], now) if self._devices[d].free <= now else None
+            if compute:
+                self._begin(compute, now, d)
+        assert not any(device.heads or device.pending for device in self._devices), "the order has no circle"
         return [device.line for device in self._devices]
 
-    def _look(self, now: float, d: int) -> None:
-        """Let a free device begin something, or look again when its next input arrives."""
-        device = self._devices[d]
-        head = device.heads[0] if device.heads else None
-        source = self._source(head) if head else None
-        arrival = self._arrival(source, head) if head else None
-        is_full = head is not None and head.kind == "F" and device.kept >= self._peak
-        if head and arrival is not None and arrival <= now and not is_full:
-            self._begin(device.heads.popleft(), now, d)
-        elif device.pending and (is_full or self._may_fill(device.pending[0], now, arrival)):
-            self._begin(device.pending.popleft(), now, d)
-        elif arrival is not None:
-            heapq.heappush(self._events, (arrival, d))
-        elif source:
-            self._wanted[source] = (now, d)
+    def _choice(self, device: _Device, now: float) -> Compute | None:
+        """Take what a free device runs now, or nothing if it waits for the next event."""
+        ready = next((c for c in self._nexts(device) if self._arrival(c) <= now and not self._is_full(c, device)), None)
+        if ready:
+            device.heads.remove(ready)
+            return ready
+        arrival = min((self._arrival(c) for c in device.heads[:1]), default=math.inf)
+        is_full = bool(device.heads) and self._is_full(device.heads[0], device)
+        if device.pending and (is_full or self._may_fill(device.pending[0], now, arrival)):
+            return device.pending.popleft()
+        return None
 
-    def _may_fill(self, weight: Compute, now: float, arrival: float | None) -> bool:
-        return not self._patient or arrival is None or now + self._times.compute_s(weight) <= arrival
+    def _nexts(self, device: _Device) -> Iterator[Compute]:
+        """Yield the next F or I, then the next I if it may overtake."""
+        yield from device.heads[:1]
+        if self._on.overtaking:
+            yield from itertools.islice((c for c in device.heads[1:] if c.kind == "I"), 1)
+
+    def _is_full(self, compute: Compute, device: _Device) -> bool:
+        return compute.kind == "F" and device.kept >= self._peak
+
+    def _may_fill(self, weight: Compute, now: float, arrival: float) -> bool:
+        return not self._on.patient or math.isinf(arrival) or now + self._times.compute_s(weight) <= arrival
+
+    def _arrival(self, compute: Compute) -> float:
+        """Return when the input of a pass arrives; infinite if what makes it has not begun."""
+        return 0.0 if compute.kind == "F" and compute.stage == 0 else self._arrivals.get(compute, math.inf)
 
     def _begin(self, compute: Compute, now: float, d: int) -> None:
-        device = self._devices[d]
-        end = now + self._times.compute_s(compute)
-        self._ends[compute] = end
+        device, m = self._devices[d], compute.microbatch
+        end = device.free = now + self._times.compute_s(compute)
         device.line.append(compute)
         device.kept += (compute.kind == "F") - (compute.kind == "W")
-        if compute.kind == "I":
-            device.pending.append(Compute(compute.stage, "W", compute.microbatch))
         heapq.heappush(self._events, (end, d))
-        if compute in self._wanted:
-            heapq.heappush(self._events, self._wanted.pop(compute))
+        if compute.kind == "I":
+            device.pending.append(Compute(compute.stage, "W", m))
+        taker = self._taker(compute)
+        if taker:
+            message = self._times.message_s(compute.stage, taker.stage) if taker.stage != compute.stage else 0.0
+            self._arrivals[taker] = end + message
+            heapq.heappush(self._events, (end + message, min(taker.stage, self._last - taker.stage)))
 
-    def _source(self, compute: Compute) -> Compute | None:
-        """Return the compute that a pass waits for."""
+    def _taker(self, compute: Compute) -> Compute | None:
+        """Return the pass that waits for a compute."""
         s, m = compute.stage, compute.microbatch
-        if compute.kind == "F":
-            return Compute(s - 1, "F", m) if s > 0 else None
-        return Compute(s + 1, "I", m) if s < self._last else Compute(s, "F", m)
-
-    def _arrival(self, source: Compute | None, compute: Compute) -> float | None:
-        """Return when the input of a pass arrives, or None if what makes it has not begun."""
-        if source is None:
-            return 0.0
-        message = 0.0 if source.stage == compute.stage else self._times.message_s(source.stage, compute.stage)
-        return self._ends[source] + message if source in self._ends else None
+        match compute.kind:
+            case "F":
+                return Compute(s + 1, "F", m) if s < self._last else Compute(s, "I", m)
+            case "I" if s > 0:
+                return Compute(s - 1, "I", m)
+        return None
