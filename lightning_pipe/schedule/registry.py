@@ -20,6 +20,7 @@ from lightning_pipe.schedule.hanayo import hanayo
 from lightning_pipe.schedule.interleaved import interleaved
 from lightning_pipe.schedule.lines import without_padding
 from lightning_pipe.schedule.list_scheduling import pe
+from lightning_pipe.schedule.milp import milp
 from lightning_pipe.schedule.one_f_one_b import one_f_one_b
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
@@ -93,11 +94,12 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "bitpipe": Schedule(bitpipe, both_ways, (2,)),
     "dualpipe": Schedule(dualpipe, both_ways),
     "dualpipe_v": Schedule(dualpipe_v, zigzag, (2,)),
+    "zb_v_greedy": TimedSchedule(zb_v_greedy, zigzag, (2,)),
     "v_half": Schedule(v_half, zigzag, (2,)),
     "v_min": Schedule(v_min, zigzag, (2,)),
     "pe": TimedSchedule(pe, looping, (1, 2)),
     "greedy": TimedSchedule(greedy, looping, (1, 2)),
-    "zb_v_greedy": TimedSchedule(zb_v_greedy, zigzag, (2,)),
+    "milp": TimedSchedule(milp),
 }
 
 
