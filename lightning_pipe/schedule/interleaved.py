@@ -95,11 +95,11 @@ def in_groups(kind: ComputeKind, device: int, *, row: Row, group: int, microbatc
 def checked(order: Order, layout: Layout, *, group: int, schedule: str) -> Order:
     """Return an order if it can be run to its end.
 
-    Counted along one device's forwards and backwards: backward j of the last device waits for j - g of the first, that
-    for the w_0 forwards more that run before it, the last of these for forward j - 2 g + w_0 of the last device, and
-    that for backward j - 2 g + w_0 - w_{p-1} - 1 of the last device. If that is j or later the order deadlocks. The
-    first device runs at most 2 (p - 1) forwards more first than the last, so no group of p - 1 or more does. With
-    smaller ones it depends on where chunks and groups end, so their orders are run to find out.
+    Let device d run w_d forwards first, and count the forwards and backwards of every device. Backward j of the last
+    device waits for j - g of the first (chunks behind come earlier), that for forward j - g + w_0 of the first, that
+    for forward j - 2 g + w_0 of the last (chunks before), and that for backward j - 2 g + w_0 - w_{p-1} - 1 of the
+    last, which must be earlier than j. Since w_0 - w_{p-1} is at most 2 (p - 1), it is with groups of p - 1 or more.
+    With smaller ones it depends on where chunks and groups end, so their orders are run to find out.
 
     Raises:
         ConfigError: if ranks wait for each other for ever.
