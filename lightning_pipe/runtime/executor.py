@@ -41,7 +41,7 @@ from lightning_pipe.runtime.gradients import Gradients
 from lightning_pipe.runtime.job import Job, Outcome, Piece
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.record import Recorder, clock_of
-from lightning_pipe.runtime.stage import Slice, Stage, State
+from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Walk, drive, drive_together
 from lightning_pipe.runtime.watch import Unwatched, Watch
@@ -78,6 +78,7 @@ class Executor:
         }
         self._state = state
         self._step = step
+        self._slices: dict[int, Slices] = defaultdict(dict)
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
 
@@ -121,6 +122,7 @@ class Executor:
         self._check(program)
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
+        self._slices.clear()
         self._exchange.begin(program, recorder)
         self._gradients.begin(recorder)
         results: dict[str, list[Piece]] = defaultdict(list)
@@ -164,7 +166,7 @@ class Executor:
         """Return what the stages of this rank keep for I and W; memory that several share counts once."""
         storages: dict[int, int] = {}
         for stage in self.stages.values():
-            storages |= stage.saved_storages()
+            storages |= stage.saved_storages(self._slices)
         return sum(storages.values())
 
     def _check(self, program: VerifiedProgram) -> None:
@@ -184,6 +186,7 @@ class Executor:
         indices = set(stage.program.leaves.values())
         leaves = {index: _leaf(job, index, first=first, count=len(samples)) for index in indices}
         stage.load(load.microbatch, leaves)
+        self._slices[load.microbatch] |= slices_of(leaves.values())
 
     def _compute(self, compute: Compute, job: Job, results: dict[str, list[Piece]]) -> None:
         stage = self.stages[compute.stage]

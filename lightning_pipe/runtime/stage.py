@@ -31,6 +31,8 @@ from lightning_pipe.core.program import ComputeKind, Pass
 from lightning_pipe.runtime.parts import Content
 
 Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
+Slices = dict[int, tuple[int, int]]  # storage of the batch -> address and bytes of a slice
+NO_SLICES: Mapping[int, Slices] = {}
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,6 @@ class Stage:
         self._loss = values[loss] if loss is not None else None
         self._held: dict[int, dict[str, Content]] = defaultdict(dict)
         self._results: dict[int, dict[str, Content]] = {}
-        self._slices: dict[int, dict[int, tuple[int, int]]] = {}  # storage of the batch -> address and bytes of a slice
         self._pending: dict[int, tuple[Half, ...]] = {}
         self._sends: Sends = Counter()
         self._training = True
@@ -94,7 +95,6 @@ class Stage:
         """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
         self._held.clear()
         self._results.clear()
-        self._slices.clear()
         self._pending.clear()
         self._sends = Counter(sends)
         self._training = training
@@ -102,8 +102,6 @@ class Stage:
     def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
         """Take the stage's samples of the batch leaves that it reads, by index of the leaf."""
         self._held[microbatch].update({name: leaves[index] for name, index in self.program.leaves.items()})
-        tensors = (leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
-        self._slices[microbatch] = {_storage(leaf): (leaf.data_ptr(), leaf.nbytes) for leaf in tensors}
 
     def receive(self, microbatch: int, contents: Mapping[str, Content]) -> None:
         """Take values of other stages, for the stage's samples, by name."""
@@ -142,26 +140,27 @@ class Stage:
         """Drop everything still held of a micro-batch."""
         self._held.pop(microbatch, None)
         self._pending.pop(microbatch, None)
-        self._slices.pop(microbatch, None)
 
     def left(self) -> tuple[str, ...]:
         """Name what is still held, as `micro-batch:value`; nothing after a whole program."""
         return tuple(f"{microbatch}:{name}" for microbatch, held in self._held.items() for name in held)
 
-    def saved_storages(self) -> dict[int, int]:
+    def saved_storages(self, slices: Mapping[int, Slices] = NO_SLICES) -> dict[int, int]:
         """Return address and bytes of all memory that waits for I and W, parameters and buffers left out.
 
-        A slice of the batch counts for itself, although its memory is that of the batch.
+        Args:
+            slices: by micro-batch, what the rank loaded; a slice of the batch counts for itself, although its memory is
+                that of the batch.
         """
         own = self._storages()
         found: dict[int, int] = {}
         for microbatch, held in self._held.items():
-            slices = self._slices.get(microbatch, {})
+            loaded = slices.get(microbatch, {})
             saved = (held[name] for name in self._awaited(microbatch) if name in held)
             for tensor in (content for content in saved if isinstance(content, torch.Tensor)):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in own:
-                    address, size = slices.get(storage.data_ptr(), (storage.data_ptr(), storage.nbytes()))
+                    address, size = loaded.get(storage.data_ptr(), (storage.data_ptr(), storage.nbytes()))
                     found[address] = size
         return found
 
@@ -279,6 +278,12 @@ def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
         names_of[canonical].append(name)
     early = set(program.input_grad.outputs) if program.input_grad is not None else set()
     return {canonical: names for canonical, names in names_of.items() if (kind == "I") == early.issuperset(names)}
+
+
+def slices_of(leaves: Iterable[Content]) -> Slices:
+    """Return where slices of a batch lie."""
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return {_storage(leaf): (leaf.data_ptr(), leaf.nbytes) for leaf in tensors}
 
 
 def _storage(tensor: torch.Tensor) -> int:

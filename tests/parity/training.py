@@ -16,7 +16,7 @@ from lightning_pipe.capture import Capture, Request, capture_step, flatten, real
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.step import Recording, recording_calls
 from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.planner.problem import Wishes, counted_problem
+from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.runtime.executor import Executor, run_together
@@ -94,6 +94,11 @@ def accumulation(module: pl.LightningModule) -> Update:
     return update
 
 
+def problem_of(name: str, *, ranks: int, wishes: Wishes, dropout: float = 0.0) -> Problem:
+    """Return the problem of a captured module with counted costs."""
+    return replace(counted_problem(captured(name, dropout).graph, ranks=ranks, samples=BATCH), wishes=wishes)
+
+
 def pipeline(
     module: pl.LightningModule, name: str, *, layout: str, schedule: str, dropout: float = 0.0, weights: Weights = ()
 ) -> Update:
@@ -101,7 +106,7 @@ def pipeline(
     capture = captured(name, dropout)
     replicas = [int(n) for n in layout.split("-")]
     wishes = Wishes(MICROBATCHES, tuple(replicas), schedule, "pa" if schedule == "1f1b" else None)
-    problem = replace(counted_problem(capture.graph, ranks=sum(replicas), samples=BATCH), wishes=wishes)
+    problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
     plan = propose(problem, "uniform")[0].plan
     stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
     plan = replace(plan, stages=tuple(replace(stage, weights=own) for stage, own in stages))
