@@ -8,11 +8,12 @@ What is free goes to W. The ends of the pipeline are then squeezed:
     1. place the blocks, and W in free units, first come first served; the most that a device now keeps is the peak
     2. move every compute, first to last, to the earliest free unit in which it can run without raising the peak
     3. run F and I of each device in the order found, as soon as they can and the peak allows, and W when they cannot
-    4. try also with every I moved to units of W, and take the shorter of the two
+    4. try also with every I after the last F of device 0 moved to units of W, and take the shorter of the two
 
-Step 2 also moves in the steady part, and 4 is ours. The orders are for equal times of F, I and W. It is published that
-V-Half waits for nothing in its steady part if W + 2I >= 2F and W + 2F >= 2I; here that holds for up to four devices.
-With more, these orders, in which W has the places that are free in unit time, may lose some time in every period.
+Unlike in the published squeeze, step 2 also moves in the steady part, and two orders are tried. They are for equal
+times of F, I and W. It is published that V-Half waits for nothing in its steady part if W + 2I >= 2F and W + 2F >= 2I;
+here that holds for up to four devices. With more, these orders, in which W has the places that are free in unit time,
+may lose some time in every period; "zb_v_greedy" with a lower `peak` moves W.
 
 Legend: p devices, d device, s stage, m micro-batch. A unit is the time of F, I or W of a stage; slots count units.
 """
@@ -98,7 +99,8 @@ def _blocks(name: str, block: Block, layout: Layout, microbatches: int, options:
     peak = max(map(max, _kept(placed, p)))
     squeezed = _squeezed(placed, p, moving="FIW")
     passes = {compute: slot for compute, slot in squeezed.items() if compute.kind != "W"}
-    tried = [_run(each, p, peak) for each in (passes, _squeezed(passes, p, moving="I"))]
+    last = passes[Compute(0, "F", microbatches - 1)]
+    tried = [_run(each, p, peak) for each in (passes, _squeezed(passes, p, moving="I", after=last))]
     _, lines = min(tried, key=lambda one: one[0])
     return order_of_devices(lines, row=row)
 
@@ -177,14 +179,21 @@ def _inputs(compute: Compute, p: int) -> Iterator[Compute]:
             yield Compute(s + 1, "I", m) if s < 2 * p - 1 else Compute(s, "F", m)
 
 
-def _squeezed(slots: Slots, p: int, *, moving: str) -> Slots:
-    """Move computes of some kinds to the earliest free slots in which they can run without raising the peak."""
+def _squeezed(slots: Slots, p: int, *, moving: str, after: int = -1) -> Slots:
+    """Move some computes, first to last, to the earliest free slots in which they can run without raising the peak.
+
+    Args:
+        slots: of all computes, or of F and I.
+        p: devices.
+        moving: kinds that move.
+        after: slot after which they move.
+    """
     moved = dict(slots)
     taken = {(_device(compute, p), slot) for compute, slot in slots.items()}
     kept = _kept(slots, p)
     peak = max(map(max, kept))
     for compute in sorted(slots, key=lambda one: (slots[one], one)):
-        if compute.kind not in moving:
+        if compute.kind not in moving or slots[compute] <= after:
             continue
         d, old = _device(compute, p), slots[compute]
         earliest = 1 + max((moved[needed] for needed in _needs(compute, p)), default=-1)
