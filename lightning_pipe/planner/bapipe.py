@@ -23,13 +23,14 @@ Legend: s stage, b bounds as in `planner.segments`, n samples.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from lightning_pipe.planner.balance import TRAFFIC_PRICES, Balancer, least_largest
 from lightning_pipe.planner.cuts import worthwhile
-from lightning_pipe.planner.estimate import Estimator, microbatch_counts
+from lightning_pipe.planner.estimate import Estimator, bound_s, microbatch_counts
 from lightning_pipe.planner.groups import equal_groups
 from lightning_pipe.planner.moves import Ranks
 from lightning_pipe.planner.outline import Outline
@@ -51,19 +52,37 @@ def bapipe(problem: Problem) -> list[Outline]:
     Args:
         problem: what is planned.
     """
-    found = sorted(candidates(problem), key=lambda candidate: candidate[:2])
+    found = sorted(candidates(problem, wanted=_MOST_OUTLINES), key=lambda candidate: candidate[:2])
     return list(dict.fromkeys(outline for _, _, outline in found))[:_MOST_OUTLINES]
 
 
-def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield all outlines that are explored, mended where they exceed memory."""
+def candidates(problem: Problem, *, wanted: float = math.inf) -> Iterator[Candidate]:
+    """Yield the outlines that are explored, mended where they exceed memory.
+
+    Args:
+        problem: what is planned.
+        wanted: how many of the best are wanted; what fits and surely is not among them is left out.
+    """
+    drafts = [draft for explorer in _explorers(problem) for draft in explorer.drafts()]
+    fitting: dict[Outline, float] = {}
+    for bound, explorer, cuts, count in sorted(drafts, key=lambda draft: draft[0]):
+        better = sum(seconds < bound for seconds in fitting.values())
+        if better >= wanted and explorer.fits(cuts, count):
+            continue
+        excess, seconds, outline = explorer.candidate(cuts, count)
+        if excess <= 0:
+            fitting[outline] = seconds
+        yield excess, seconds, outline
+
+
+def _explorers(problem: Problem) -> Iterator[_Explorer]:
     estimators: dict[int, Estimator] = {}
     for groups in equal_groups(problem, len(problem.graph.nodes)):
         most = next((most for stages, most in _POSITIONS if len(groups) <= stages), 2 * len(groups))
         if most not in estimators:
             estimators[most] = Estimator(Segments(problem, worthwhile(problem, sliced=False, most=most)))
         if estimators[most].segments.units >= len(groups):
-            yield from _Explorer(estimators[most], groups).candidates()
+            yield _Explorer(estimators[most], groups)
 
 
 class _Explorer:
@@ -74,13 +93,24 @@ class _Explorer:
         self._balancer = Balancer(estimator)
         self._positions = [int(position) for position in estimator.segments.bounds[1:-1]]
 
-    def candidates(self) -> Iterator[Candidate]:
+    def drafts(self) -> Iterator[tuple[float, _Explorer, tuple[int, ...], int]]:
+        """Yield bounds on the seconds, with partitions and numbers of micro-batches."""
         stages = len(self._groups)
         counts = microbatch_counts(self._estimator.problem, stages=stages, replicas=len(self._groups[0]))
         cut = next((most for few, most in _COUNTS if stages <= few), 1)
         partitions = dict.fromkeys(cuts for count in counts[-cut:] for cuts in self._partitions(count))
         for cuts, count in itertools.product(partitions, counts):
-            yield self._mended(self._candidate(cuts, count))
+            row = self._estimator.row(cuts, self._groups, count)
+            yield bound_s(row, microbatches=count), self, cuts, count
+
+    def fits(self, cuts: tuple[int, ...], count: int) -> bool:
+        """Say whether there is memory for the least warm-up."""
+        rooms = self._estimator.rooms(cuts, self._groups, count)
+        return all(room.saved <= room.bytes for room in rooms)
+
+    def candidate(self, cuts: tuple[int, ...], count: int) -> Candidate:
+        """Return the outline with the best warm-up, mended where it exceeds memory."""
+        return self._mended(self._candidate(cuts, count))
 
     def _candidate(self, cuts: tuple[int, ...], count: int) -> Candidate:
         outline, seconds, excess = self._estimator.outline(cuts, self._groups, count)

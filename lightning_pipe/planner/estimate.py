@@ -85,6 +85,13 @@ def row_s(row: Row, *, depths: Sequence[int], microbatches: int) -> float:
     return max(end + finish for end, finish in zip(ends, row.finish, strict=True)) + row.step
 
 
+def bound_s(row: Row, *, microbatches: int) -> float:
+    """Return what no depths make quicker: the slowest stage is busy without a break, from its first input on."""
+    starts = itertools.accumulate(map(sum, zip(row.forward, row.ahead, strict=False)), initial=0.0)
+    busy = (start + microbatches * load + end for start, load, end in zip(starts, row.loads(), row.finish, strict=True))
+    return max(busy) + row.step
+
+
 def backward_ends(row: Row, *, depths: Sequence[int], microbatches: int) -> list[float]:
     """Return when each stage has ended its last backward.
 

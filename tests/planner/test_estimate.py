@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipe.core.cluster import Link
 from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, backward_ends, microbatch_counts, row_s
+from lightning_pipe.planner.estimate import Estimator, Row, backward_ends, bound_s, microbatch_counts, row_s
 from lightning_pipe.planner.judge import Judge
 from lightning_pipe.planner.outline import Outline
 from lightning_pipe.planner.problem import Problem, Wishes
@@ -79,6 +79,19 @@ def test_a_row_ends_when_its_recursion_says_whatever_depths_that_never_grow(seed
     late = tuple(draw.uniform(0.0, seconds) for seconds in backward)
     row = Row(*map(tuple, (forward, backward, ahead[1:], back[1:])), finish=(0.0,) * stages, late=late)
     assert backward_ends(row, depths=depths, microbatches=microbatches) == recursive_ends(row, depths, microbatches)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_depths_are_quicker_than_the_bound_of_a_row(seed):
+    draw = random.Random(seed)
+    stages, microbatches = draw.randint(1, 5), draw.randint(1, 6)
+    times = [tuple(draw.uniform(0.1, 2.0) for _ in range(stages)) for _ in range(5)]
+    forward, backward, ahead, back, finish = times
+    late = tuple(draw.uniform(0.0, seconds) for seconds in backward)
+    row = Row(forward, backward, ahead[1:], back[1:], finish, late, step=1.0)
+    for depths in itertools.combinations_with_replacement(range(microbatches, 0, -1), stages):
+        seconds = row_s(row, depths=depths, microbatches=microbatches)
+        assert seconds >= bound_s(row, microbatches=microbatches) - 1e-9, depths
 
 
 def chain(seed: int) -> Problem:
