@@ -22,12 +22,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_pipe.core.program import Compute, ComputeKind, Layout, Options, Order
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule.breadth_first import breadth_first
 from lightning_pipe.schedule.chain_run import chain_makespan
+from lightning_pipe.schedule.controllable_memory import v_half, v_min
 from lightning_pipe.schedule.devices import ROUNDING, fits, order_of_lines, peak_bytes, room_of, stages_by_device
 from lightning_pipe.schedule.gpipe import NO_OPTIONS, gpipe
 from lightning_pipe.schedule.hanayo import hanayo
@@ -38,8 +40,9 @@ from lightning_pipe.schedule.room import Store
 from lightning_pipe.schedule.times import Times
 from lightning_pipe.schedule.zero_bubble import zb_h1, zb_h2
 from lightning_pipe.schedule.zero_bubble_v import zb_v
+from lightning_pipe.schedule.zero_bubble_v_greedy import zb_v_greedy
 
-FIXED = (gpipe, one_f_one_b, interleaved, breadth_first, zb_h1, zb_h2, zb_v, hanayo)
+FIXED = (gpipe, one_f_one_b, interleaved, breadth_first, zb_h1, zb_h2, zb_v, v_half, v_min, hanayo)
 
 
 def greedy(layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
@@ -53,9 +56,9 @@ def greedy(layout: Layout, microbatches: int, options: Options, times: Times, /)
         3 |  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
     Best is what takes least by `chain_makespan`; of equals what keeps least (here `zb_h1`). Published orders are those
-    of `FIXED` that suit the layout, and 1f1b with "pa" and "pb" as far as there is room. So it is never worse than
-    these. No rank keeps more than its room; a device with less than one micro-batch of all its stages needs is taken to
-    have just that, and runs one micro-batch at a time, as 1F1B with warm-up 1 does.
+    of `FIXED` that suit the layout, zb_v_greedy, and 1f1b with "pa" and "pb" as far as there is room. So it is never
+    worse than these. No rank keeps more than its room, except that a device with less than one micro-batch of all its
+    stages needs is taken to have just that: with one stage it then runs F, I and W in turn, as 1F1B with warm-up 1.
 
     Args:
         layout: ranks of each stage; any stages may share a device.
@@ -75,7 +78,9 @@ def greedy(layout: Layout, microbatches: int, options: Options, times: Times, /)
         for on in itertools.product((False, True), repeat=3)
     ]
     orders += (
-        order for order in fixed_orders(layout, microbatches, times) if fits(order, times) and most_open(order) <= limit
+        order
+        for order in published_orders(layout, microbatches, times)
+        if fits(order, times) and most_open(order) <= limit
     )
     seconds = [chain_makespan(order, layout, times) for order in orders]
     quick = [order for order, s in zip(orders, seconds, strict=True) if s <= min(seconds) * (1 + ROUNDING)]
@@ -94,13 +99,13 @@ def _limit(keep: int | str, microbatches: int) -> int:
     return keep
 
 
-def fixed_orders(layout: Layout, microbatches: int, times: Times) -> Iterator[Order]:
+def published_orders(layout: Layout, microbatches: int, times: Times) -> Iterator[Order]:
     """Yield the orders of published schedules that suit a layout, whether they fit into memory or not."""
     for schedule in FIXED:
-        try:
+        with suppress(ConfigError):  # it is made for layouts of another shape
             yield schedule(layout, microbatches, NO_OPTIONS)
-        except ConfigError:  # it is made for layouts of another shape
-            continue
+    with suppress(ConfigError):
+        yield zb_v_greedy(layout, microbatches, NO_OPTIONS, times)
     for warmup in ("pa", "pb"):
         depths = _within_room(warmup_depths(warmup, layout), layout, times)
         yield one_f_one_b(layout, microbatches, {"warmup": ",".join(map(str, depths))})

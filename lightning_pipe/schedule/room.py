@@ -8,7 +8,7 @@ after another, the oldest first, while the younger stay as they are. On one devi
 and since micro-batches ascend on every stage, devices do not wait for each other's memory in a circle. A micro-batch on
 its own runs W right after I, and first of all what it has left to do of W.
 
-A device with less room than one micro-batch of all its stages needs is taken to have just that: it runs one at a time.
+A device with less room than one micro-batch of all its stages needs is taken to have just that.
 
 Legend: m micro-batch.
 """
