@@ -164,6 +164,15 @@ FORMS: list[Form] = [
             ("pb", lambda p, m, d: min(m, 2 * (p - d) - 1)),
         )
     ),
+    Form(
+        "pe",
+        {
+            FUSED: lambda p, m: 3 * (m + p - 1),
+            SPLIT: lambda p, m: 3 * m + 2 * (p - 1),
+            EQUAL: lambda p, m: 2 * (m + p - 1),
+        },
+        peak=lambda p, m, d: min(m, 2 * (p - d) - 1),
+    ),
     *(
         Form(
             "interleaved",
