@@ -13,7 +13,8 @@ communication of the devices. The rest is recalled or ours:
     devices      straight pipelines in the order of the ranks; ours: also groups of equal replicas as one device each,
                  data parallel training among them
 
-What it returns first is the best of all candidates by the estimate.
+What it returns first is the best of all candidates by the estimate; candidates that a bound (`bound_s`) puts behind
+enough others are not estimated.
 
 Growth: O(groups . counts . (stages . positions^2 + mended positions . stages)); fewer counts for many stages.
 
