@@ -53,12 +53,10 @@ class Store:
 
     def has_room(self, compute: Compute) -> bool:
         """Say whether all that is open can be finished after a compute."""
-        if bytes_of(compute, self._times) <= 0:
-            return True
         m, is_new = compute.microbatch, compute.microbatch not in self._open
         if is_new and len(self._open) >= self._limit:
             return False
-        if (len(self._open) + is_new) * self._most <= self._room:
+        if bytes_of(compute, self._times) <= 0 or (len(self._open) + is_new) * self._most <= self._room:
             return True
         states = {**self._open, m: self._open.get(m, 0) | self._bits[compute.stage, compute.kind]}
         younger = 0.0

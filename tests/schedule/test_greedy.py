@@ -80,9 +80,12 @@ def test_devices_with_less_room_than_one_microbatch_needs_keep_just_one(layout):
 
 
 def test_keep_limits_the_open_microbatches():
+    """Also those that keep nothing."""
     for layout in LAYOUTS.values():
-        for keep in (1, 2, "3"):
-            order = order_of("greedy", layout=layout, microbatches=6, options={"keep": keep})
+        times = unit_times(layout)
+        nothing = replace(times, saved_bytes=(0.0,) * len(layout.stages))
+        for keep, given in ((1, times), (2, nothing), ("3", times)):
+            order = order_of("greedy", layout=layout, microbatches=6, options={"keep": keep}, times=given)
             assert most_open(order) <= int(keep)
 
 
