@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.registration import register_strategy
 
 if TYPE_CHECKING:
+    from lightning_pipe.schedule.registry import register_schedule
     from lightning_pipe.strategy.strategy import DappleStrategy
 
-__all__ = ["DappleStrategy", "__version__"]
+__all__ = ["DappleStrategy", "__version__", "register_schedule"]
 __version__ = "0.1.0"
 
 register_strategy()
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.strategy.strategy import DappleStrategy
 
         return DappleStrategy
+    if name == "register_schedule":
+        from lightning_pipe.schedule.registry import register_schedule
+
+        return register_schedule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ from lightning_pipe.schedule.one_f_one_b import WARMUPS
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.registry import SCHEDULES
 from lightning_pipe.schedule.text import format_order
-from lightning_pipe.schedule.torch_csv import read_csv
+from lightning_pipe.schedule.torch_csv import load_csv
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class DappleConfig:
     Attributes:
         plan: file of the plan to use (YAML); None lets the planner make one.
         planner: who makes the plan; "auto" asks all planners, and takes what the simulator finds best.
-        layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1; None lets the planner choose
-            ("uniform" takes one rank per stage).
+        layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1 (per device, where schedule
+            or chunks give a device several stages); None lets the planner choose ("uniform" takes one rank per stage).
         schedule: order of the computes: a name (see docs/schedules.md), or a file that lists it (CSV, as
             torch.distributed.pipelining writes it); None lets the planner choose.
         chunks: stages per device, for schedules that run several; None lets the planner choose.
@@ -129,7 +129,7 @@ class DappleConfig:
             ProgramError: if what it says is no schedule.
         """
         if self.schedule is not None and _is_file(self.schedule):
-            return Wishes(self.microbatches, order=_read_order(self.schedule))
+            return Wishes(self.microbatches, order=format_order(load_csv(self.schedule)))
         schedule = "1f1b" if self.warmup is not None else self.schedule
         return Wishes(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
 
@@ -147,14 +147,6 @@ _DECIDED_BY_PLAN = ("planner", "layout", "schedule", "chunks", "warmup", "microb
 
 def _is_file(schedule: str) -> bool:
     return schedule.endswith(".csv")
-
-
-def _read_order(path: str) -> tuple[str, ...]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the schedule {path}: {error}") from None
-    return format_order(read_csv(text))
 
 
 class _Rule(NamedTuple):
