@@ -83,7 +83,7 @@ def _below() -> Iterator[str]:
 
 def _row(name: str, runs: Sequence[Shown]) -> list[str]:
     first = runs[0]
-    return [f"[{name}](#{name})", *(f"{one.idle:.4g}" for one in runs), f"{max(first.shares):g}", f"{first.copies}x"]
+    return [f"[{name}](#{name})", *(f"{one.idle:.4g}" for one in runs), f"{max(first.shares):g}", f"{first.copies:g}x"]
 
 
 def _table(headings: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
@@ -97,12 +97,12 @@ def _section(name: str, one: Shown) -> Iterator[str]:
     yield from (f"{paragraph}\n" for paragraph in _source(name))
     if name in WHEN:
         yield f"**When.** {WHEN[name]}\n"
-    stages = one.chunks * one.copies
+    stages = len(one.stages(0))
     yield (
         f"**{CASE.devices} devices, {CASE.microbatches} micro-batches**, {stages} stage{'s' * (stages > 1)} per device:"
         f" makespan {one.timeline.makespan:g}, idle with flush {one.idle:g}, bubble {one.bubble:.1%}; devices keep "
         f"{', '.join(map(str, one.kept))} micro-batches of all their stages, at most {max(one.shares):g} of their "
-        f"share; {'one copy' if one.copies == 1 else f'{one.copies} copies'} of the parameters.\n"
+        f"share; {'one copy' if one.copies == 1 else f'{one.copies:g} copies'} of the parameters.\n"
     )
     yield f"```text\n{one.drawing}\n```\n"
 

@@ -37,7 +37,7 @@ def cells(text: str, name: str) -> list[str]:
 
 def test_every_schedule_has_a_row_with_its_figures(told):
     text = told()
-    assert "4 devices, 8 micro-batches: 24 s of work on every device" in text
+    assert "4 devices, 8 micro-batches: 24 s of work per device" in text
     assert cells(text, "1f1b") == ["1", "30 s", "6 s", "10.5%", "4 3 2 1", "4", "1x"]
     assert all(len(cells(text, name)) == 7 for name in SCHEDULES)
     assert "0 |" not in text
@@ -46,13 +46,12 @@ def test_every_schedule_has_a_row_with_its_figures(told):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_figures_are_those_of_the_order_whatever_the_number_of_stages(name):
     """Stages of v per device take a v-th of a share's seconds, so that makespans are in units of shares."""
-    one, row = shown(name, SchedulesOptions()), Row(name, 4, 8)
+    one, row, chunks = shown(name, SchedulesOptions()), Row(name, 4, 8), SCHEDULES[name].chunks[0]
     assert (one.layout, list(one.kept)) == (row.layout, peaks(one.order, until="W"))
     if one.order == row.order:  # a schedule that looks at times may decide otherwise where stages are shorter
-        assert one.timeline.makespan == pytest.approx(run(row).makespan / one.chunks)
-    held = [sum(rank in ranks for ranks in one.layout.stages) for rank in range(4)]
-    assert held == [one.chunks * one.copies] * 4
-    assert one.shares == tuple(kept / one.chunks for kept in one.kept)
+        assert one.timeline.makespan == pytest.approx(run(row).makespan / chunks)
+    assert {len(one.stages(rank)) for rank in range(4)} == {chunks * one.copies}
+    assert one.shares == tuple(kept / chunks for kept in one.kept)
 
 
 @pytest.mark.parametrize(("fused", "model"), [("false", SPLIT), ("true", FUSED)])
@@ -102,6 +101,8 @@ def test_the_file_for_torch_is_the_schedule(communication, told, tmp_path):
         (("devices=0",), "found devices=0; expected at least 1"),
         (("chunks=0",), "found chunks=0"),
         (("forward=0",), "found forward=0; expected seconds, and more than 0"),
+        (("weight=nan",), "found weight=nan"),
+        (("input=inf",), "found input=inf"),
         (("message=-1",), "found message=-1"),
         (("schedule=zb_w",), "found 'zb_w' in schedule.*did you mean"),
         (("csv=x.csv",), "found csv without schedule="),
@@ -110,6 +111,8 @@ def test_the_file_for_torch_is_the_schedule(communication, told, tmp_path):
         (("schedule=chimera", "devices=3"), "even number of devices"),
         (("schedule=gpipe", "csv=/nowhere/x.csv"), "cannot write the schedule"),
         (("model=x",), "unknown option 'model'"),
+        (("schedule=none.csv",), "cannot read the schedule none.csv"),
+        (("schedule=none.csv", "devices=2", "options={a: 1}"), "devices, options; the file decides these"),
     ],
 )
 def test_mistakes_are_refused_with_one_text(words, message, capsys):
@@ -117,9 +120,33 @@ def test_mistakes_are_refused_with_one_text(words, message, capsys):
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
 
 
+def test_a_file_is_shown_as_the_schedule_that_it_lists(told, tmp_path):
+    path = tmp_path / "zb_v.csv"
+    times = ("forward=2", "message=0.25")
+    text = told("schedule=zb_v", "devices=2", "microbatches=3", f"csv={path}", *times)
+    found = shown(str(path), read_options(SchedulesOptions, [*times]))
+    given = shown("zb_v", read_options(SchedulesOptions, ["devices=2", "microbatches=3", *times]))
+    assert (found.order, found.program, found.timeline, found.kept) == (
+        given.order,
+        given.program,
+        given.timeline,
+        given.kept,
+    )
+    assert found.drawing in text and found.drawing in told(f"schedule={path}", *times)
+
+
+def test_devices_of_a_file_may_hold_different_numbers_of_stages(told, tmp_path):
+    path = tmp_path / "uneven.csv"
+    path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    text = told(f"schedule={path}", "forward=3", "input=3", "weight=3")
+    assert "2 devices, 1 micro-batches: 9 s of work per device" in text
+    assert [cells(text, device)[:2] for device in "01"] == [["0,2", "12 s"], ["1", "6 s"]]
+
+
 def test_what_is_drawn_has_a_column_for_the_shortest_compute():
     one = shown("gpipe", SchedulesOptions(devices=1, microbatches=1, forward=1, input=0.5, weight=0))
     assert one.drawing == "0 | F0 == I0"
+    assert len(shown("gpipe", SchedulesOptions(devices=1, microbatches=1, weight=1e-9)).drawing) < 40_000
     assert {event.instruction for event in one.timeline.computes(0)} == {Compute(0, kind, 0) for kind in "FIW"}
 
 

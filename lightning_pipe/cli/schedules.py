@@ -7,6 +7,7 @@ work, and their times are comparable. Every message between devices takes equall
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,10 +28,17 @@ from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.chain import chain
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.torch_csv import write_csv, write_csv_with_communication
+from lightning_pipe.schedule.torch_csv import (
+    layout_of,
+    load_csv,
+    microbatches_of,
+    write_csv,
+    write_csv_with_communication,
+)
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 
+_MOST_COLUMNS = 10_000
 # Broken into lines, so that there is room for why there is none.
 _HEADINGS = (
     "stages per\ndevice",
@@ -56,7 +64,7 @@ class SchedulesOptions:
     fused: bool = option(
         False, "whether a backward that the schedule does not split sends its gradient only at its end"
     )
-    schedule: str | None = option(None, "a single one, which is drawn too; null compares all")
+    schedule: str | None = option(None, "a single one, or a CSV file that lists it: it is drawn too; null compares all")
     chunks: int | None = option(None, "stages per device; null is each schedule's own default")
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "options of the single schedule: options={warmup: pb}"}
@@ -70,14 +78,27 @@ class SchedulesOptions:
             if (count := getattr(self, name)) is not None and count < 1:
                 raise ConfigError(f"found {name}={count}; expected at least 1")
         for name in ("forward", "input", "weight", "message"):
-            if (seconds := getattr(self, name)) < 0 or (name == "forward" and not seconds):
+            seconds = getattr(self, name)
+            if not 0 <= seconds < math.inf or (name == "forward" and not seconds):
                 raise ConfigError(f"found {name}={seconds:g}; expected seconds, and more than 0 for forward")
-        if self.schedule is not None:
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Refuse an unknown schedule, and options that have no effect with this one, or with all."""
+        if self.schedule is None:
+            if idle := self._changed("options", "csv", "communication"):
+                raise ConfigError(f"found {', '.join(idle)} without schedule=; expected the schedule that is meant")
+        elif not _is_file(self.schedule):
             check_names("schedule", (self.schedule,), tuple(SCHEDULES))
-            return
-        idle = [name for name in ("options", "csv", "communication") if getattr(self, name)]
-        if idle:
-            raise ConfigError(f"found {', '.join(idle)} without schedule=; expected the schedule that is meant")
+        elif decided := self._changed("devices", "microbatches", "chunks", "options"):
+            raise ConfigError(
+                f"found schedule={self.schedule} and {', '.join(decided)}; the file decides these. Remove them."
+            )
+
+    def _changed(self, *names: str) -> list[str]:
+        """List which of these options do not have their defaults."""
+        defaults = SchedulesOptions.__dataclass_fields__
+        return [name for name in names if getattr(self, name) not in (defaults[name].default, {})]
 
 
 @dataclass(frozen=True)
@@ -104,19 +125,18 @@ class Shown:
         return self.program.layout
 
     @property
-    def chunks(self) -> int:
-        """Return how many stages a device's share of the model has."""
-        return len(self.layout.stages) // self.layout.ranks
-
-    @property
-    def copies(self) -> int:
+    def copies(self) -> float:
         """Return how often the devices together hold the parameters."""
-        return len(self.layout.stages[0])
+        return sum(map(len, self.layout.stages)) / len(self.layout.stages)
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Return what each device keeps, in micro-batches of its share of the model."""
-        return tuple(kept / self.chunks for kept in self.kept)
+        return tuple(kept / _stages_per_share(self.layout) for kept in self.kept)
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """List the stages of a device."""
+        return tuple(stage for stage, ranks in enumerate(self.layout.stages) if rank in ranks)
 
     @property
     def idle(self) -> float:
@@ -130,29 +150,51 @@ class Shown:
 
     @property
     def drawing(self) -> str:
-        """Return the computes as text, in columns of the shortest."""
+        """Return the computes as text, in columns of the shortest as long as there are not too many."""
         computes = (event for rank in self.timeline.ranks for event in self.timeline.computes(rank))
-        return draw(self.timeline, unit=min(e.end - e.start for e in computes if e.end > e.start))
+        shortest = min(e.end - e.start for e in computes if e.end > e.start)
+        return draw(self.timeline, unit=max(shortest, self.timeline.makespan / _MOST_COLUMNS))
 
 
 def shown(name: str, options: SchedulesOptions) -> Shown:
     """Simulate a schedule.
 
+    Args:
+        name: of the schedule, or the path of a CSV file that lists one.
+        options: devices, micro-batches and times.
+
     Raises:
         PipeError: if there is no such schedule for these devices, stages or options.
     """
+    if _is_file(name):
+        order = load_csv(name)
+        return _simulated(name, order, layout_of(order), options)
     layout = SCHEDULES[name].layout([(device,) for device in range(options.devices)], options.chunks)
-    stages, chunks = len(layout.stages), len(layout.stages) // options.devices
-    prices = UnitPrices(
-        options.forward / chunks, options.input / chunks, options.weight / chunks, latency=options.message
-    )
-    count, times = options.microbatches, _times(layout, prices)
-    order = order_of(name, layout=layout, microbatches=count, options=options.options, times=times)
-    lowered = lower(order, layout=layout, sizes=(1,) * count, traffic=chain(stages), split=not options.fused)
-    program = verify(lowered)
+    times = _times(layout, _prices(layout, options))
+    order = order_of(name, layout=layout, microbatches=options.microbatches, options=options.options, times=times)
+    return _simulated(name, order, layout, options)
+
+
+def _simulated(name: str, order: Order, layout: Layout, options: SchedulesOptions) -> Shown:
+    sizes, traffic, prices = (1,) * microbatches_of(order), chain(len(layout.stages)), _prices(layout, options)
+    program = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, split=not options.fused))
     timeline = simulate(program, prices)
     curves = memory_curves(timeline, program=program, prices=prices)
     return Shown(name, order, program, timeline, tuple(curve.peak_in_flight for curve in curves))
+
+
+def _is_file(schedule: str) -> bool:
+    return schedule.endswith(".csv")
+
+
+def _stages_per_share(layout: Layout) -> float:
+    """Return how many stages a device's share of the model has."""
+    return len(layout.stages) / layout.ranks
+
+
+def _prices(layout: Layout, options: SchedulesOptions) -> UnitPrices:
+    parts = _stages_per_share(layout)
+    return UnitPrices(options.forward / parts, options.input / parts, options.weight / parts, latency=options.message)
 
 
 def _times(layout: Layout, prices: UnitPrices) -> Times:
@@ -173,13 +215,13 @@ def run_schedules(options: SchedulesOptions, width: int) -> Iterator[str]:
     """Yield a table of all schedules, and their drawings where they are wanted; or those of a single one."""
     if options.schedule is not None:
         single = shown(options.schedule, options)
-        yield _summary({single.name: single}, options, width)
+        yield _summary({single.name: single}, width)
         yield from _drawn(single, width)
         if options.csv is not None:
             yield _written(single, options.csv, with_communication=options.communication)
         return
     found = {name: _attempt(name, options) for name in SCHEDULES}
-    yield _summary(found, options, width)
+    yield _summary(found, width)
     for one in found.values():
         if options.draw and isinstance(one, Shown):
             yield from _drawn(one, width)
@@ -192,9 +234,11 @@ def _attempt(name: str, options: SchedulesOptions) -> Shown | str:
         return str(error)
 
 
-def _summary(found: Mapping[str, Shown | str], options: SchedulesOptions, width: int) -> str:
-    work = options.microbatches * (options.forward + options.input + options.weight)
-    title = f"{options.devices} devices, {options.microbatches} micro-batches: {work:.4g} s of work on every device"
+def _summary(found: Mapping[str, Shown | str], width: int) -> str:
+    some = next(one for one in found.values() if isinstance(one, Shown))
+    devices, microbatches = some.layout.ranks, len(some.program.sizes)
+    work_s = sum(map(some.timeline.busy, some.timeline.ranks)) / devices
+    title = f"{devices} devices, {microbatches} micro-batches: {work_s:.4g} s of work per device"
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
     table.add_column("schedule", no_wrap=True)
     for heading in _HEADINGS:
@@ -207,13 +251,13 @@ def _summary(found: Mapping[str, Shown | str], options: SchedulesOptions, width:
             continue
         table.add_row(
             name,
-            str(one.chunks * one.copies),
+            str(max(len(one.stages(rank)) for rank in range(devices))),
             f"{one.timeline.makespan:.4g} s",
             f"{one.idle:.4g} s",
             f"{one.bubble:.1%}",
             " ".join(map(str, one.kept)),
             f"{max(one.shares):.4g}",
-            f"{one.copies}x",
+            f"{one.copies:g}x",
         )
     return text_of(table, width)
 
@@ -227,7 +271,7 @@ def _drawn(one: Shown, width: int) -> Iterator[str]:
     for rank in timeline.ranks:
         table.add_row(
             str(rank),
-            ",".join(str(stage) for stage, ranks in enumerate(one.layout.stages) if rank in ranks),
+            ",".join(map(str, one.stages(rank))),
             f"{timeline.busy(rank):.4g} s",
             f"{timeline.bubble(rank):.1%}",
             f"{timeline.idle_with_flush(rank):.4g} s",

@@ -20,6 +20,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias, cast
 
 from lightning_pipe.core.program import (
@@ -34,7 +35,7 @@ from lightning_pipe.core.program import (
     Send,
     VerifiedProgram,
 )
-from lightning_pipe.errors import ProgramError
+from lightning_pipe.errors import ConfigError, ProgramError
 from lightning_pipe.schedule.chain import chain
 from lightning_pipe.schedule.rules import Dataflow
 
@@ -59,6 +60,21 @@ class _Move:
 
 
 _Action: TypeAlias = tuple[str, Compute | _Move]  # where it stands in the text, and what it is
+
+
+def load_csv(path: str) -> Order:
+    """Return the computes of the schedule in a file.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+        ProgramError: as `read_csv`, with the path.
+    """
+    try:
+        return read_csv(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the schedule {path}: {error}") from None
+    except ProgramError as error:
+        raise ProgramError(f"{path}: {error}") from None
 
 
 def read_csv(text: str) -> Order:
