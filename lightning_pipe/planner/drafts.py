@@ -24,7 +24,7 @@ from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.outline import stage_plans
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
-from lightning_pipe.schedule.registry import SCHEDULES
+from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule
 from lightning_pipe.schedule.shapes import Device
 from lightning_pipe.schedule.text import parse_order
 from lightning_pipe.schedule.torch_csv import layout_of
@@ -94,7 +94,7 @@ class Drafter:
             PlanError: if a schedule or chunks are wished, and the graph is too small for its stages.
         """
         wishes = self._problem.wishes
-        names = list(SCHEDULES) if wishes.schedule is None else [wishes.schedule]
+        names = _tried() if wishes.schedule is None else [wishes.schedule]
         refused: list[PipeError] = []
         is_made = False
         for (row, near), name in itertools.product(rows.items(), names):
@@ -159,6 +159,11 @@ class Drafter:
                 f"{len(layout.stages)} stages. Use fewer devices or chunks, or another schedule."
             )
         return found
+
+
+def _tried() -> list[str]:
+    """Return the schedules that are tried where none is wished."""
+    return [name for name, one in SCHEDULES.items() if not (isinstance(one, TimedSchedule) and one.is_slow)]
 
 
 _COUNTS = 2  # numbers of micro-batches that are tried

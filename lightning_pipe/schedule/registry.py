@@ -69,11 +69,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """A schedule that looks at times; attributes as those of `Schedule`."""
+    """A schedule that looks at times.
+
+    Attributes:
+        order, shape, chunks: as those of `Schedule`.
+        is_slow: whether it takes seconds, so that planners try it only where it is wished.
+    """
 
     order: TimedFunction
     shape: Shape = looping
     chunks: tuple[int, ...] = (1,)
+    is_slow: bool = False
 
     def layout(self, devices: Sequence[Device], chunks: int | None = None) -> Layout:
         """Return the layout of this schedule for a row of devices."""
@@ -99,7 +105,7 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "v_min": Schedule(v_min, zigzag, (2,)),
     "pe": TimedSchedule(pe, looping, (1, 2)),
     "greedy": TimedSchedule(greedy, looping, (1, 2)),
-    "milp": TimedSchedule(milp),
+    "milp": TimedSchedule(milp, is_slow=True),
 }
 
 
