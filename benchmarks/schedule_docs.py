@@ -21,23 +21,25 @@ from lightning_pipe.schedule import SCHEDULES
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
 MARKER = "<!-- What follows is written by `python -m benchmarks.schedule_docs`. -->\n"
 CASE = SchedulesOptions()
-LATENCY = 0.25  # of a forward
+QUICK, SLOW = 0.25, 1.0  # messages, in forwards
 LONGER = 4  # times as many micro-batches
 CASES = {
     f"{CASE.microbatches} micro-batches": CASE,
     "fused": replace(CASE, fused=True),
-    f"messages {LATENCY:g}": replace(CASE, message=LATENCY),
-    f"{LONGER * CASE.microbatches} micro-batches, both": replace(
-        CASE, microbatches=LONGER * CASE.microbatches, message=LATENCY, fused=True
+    f"messages {QUICK:g}": replace(CASE, message=QUICK),
+    f"messages {SLOW:g}": replace(CASE, message=SLOW),
+    f"{LONGER * CASE.microbatches} micro-batches, fused, messages {QUICK:g}": replace(
+        CASE, microbatches=LONGER * CASE.microbatches, message=QUICK, fused=True
     ),
 }
 
 WHEN = {
-    "gpipe": "All forwards have to come first, or messages are slow and there is memory for all micro-batches.",
+    "gpipe": "All forwards have to come first; or links are slow, and there is memory for all micro-batches.",
     "1f1b": "Little memory, one stage per device, any number of micro-batches: the simple choice. Slow links ask for "
     "`warmup=pb`.",
     "interleaved": "Fast links and some room for activations: idle time shrinks with the stages per device.",
-    "breadth_first": "Slow links and memory for all micro-batches; or parameters that are gathered for each stage.",
+    "breadth_first": "Memory for all micro-batches, and links that send a message in less time than a stage computes; "
+    "or parameters that are gathered for each stage.",
     "zb_h1": "In the memory of 1F1B's first device, with free messages, half of its idle time. No more messages.",
     "zb_h2": "Links are slow. With free messages it takes as long as `zb_h1` and keeps nearly twice as much.",
     "2bp": "As a base of comparison: here it takes no less time than 1F1B, which sends its gradients early anyway.",
@@ -73,8 +75,8 @@ def _below() -> Iterator[str]:
         "Seconds for which a device is idle on average, from the first start to the last end, if F, I and W of a "
         f"device's share take one each, with {CASE.microbatches} micro-batches and free messages. Then with one "
         "difference at a time: backwards that are not split send their gradient at their end (fused), or messages take "
-        f"{LATENCY:g}; then with both and more micro-batches. Kept: the most micro-batches of a device's share at "
-        f"once, of {CASE.microbatches}.\n"
+        f"{QUICK:g}, or {SLOW:g}; then with several. Kept: the most micro-batches of a device's share at once, of "
+        f"{CASE.microbatches}.\n"
     )
     yield from _table(("schedule", *CASES, "kept", "parameters"), (_row(name, runs) for name, runs in found.items()))
     for name, (first, *_) in found.items():
@@ -117,7 +119,12 @@ def _source(name: str) -> tuple[str, ...]:
 def _prose(doc: str) -> list[str]:
     """Return the paragraphs of a docstring before its legend, without what is drawn or listed, one per line."""
     paragraphs = takewhile(lambda text: not text.startswith(("Legend", "Args:")), doc.split("\n\n"))
-    return [" ".join(text.split()) for text in paragraphs if not text.startswith(" ")]
+    return [_sentences(" ".join(text.split())) for text in paragraphs if not text.startswith(" ")]
+
+
+def _sentences(paragraph: str) -> str:
+    """Return a paragraph without the sentence that leads to a list below it."""
+    return paragraph if paragraph.endswith((".", "?")) else paragraph[: 1 + paragraph.rfind(". ")]
 
 
 def main() -> int:

@@ -108,6 +108,8 @@ THEIRS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubbl
 @pytest.mark.parametrize("name", THEIRS)
 def test_what_torch_writes_is_read_and_proved(name, kind, tmp_path):
     chunks, path = 2, tmp_path / "schedule.csv"
+    if not hasattr(torch_schedules, f"Schedule{name}"):
+        pytest.skip(f"this torch has no Schedule{name}")
     stages = [Sketch(num_stages=P * chunks, group_size=P) for _ in range(chunks)]
     made = getattr(torch_schedules, f"Schedule{name}")(stages, M)
     made._dump_csv(str(path), format=kind)
