@@ -60,6 +60,13 @@ WHEN = {
 }
 
 
+def own_schedules() -> list[str]:
+    """List the schedules of the package, without those that somebody registered."""
+    return [
+        name for name, schedule in SCHEDULES.items() if str(schedule.order.__module__).startswith("lightning_pipe.")
+    ]
+
+
 def page(text: str) -> str:
     """Return the page with all that stands below its marker written anew."""
     prose, marker, _ = text.partition(MARKER)
@@ -69,7 +76,7 @@ def page(text: str) -> str:
 
 
 def _below() -> Iterator[str]:
-    found = {name: [shown(name, case) for case in CASES.values()] for name in SCHEDULES}
+    found = {name: [shown(name, case) for case in CASES.values()] for name in own_schedules()}
     yield f"## All schedules on {CASE.devices} devices\n"
     yield (
         "Seconds for which a device is idle on average, from the first start to the last end, if F, I and W of a "

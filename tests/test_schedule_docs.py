@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.schedule_docs import MARKER, PAGE, WHEN, page
-from lightning_pipe.schedule import SCHEDULES
+from benchmarks.schedule_docs import MARKER, PAGE, WHEN, own_schedules, page
+from lightning_pipe.schedule import SCHEDULES, Schedule
 
 
 def test_the_page_is_what_would_be_generated():
@@ -14,7 +14,15 @@ def test_the_page_is_what_would_be_generated():
 
 
 def test_every_schedule_says_when_it_is_used():
-    assert not SCHEDULES.keys() - WHEN.keys()
+    assert WHEN.keys() == set(own_schedules())
+
+
+def test_a_schedule_that_somebody_registered_is_not_on_the_page(monkeypatch):
+    def of_my_own(layout, microbatches, options=None, /):
+        return SCHEDULES["gpipe"].order(layout, microbatches)
+
+    monkeypatch.setitem(SCHEDULES, "of_my_own", Schedule(of_my_own))
+    assert "of_my_own" not in own_schedules()
 
 
 def test_prose_above_the_marker_stays(monkeypatch):
