@@ -9,9 +9,9 @@ from lightning_pipe.schedule.shapes import Row
 
 
 def order_of_devices(lines: Sequence[Sequence[Compute]], *, row: Row) -> Order:
-    """Return the order in which every rank runs the line of its device."""
+    """Return the order in which every rank runs the line of its device; ranks of no device run nothing."""
     by_rank = {rank: tuple(line) for line, device in zip(lines, row.devices, strict=True) for rank in device}
-    return tuple(by_rank[rank] for rank in range(1 + max(by_rank)))
+    return tuple(by_rank.get(rank, ()) for rank in range(1 + max(by_rank)))
 
 
 def without_padding(lines: Iterable[Iterable[Compute]], microbatches: int) -> tuple[tuple[Compute, ...], ...]:

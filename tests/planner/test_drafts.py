@@ -125,3 +125,11 @@ def test_drafts_keep_to_memory_where_outlines_do():
     asked = problem(4, Wishes(8, schedule="breadth_first"))
     with pytest.raises(PlanError, match="No plan fits into memory"):
         propose(replace(asked, cluster=cluster(4, memory=1)), "uniform")
+
+
+def test_few_groups_of_replicas_represent_all_under_any_schedule():
+    """Folding leaves gaps in the numbers of ranks."""
+    asked = problem(32, Wishes(96, (16, 16), "zb_h1"), samples=96 * 16)
+    folded = propose(asked, "uniform")[0]
+    assert len(set(folded.representatives)) < 32
+    assert judge(folded.plan, asked).step_s == pytest.approx(folded.step_s)
