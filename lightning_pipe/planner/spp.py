@@ -274,12 +274,13 @@ class _Search:
         return _Draft(outline, degrees, price, missing <= 0, score)
 
     def _retuned(self, draft: _Draft) -> Iterator[_Draft]:
-        """Yield the draft, and the draft with the number of micro-batches that scores best."""
-        yield draft
+        """Yield the draft, if its replicas get enough samples, and that with the best number of micro-batches."""
         outline = draft.outline
         bounds = [int(bound) for bound in np.searchsorted(self._segments.bounds, outline.cuts)]
         replicas = max(map(len, outline.ranks))
         counts = microbatch_counts(self._problem, stages=len(outline.ranks), replicas=replicas)
+        if outline.microbatches <= counts[-1]:
+            yield draft
         others = [self._blocks(self._segments, count) for count in counts]
         yield _best(self._draft(self._estimator, blocks, bounds, draft.degrees, draft.sum_price) for blocks in others)[
             0
