@@ -27,7 +27,9 @@ from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
+from lightning_pipe.planner.near import GROUPED, Near, shape_of
 from lightning_pipe.planner.outline import Outline, never_growing
+from lightning_pipe.planner.parts import Parts
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 from lightning_pipe.planner.settle import fitted
@@ -37,12 +39,13 @@ Planner = Callable[[Problem], list[Outline]]
 
 _COARSE = 96  # positions over which layouts are compared
 _FINE = 400  # positions over which cuts are moved
-_GROUPED = 5  # devices up to which all groupings are tried
 _PER_STAGE = 2  # micro-batches per stage at which layouts are compared first
 _CLIMBED = 4  # outlines that are improved
 _ESTIMATED = 1_500_000  # computes that estimates may walk through, about a microsecond each
 _JUDGED = 60_000  # instructions that the judge may walk through, about twenty microseconds each
 _REPLICATED_ERROR, _STRAIGHT_ERROR = 0.25, 0.03  # by which estimates may be too long
+_SHORT = 2_000  # instructions and operations up to which bounds cost little
+_SWEPT = 2_000  # outlines whose bounds are looked at
 _LEAST_JUDGED = 2  # plans that are judged however large they are
 _LONG = 4096  # computes of each kind in a pipeline whose depths are left as they are proposed
 _STEPS = (1, 2, 5)  # positions by which a cut is shifted
@@ -97,7 +100,7 @@ class _Search:
         ranks = self._problem.cluster.ranks
         if self._problem.wishes.replicas is None:
             whole = [(tuple(range(ranks)),), tuple((rank,) for rank in range(ranks))]
-            for layout in groupings(range(ranks)) if ranks <= _GROUPED else whole:
+            for layout in groupings(range(ranks)) if ranks <= GROUPED else whole:
                 self._balanced(layout, near=_PER_STAGE * len(layout))
             for start in self._best(_CLIMBED):
                 self._climb_layouts(start)
@@ -171,17 +174,71 @@ class _Search:
             error = _REPLICATED_ERROR if max(map(len, outline.ranks)) > 1 else _STRAIGHT_ERROR
             if self._values[outline] <= (excess, seconds * (1 + error)):
                 found[outline] = fitted(self._problem, outline, judge=judge)
+        if self._is_short(ranked[0]):
+            self._climb(ranked, found, judge)
+        else:
+            self._judge_best(ranked, found, judge, budget)
+            best = min(found, key=lambda outline: self._rank(found[outline]))
+            self._refine(best, found, judge, budget)
+        different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
+        return sorted(different.values(), key=self._rank)
+
+    def _is_short(self, outline: Outline) -> bool:
+        """Say whether bounds cost little, and hold: they know of no relief, and near a wished warm-up may be others."""
+        wishes = self._problem.wishes
+        size = _instructions(outline) + len(self._problem.graph.operations)
+        return size <= _SHORT and wishes.warmup is None and not wishes.reliefs
+
+    def _climb(self, ranked: Sequence[Outline], found: dict[Outline, Judged], judge: Judge) -> None:
+        """Look at all outlines by their bounds, and go on from the best to better ones near them."""
+        near = Near(self._problem, Parts(self._problem, judge.pricer))
+        if not found:
+            found[ranked[0]] = fitted(self._problem, ranked[0], judge=judge)
+        best = min(found, key=lambda outline: self._rank(found[outline]))
+        for ring in near.among(ranked[:_SWEPT]):
+            best = self._better(best, near.better(ring, self._rank(found[best])), found, judge) or best
+        starts: dict[tuple[int, ...], Outline] = {}
+        for outline in sorted(found, key=lambda outline: self._rank(found[outline])):
+            starts.setdefault(shape_of(outline.ranks), outline)
+        done: set[Outline] = set()
+        for start in [*starts.values()][:_CLIMBED]:
+            here: Outline | None = start
+            while here is not None and here not in done:
+                done.add(here)
+                here = self._step(here, near, found, judge)
+
+    def _better(
+        self, here: Outline, outlines: Iterable[Outline], found: dict[Outline, Judged], judge: Judge
+    ) -> Outline | None:
+        """Return the first of some outlines that is better, if one is."""
+        for outline in outlines:
+            if outline not in found:
+                found[outline] = fitted(self._problem, outline, judge=judge)
+            if self._rank(found[outline]) < self._rank(found[here]):
+                return outline
+        return None
+
+    def _step(self, here: Outline, near: Near, found: dict[Outline, Judged], judge: Judge) -> Outline | None:
+        """Return a better plan nearby; None if no bound is better, or nothing is left for them."""
+        for ring in near.rings(here):
+            if near.left <= 0:
+                return None
+            there = self._better(here, near.better(ring, self._rank(found[here])), found, judge)
+            if there is not None:
+                return there
+        return None
+
+    def _judge_best(
+        self, ranked: Sequence[Outline], found: dict[Outline, Judged], judge: Judge, budget: _Budget
+    ) -> None:
+        """Judge the best outlines by their estimates."""
         for outline in ranked:
             if outline in found:
                 continue
             if len(found) >= _LEAST_JUDGED and not budget.allows(outline, share=0.5):
-                break
+                return
             budget.spend(outline)
             found[outline] = fitted(self._problem, outline, judge=judge)
-        best = min(found, key=lambda outline: self._rank(found[outline]))
-        self._refine(best, found, judge, budget)
-        different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
-        return sorted(different.values(), key=self._rank)
 
     def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget) -> None:
         """Move cuts between nodes and depths by one, as the judge says."""
@@ -224,7 +281,8 @@ class _Search:
         if self._problem.wishes.replicas is not None:
             return
         for layout in layouts_near(outline.ranks, self._problem.cluster):
-            if len(layout) == len(outline.ranks):
+            most = microbatch_counts(self._problem, stages=len(layout), replicas=max(map(len, layout)))[-1]
+            if len(layout) == len(outline.ranks) and outline.microbatches <= most:
                 yield self._estimate(outline.cuts, layout, outline.microbatches)
             balanced = self._balanced(layout, near=outline.microbatches)
             if balanced is not None:

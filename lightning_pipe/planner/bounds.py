@@ -18,11 +18,13 @@ replica (of the sender, of the receiver), then what is said.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_pipe.core.program import Compute, Layout, Order
 from lightning_pipe.planner.moves import Ranks
@@ -68,6 +70,18 @@ class Field:
         self._rooms = [np.array([row.stages[s].rooms for row in rows], dtype=float) for s in self._stages]
         self._lacking: dict[tuple[int, int], Array] = {}
 
+    def only(self, chosen: NDArray[np.intp]) -> Field:
+        """Return the field of some of the plans."""
+        field = copy.copy(self)
+        field.plans = [self.plans[i] for i in chosen.tolist()]
+        field._moving_s = {edge: seconds[chosen] for edge, seconds in self._moving_s.items()}
+        field._seconds = [seconds[chosen] for seconds in self._seconds]
+        field._bytes = [found[chosen] for found in self._bytes]
+        field._rooms = [rooms[chosen] for rooms in self._rooms]
+        field._sums_s, field._step_s = self._sums_s[chosen], self._step_s[chosen]
+        field._lacking = {}
+        return field
+
     def _exchanged(self, edge: Edge, rows: Sequence[PlanParts]) -> tuple[Array, Array]:
         """Return the seconds of an edge's messages, and the bytes that arrive."""
         _, source, target = edge
@@ -105,6 +119,26 @@ class Field:
             peaks = np.where(lasting > 0, used, 0.0).max(axis=-1)  # what takes no time uses no memory
             self._lacking[s, depth] = (peaks - self._rooms[s]).max(axis=-1)
         return self._lacking[s, depth]
+
+    def least_s(self) -> Array:
+        """Return, for every plan, the seconds that it takes at least in any order: a rank or a channel is always busy.
+
+        forwards before + all computes of a stage + the longer of its sums, and the backwards of stages before
+        forwards before + all messages of an edge in one direction
+        """
+        head = tail = np.zeros(len(self.plans))
+        found = []
+        for s in self._stages:
+            seconds = self._seconds[s][:, self._column]
+            loads = seconds.sum(axis=(1, 3))
+            late = seconds[:, -1, :, 2]
+            found.append(head + np.maximum(loads.max(axis=1) + self._sums_s[:, s], (loads - late).max(axis=1) + tail))
+            head = head + seconds[:, 0, :, 0].min(axis=1)
+            tail = tail + seconds[:, -1, :, 1].min(axis=1)
+            for edge in self._given[s]:
+                if edge[0] == "F":
+                    found.append(head + self._moving_s[edge][:, self._column].sum(axis=1).max(axis=(1, 2)))
+        return np.asarray(np.maximum.reduce(found) + self._step_s)
 
     def seconds(self, depths: Depths) -> Array:
         """Return, for every plan, the seconds that it takes at least."""

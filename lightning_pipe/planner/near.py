@@ -1,0 +1,189 @@
+"""Which plans near this one may be better? Whole neighbourhoods, by lower bounds; the judge decides what remains.
+
+Where a program is short, its bounds are nearly what the judge says (`planner.bounds`), and cost little for each
+of many plans. So cuts, devices and depths are changed together, in rings around the plan:
+
+    1  as many replicas on each stage and as many micro-batches: one cut moved, and devices moved, at once
+    2  other numbers of micro-batches, one cut moved
+    3  other layouts (`planner.moves`), with a cut more or less where they have a stage more or less
+    4  the plans of the first ring with all depths, where these are few
+
+and in the others the depths of the plan a little changed (of one stage, or of neighbouring stages together), and the
+usual policies, each as deep as memory may ask for.
+
+Legend: s, t stages.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from lightning_pipe.planner.bounds import Depths, Field
+from lightning_pipe.planner.cuts import cuttable, nearby
+from lightning_pipe.planner.estimate import microbatch_counts
+from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
+from lightning_pipe.planner.outline import Outline, falling, never_growing
+from lightning_pipe.planner.parts import Cuts, Parts
+from lightning_pipe.planner.problem import Problem
+
+Value: TypeAlias = tuple[float, float]  # bytes over memory, seconds
+Shape: TypeAlias = tuple[int, ...]  # replicas of each stage
+
+GROUPED = 5  # devices up to which all groupings are tried
+_BOUNDED = 100_000  # instructions that bounds may take the time of, some two seconds
+_PRICED = 3  # instructions in whose time a plan is priced
+_COUNTS = 2  # other numbers of micro-batches that are tried in other layouts
+_FEW_CUTS = 40  # of as many, all are tried
+_FEW_DEPTHS = 1_000  # of as many, all are tried
+_STEPS = 2  # positions by which a cut is moved
+_RISES = (1, 2, 3, 4)  # by which depths of policies rise per stage from the end
+
+
+class Ring(NamedTuple):
+    """Plans that are bounded together, with every one of the depths."""
+
+    plans: tuple[tuple[Cuts, Ranks], ...]
+    microbatches: int
+    depths: tuple[Depths, ...]
+
+
+class Near:
+    """Plans near others.
+
+    Args:
+        problem: what is planned; its warm-up is open.
+        parts: its prices.
+
+    Attributes:
+        left: what bounds may still take the time of, in instructions that the judge could walk through.
+    """
+
+    def __init__(self, problem: Problem, parts: Parts) -> None:
+        self._problem, self._parts = problem, parts
+        self._is_open = problem.training and problem.wishes.schedule != "gpipe"
+        self.left = _BOUNDED
+        self._positions = cuttable(problem.graph, sliced=True)
+        ranks = problem.cluster.ranks
+        self._groupings = [*groupings(range(ranks))] if ranks <= GROUPED else []
+
+    def rings(self, outline: Outline) -> Iterator[Ring]:
+        """Yield the plans around an outline, the nearest first."""
+        shape, moved = shape_of(outline.ranks), self._moved(outline.cuts)
+        layouts = self._layouts(outline.ranks)
+        alike = [outline.ranks, *layouts.pop(shape, ())]
+        yield self._ring(itertools.product(moved, alike), outline.microbatches, outline.depths)
+        for count in self._counts(shape, outline.microbatches):
+            yield self._ring(((cuts, outline.ranks) for cuts in moved), count, outline.depths)
+        for other, found in layouts.items():
+            plans = [*itertools.product(self._recut(outline.cuts, len(other)), found)]
+            most = max(1, self._problem.samples // (self._problem.wishes.least_samples * max(other)))
+            count = min(outline.microbatches, most)
+            counts = sorted(self._counts(other, count), key=lambda near: abs(near - count))
+            for near in (count, *counts[:_COUNTS]):
+                yield self._ring(plans, near, ())
+        stages, count = len(shape), outline.microbatches
+        if math.comb(count + stages - 1, stages) <= _FEW_DEPTHS and self._is_open:
+            every = itertools.combinations_with_replacement(range(count, 0, -1), stages)
+            yield Ring(tuple(dict.fromkeys(itertools.product(moved, alike))), count, tuple(every))
+
+    def among(self, outlines: Iterable[Outline]) -> Iterator[Ring]:
+        """Yield the plans of outlines, with the usual depths."""
+        alike: dict[tuple[Shape, int], list[tuple[Cuts, Ranks]]] = defaultdict(list)
+        for outline in outlines:
+            alike[shape_of(outline.ranks), outline.microbatches].append((outline.cuts, outline.ranks))
+        for (_, count), plans in alike.items():
+            yield self._ring(plans, count, ())
+
+    def better(self, ring: Ring, than: Value) -> list[Outline]:
+        """Return the outlines of a ring that may be better, the most promising first."""
+        field = Field(self._parts, ring.plans, ring.microbatches)
+        self.left -= _PRICED * len(ring.plans)
+        if than[0] <= 0:
+            field = field.only(np.flatnonzero(field.least_s() < than[1]))
+        if not field.plans:
+            return []
+        self.left -= len(ring.depths) * len(ring.plans[0][1]) * ring.microbatches
+        found: list[tuple[float, float, int, Outline]] = []
+        for depths in ring.depths:
+            excess = np.maximum(field.lacking(depths), 0.0)
+            if (excess > than[0]).all():
+                continue
+            seconds = field.seconds(depths)
+            for i in np.lexsort((seconds, excess))[:_MOST].tolist():
+                if (excess[i], seconds[i]) < than:
+                    cuts, ranks = field.plans[i]
+                    outline = Outline(cuts, ranks, ring.microbatches, depths)
+                    found.append((float(excess[i]), float(seconds[i]), len(found), outline))
+        return [outline for *_, outline in heapq.nsmallest(_MOST, found)]
+
+    def _ring(self, plans: Iterable[tuple[Cuts, Ranks]], microbatches: int, depths: Depths) -> Ring:
+        found = tuple(dict.fromkeys(plans))
+        return Ring(found, microbatches, self._depths(len(found[0][1]), microbatches, depths))
+
+    def _depths(self, stages: int, microbatches: int, depths: Depths) -> tuple[Depths, ...]:
+        if not self._is_open:
+            return ((microbatches,) * stages,)
+        policies = [[rise * (stages - 1 - s) + 1 for s in range(stages)] for rise in _RISES] + [[microbatches] * stages]
+        lowered = [[min(d, most) for d in found] for found in policies for most in range(1, microbatches + 1)]
+        found = [lower(depths) for depths in lowered for lower in (never_growing, falling)]
+        if depths:
+            found += _changed(depths)
+        return tuple(dict.fromkeys(tuple(min(d, microbatches) for d in depths) for depths in found))
+
+    def _counts(self, shape: Shape, count: int) -> list[int]:
+        """Return other numbers of micro-batches."""
+        if self._problem.wishes.microbatches is not None:
+            return []
+        found = microbatch_counts(self._problem, stages=len(shape), replicas=max(shape))
+        near = {near for near in (count - 1, count + 1) if 1 <= near <= found[-1]}
+        return sorted({*found, *near} - {count})
+
+    def _layouts(self, ranks: Ranks) -> dict[Shape, list[Ranks]]:
+        """Return layouts that differ by one move; of few devices, all with as many replicas on each stage as these."""
+        if self._problem.wishes.replicas is not None:
+            return {}
+        near = [one for one in layouts_near(ranks, self._problem.cluster) if len(one) <= len(self._positions) + 1]
+        shapes = dict.fromkeys(map(shape_of, (ranks, *near)))
+        return {shape: [one for one in self._groupings or near if shape_of(one) == shape] for shape in shapes}
+
+    def _moved(self, cuts: Cuts) -> list[Cuts]:
+        """Return these cuts, and those with one moved a little; where cuts are few, all as many."""
+        if math.comb(len(self._positions), len(cuts)) <= _FEW_CUTS:
+            return [cuts, *itertools.combinations(self._positions, len(cuts))]
+        moved = [
+            (*cuts[:k], position, *cuts[k + 1 :])
+            for k, cut in enumerate(cuts)
+            for position in nearby(self._positions, cut, count=_STEPS)
+        ]
+        return [cuts, *(one for one in moved if all(a < b for a, b in itertools.pairwise(one)))]
+
+    def _recut(self, cuts: Cuts, stages: int) -> list[Cuts]:
+        """Return cuts for so many stages, at most one more or less."""
+        if stages == len(cuts) + 1:
+            return self._moved(cuts)
+        if stages <= len(cuts):
+            return [*itertools.combinations(cuts, stages - 1)]
+        return [tuple(sorted((*cuts, position))) for position in self._positions if position not in cuts]
+
+
+_MOST = 8  # outlines of a ring that are judged
+
+
+def shape_of(ranks: Ranks) -> Shape:
+    """Return the number of replicas of each stage."""
+    return tuple(map(len, ranks))
+
+
+def _changed(depths: Depths) -> Iterator[Depths]:
+    """Yield depths with those of neighbouring stages one more or less, as far as they never grow."""
+    yield depths
+    for s, t in itertools.combinations(range(len(depths) + 1), 2):
+        for change in (1, -1):
+            yield never_growing([max(1, d + change) if s <= k < t else d for k, d in enumerate(depths)])
