@@ -155,7 +155,7 @@ class _Walk:
 
 
 _FEW_STAGES = 8
-_LONG = 4096  # computes of each kind in a pipeline for which fewer depths are tried
+LONG = 4096  # computes of each kind in a pipeline for which fewer depths are tried
 
 
 class Estimator:
@@ -252,7 +252,7 @@ class Estimator:
             star_depths(loads, links=links, period=period),
             [microbatches] * stages,
         ]
-        if stages * microbatches <= _LONG:
+        if stages * microbatches <= LONG:
             found += [[step * (stages - 1 - s) + 1 for s in range(stages)] for step in (3, 4)]
         if self.problem.wishes.warmup is not None:
             found = [_wished(self.problem.wishes.warmup, found)]
