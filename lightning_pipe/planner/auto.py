@@ -5,6 +5,9 @@
     3  what every planner chooses and the best of all are settled within memory and judged by the simulator
     4  the winner is moved on, its cuts at node granularity, while the judge says better
 
+Where programs are short, 3 and 4 ask bounds before the judge, which cost less and are nearly exact: of all outlines,
+then of whole neighbourhoods of the best with each number of replicas per stage (`planner.near`).
+
 So the result is never slower, in simulation, than what any planner chooses (but for choices whose estimates are far
 above the best, which are not judged). Work is bounded by counts, not by clocks:
 the same problem gives the same plan everywhere. Estimates and judgements become dearer with stages, replicas and
@@ -24,10 +27,10 @@ from dataclasses import replace
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
-from lightning_pipe.planner.estimate import Estimator, microbatch_counts
+from lightning_pipe.planner.estimate import LONG, Estimator, microbatch_counts
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
-from lightning_pipe.planner.near import GROUPED, Near, shape_of
+from lightning_pipe.planner.near import GROUPED, Near, Ring, shape_of
 from lightning_pipe.planner.outline import Outline, never_growing
 from lightning_pipe.planner.parts import Parts
 from lightning_pipe.planner.problem import Problem
@@ -46,8 +49,8 @@ _JUDGED = 60_000  # instructions that the judge may walk through, about twenty m
 _REPLICATED_ERROR, _STRAIGHT_ERROR = 0.25, 0.03  # by which estimates may be too long
 _SHORT = 2_000  # instructions and operations up to which bounds cost little
 _SWEPT = 2_000  # outlines whose bounds are looked at
+_CLOSE = 0.1  # by which plans may be slower from which better ones are looked for
 _LEAST_JUDGED = 2  # plans that are judged however large they are
-_LONG = 4096  # computes of each kind in a pipeline whose depths are left as they are proposed
 _STEPS = (1, 2, 5)  # positions by which a cut is shifted
 
 
@@ -91,7 +94,7 @@ class _Search:
     def add(self, outlines: Iterable[Outline]) -> None:
         """Take outlines of planners, with the depths that they chose and, if they are short, those that seem best."""
         for outline in outlines:
-            if len(outline.ranks) * outline.microbatches <= _LONG:
+            if len(outline.ranks) * outline.microbatches <= LONG:
                 self._estimate(outline.cuts, outline.ranks, outline.microbatches)
             self._values.setdefault(outline, (0.0, self._estimator.step_s(outline)))
 
@@ -194,38 +197,41 @@ class _Search:
         near = Near(self._problem, Parts(self._problem, judge.pricer))
         if not found:
             found[ranked[0]] = fitted(self._problem, ranked[0], judge=judge)
-        best = min(found, key=lambda outline: self._rank(found[outline]))
-        for ring in near.among(ranked[:_SWEPT]):
-            best = self._better(best, near.better(ring, self._rank(found[best])), found, judge) or best
+        for ring in near.sweep(ranked[:_SWEPT]):
+            excess, seconds = min(map(self._rank, found.values()))
+            for outline in near.better(ring, (excess, seconds * (1 + _CLOSE)))[:1]:
+                found[outline] = found.get(outline) or fitted(self._problem, outline, judge=judge)
+                near.left -= _instructions(outline)
         starts: dict[tuple[int, ...], Outline] = {}
         for outline in sorted(found, key=lambda outline: self._rank(found[outline])):
             starts.setdefault(shape_of(outline.ranks), outline)
         done: set[Outline] = set()
-        for start in [*starts.values()][:_CLIMBED]:
+        for start in starts.values():
             here: Outline | None = start
             while here is not None and here not in done:
                 done.add(here)
                 here = self._step(here, near, found, judge)
 
-    def _better(
-        self, here: Outline, outlines: Iterable[Outline], found: dict[Outline, Judged], judge: Judge
-    ) -> Outline | None:
-        """Return the first of some outlines that is better, if one is."""
-        for outline in outlines:
-            if outline not in found:
-                found[outline] = fitted(self._problem, outline, judge=judge)
-            if self._rank(found[outline]) < self._rank(found[here]):
-                return outline
-        return None
-
     def _step(self, here: Outline, near: Near, found: dict[Outline, Judged], judge: Judge) -> Outline | None:
         """Return a better plan nearby; None if no bound is better, or nothing is left for them."""
         for ring in near.rings(here):
-            if near.left <= 0:
-                return None
-            there = self._better(here, near.better(ring, self._rank(found[here])), found, judge)
+            there = self._better(here, ring, near, found, judge)
             if there is not None:
                 return there
+        return None
+
+    def _better(
+        self, here: Outline, ring: Ring, near: Near, found: dict[Outline, Judged], judge: Judge
+    ) -> Outline | None:
+        """Return an outline of a ring that is better, if one is."""
+        for outline in near.better(ring, self._rank(found[here])):
+            if outline not in found:
+                found[outline] = fitted(self._problem, outline, judge=judge)
+                near.left -= _instructions(outline)
+            if self._rank(found[outline]) < self._rank(found[here]):
+                return outline
+            if near.left <= 0:
+                return None
         return None
 
     def _judge_best(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -37,10 +36,12 @@ Value: TypeAlias = tuple[float, float]  # bytes over memory, seconds
 Shape: TypeAlias = tuple[int, ...]  # replicas of each stage
 
 GROUPED = 5  # devices up to which all groupings are tried
-_BOUNDED = 100_000  # instructions that bounds may take the time of, some two seconds
-_PRICED = 3  # instructions in whose time a plan is priced
+_BOUNDED = 150_000  # instructions that bounds may take the time of, some three seconds
+_PRICED = 5  # instructions in whose time a plan is priced
 _COUNTS = 2  # other numbers of micro-batches that are tried in other layouts
 _FEW_CUTS = 40  # of as many, all are tried
+_MOST = 40  # outlines of a ring that are judged: bounds of memory may let some through that do not fit
+_FEW_PLANS = 1_000  # of as many with one number of micro-batches, all are tried
 _FEW_DEPTHS = 1_000  # of as many, all are tried
 _STEPS = 2  # positions by which a cut is moved
 _RISES = (1, 2, 3, 4)  # by which depths of policies rise per stage from the end
@@ -71,7 +72,8 @@ class Near:
         self.left = _BOUNDED
         self._positions = cuttable(problem.graph, sliced=True)
         ranks = problem.cluster.ranks
-        self._groupings = [*groupings(range(ranks))] if ranks <= GROUPED else []
+        is_open = ranks <= GROUPED and problem.wishes.replicas is None
+        self._groupings = [*groupings(range(ranks))] if is_open else []
 
     def rings(self, outline: Outline) -> Iterator[Ring]:
         """Yield the plans around an outline, the nearest first."""
@@ -93,16 +95,30 @@ class Near:
             every = itertools.combinations_with_replacement(range(count, 0, -1), stages)
             yield Ring(tuple(dict.fromkeys(itertools.product(moved, alike))), count, tuple(every))
 
-    def among(self, outlines: Iterable[Outline]) -> Iterator[Ring]:
-        """Yield the plans of outlines, with the usual depths."""
-        alike: dict[tuple[Shape, int], list[tuple[Cuts, Ranks]]] = defaultdict(list)
+    def sweep(self, outlines: Iterable[Outline]) -> Iterator[Ring]:
+        """Yield the plans of outlines, with the usual depths; where plans alike are few, all of them."""
+        alike: dict[tuple[Shape, int], list[tuple[Cuts, Ranks]]] = {}
         for outline in outlines:
-            alike[shape_of(outline.ranks), outline.microbatches].append((outline.cuts, outline.ranks))
+            shape, count = shape_of(outline.ranks), outline.microbatches
+            every = self._every(shape)
+            for near in (count, *self._counts(shape, count)) if every else (count,):
+                plans = alike.setdefault((shape, near), every)
+                if not every:
+                    plans.append((outline.cuts, outline.ranks))
         for (_, count), plans in alike.items():
             yield self._ring(plans, count, ())
 
+    def _every(self, shape: Shape) -> list[tuple[Cuts, Ranks]]:
+        """Return all cuts with all ranks, or nothing if they are many."""
+        ranks = [one for one in self._groupings if shape_of(one) == shape]
+        if len(ranks) * math.comb(len(self._positions), len(shape) - 1) > _FEW_PLANS:
+            return []
+        return [*itertools.product(itertools.combinations(self._positions, len(shape) - 1), ranks)]
+
     def better(self, ring: Ring, than: Value) -> list[Outline]:
-        """Return the outlines of a ring that may be better, the most promising first."""
+        """Return the outlines of a ring that may be better, the most promising first; none if nothing is left."""
+        if self.left <= 0:
+            return []
         field = Field(self._parts, ring.plans, ring.microbatches)
         self.left -= _PRICED * len(ring.plans)
         if than[0] <= 0:
@@ -171,9 +187,6 @@ class Near:
         if stages <= len(cuts):
             return [*itertools.combinations(cuts, stages - 1)]
         return [tuple(sorted((*cuts, position))) for position in self._positions if position not in cuts]
-
-
-_MOST = 8  # outlines of a ring that are judged
 
 
 def shape_of(ranks: Ranks) -> Shape:

@@ -34,6 +34,30 @@ def test_the_best_plan_of_all_is_found():
     assert sum(one.ratio <= 1 + SAME for one in solved) >= len(solved) - 1
 
 
+@pytest.mark.parametrize("seed", [5, 80])
+def test_what_fits_is_found_where_estimates_say_that_nothing_does(seed):
+    """Estimates add messages to a workspace that has them already, and few plans of these problems fit."""
+    problem = random_problem(seed)
+    assert propose(problem, "auto")[0].overflow(problem.cluster) <= 0
+
+
+@pytest.mark.parametrize("seed", [137, 154, 165])
+def test_every_replica_gets_the_samples_that_it_wants(seed):
+    """SPP once gave 8 micro-batches of 1 sample to 4 replicas, of which three had nothing to do."""
+    problem = random_problem(seed)
+    proposed = [outline for planner in PLANNERS.values() for outline in outlines_of(planner, problem)]
+    assert all(problem.samples >= one.microbatches * max(map(len, one.ranks)) for one in proposed), proposed
+    plan = propose(problem, "auto")[0].plan
+    assert problem.samples >= plan.microbatches * max(len(stage.ranks) for stage in plan.stages), plan
+
+
+def outlines_of(planner, problem):
+    try:
+        return planner(problem)
+    except PlanError:  # too few operations
+        return []
+
+
 def test_plans_over_memory_are_never_returned():
     graph, profile = layers([1] * 4, [8000] * 4)
     roomy = Problem(graph, profile, cluster(2), 16)
