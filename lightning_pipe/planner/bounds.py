@@ -185,6 +185,7 @@ def _order(depths: Depths, microbatches: int, training: bool) -> Order:
     return one_f_one_b(layout, microbatches, {"warmup": ",".join(map(str, depths))})
 
 
+@lru_cache(maxsize=1024)
 def _moments(course: Course) -> list[list[tuple[int, int]]]:
     """Return what is there during every compute: micro-batches, and kinds of bytes."""
     places = {compute: x for x, compute in enumerate(course)}

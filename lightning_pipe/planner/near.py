@@ -36,8 +36,9 @@ Value: TypeAlias = tuple[float, float]  # bytes over memory, seconds
 Shape: TypeAlias = tuple[int, ...]  # replicas of each stage
 
 GROUPED = 5  # devices up to which all groupings are tried
-_BOUNDED = 150_000  # instructions that bounds may take the time of, some three seconds
-_PRICED = 5  # instructions in whose time a plan is priced
+_BOUNDED = 130_000  # instructions that bounds may take the time of, some three seconds
+_PRICED = 2  # instructions in whose time a rank of a plan is priced
+_ROWS = 500  # plans in an array whose bounds take twice the time of one's
 _COUNTS = 2  # other numbers of micro-batches that are tried in other layouts
 _FEW_CUTS = 40  # of as many, all are tried
 _MOST = 40  # outlines of a ring that are judged: bounds of memory may let some through that do not fit
@@ -120,12 +121,13 @@ class Near:
         if self.left <= 0:
             return []
         field = Field(self._parts, ring.plans, ring.microbatches)
-        self.left -= _PRICED * len(ring.plans)
+        self.left -= _PRICED * self._problem.cluster.ranks * len(ring.plans)
         if than[0] <= 0:
             field = field.only(np.flatnonzero(field.least_s() < than[1]))
         if not field.plans:
             return []
-        self.left -= len(ring.depths) * len(ring.plans[0][1]) * ring.microbatches
+        walked = len(ring.depths) * len(ring.plans[0][1]) * ring.microbatches
+        self.left -= walked + walked * len(field.plans) // _ROWS
         found: list[tuple[float, float, int, Outline]] = []
         for depths in ring.depths:
             excess = np.maximum(field.lacking(depths), 0.0)
