@@ -241,6 +241,18 @@ FORMS: list[Form] = [
         peak_until_input=lambda p, m, d: min(2 * p, 2 * m, m + 1 + d),
     ),
     Form(
+        "v_half",
+        {SPLIT: lambda p, m: 6 * m + max(1, 3 * p - (4 if p % 2 else 7))},
+        peak=lambda p, m, d: min(2 * m, (p + 2) // 2 * 2),
+        holds=lambda p, m: m >= p,
+    ),
+    Form(
+        "v_min",
+        {SPLIT: lambda p, m: 6 * m + (4 * p - (7, 5, 6)[p % 3] if p > 2 else 1)},
+        peak=lambda p, m, d: min(2 * m, (p + 4) // 3 * 2),
+        holds=lambda p, m: m > p,
+    ),
+    Form(
         "chimera",
         {
             FUSED: lambda p, m: 3 * m + (m // p + 1) * (p - 2),
@@ -296,17 +308,5 @@ FORMS: list[Form] = [
         {FUSED: lambda p, m: 6 * m + p - 1, SPLIT: lambda p, m: 6 * m + p - 1},
         peak=lambda p, m, d: 2 * p + 1,
         holds=lambda p, m: m >= 2 * p,
-    ),
-    Form(
-        "v_half",
-        {SPLIT: lambda p, m: 6 * m + max(1, 3 * p - (4 if p % 2 else 7))},
-        peak=lambda p, m, d: min(2 * m, (p + 2) // 2 * 2),
-        holds=lambda p, m: m >= p,
-    ),
-    Form(
-        "v_min",
-        {SPLIT: lambda p, m: 6 * m + (4 * p - (7, 5, 6)[p % 3] if p > 2 else 1)},
-        peak=lambda p, m, d: min(2 * m, (p + 4) // 3 * 2),
-        holds=lambda p, m: m > p,
     ),
 ]  # fmt: skip
