@@ -208,7 +208,7 @@ def reading(reads: dict[str, str], here: str) -> str:
 @contextlib.contextmanager
 def no_random_numbers(find_line: Callable[[], str]) -> Iterator[None]:
     """Refuse a step that draws Python or NumPy random numbers (both generators are restored)."""
-    with _restored_generators() as drawn:
+    with restored_generators() as drawn:
         failure: CaptureError | None = None
         try:
             yield
@@ -221,7 +221,7 @@ def no_random_numbers(find_line: Callable[[], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restored_generators() -> Iterator[Callable[[], bool]]:
+def restored_generators() -> Iterator[Callable[[], bool]]:
     """Give Python's and NumPy's generators their states back; the yielded function says whether they moved."""
     python, numpy = random.getstate(), np.random.get_state()
 
@@ -242,7 +242,7 @@ _RANDOM = "it draws Python or NumPy random numbers"
 @contextlib.contextmanager
 def random_line(found: list[str]) -> Iterator[None]:
     """Append to `found` the user's line inside which the first Python or NumPy random number is drawn."""
-    with _restored_generators() as drawn:
+    with restored_generators() as drawn:
         current = ""
 
         def watch(frame: Any, event: str, _: Any) -> Any:
@@ -276,13 +276,13 @@ class AttributeGuard:
             for path, owner in module.named_modules()
             if not isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection))
         ]
-        self._before = [_attributes(owner) for _, owner in self._owners]
+        self._before = [attributes_of(owner) for _, owner in self._owners]
 
     def restore(self) -> list[str]:
         """Restore all attributes; return `path.name` of those that the step had changed."""
         changed = []
         for (path, owner), before in zip(self._owners, self._before, strict=True):
-            now = _attributes(owner)
+            now = attributes_of(owner)
             names = [n for n in {**before, **now} if n not in before or n not in now or now[n] is not before[n]]
             for name in names:
                 if name in before and name in now and _equal_scalars(before[name], now[name]):
@@ -300,7 +300,8 @@ _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its p
 _LIGHTNING = frozenset(vars(pl.LightningModule()))
 
 
-def _attributes(owner: torch.nn.Module) -> dict[str, Any]:
+def attributes_of(owner: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes that a user's step may change: not those that torch and Lightning keep on a module."""
     hidden = _INTERNAL | _LIGHTNING if isinstance(owner, pl.LightningModule) else _INTERNAL
     if isinstance(owner, torch.nn.RNNBase):
         hidden = hidden | _RECURRENT
@@ -347,7 +348,7 @@ class Watched:
                 object.__setattr__(owner, "__class__", cls)
 
     def _swap(self, path: str, owner: torch.nn.Module, cls: type) -> bool:
-        plain = {n for n, v in _attributes(owner).items() if isinstance(v, (bool, int, float, str, type(None)))}
+        plain = {n for n, v in attributes_of(owner).items() if isinstance(v, (bool, int, float, str, type(None)))}
         if not plain or isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection, torch.jit.ScriptModule)):
             return False
         values, prefix = self.values, f"{path}." if path else ""

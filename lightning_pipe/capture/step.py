@@ -116,24 +116,11 @@ class StepFunction(nn.Module):
             self.changed = guard.restore()
         self.observers.append(observer)
         self.recordings.append(recording)
-        loss = self._loss(output)
+        loss = loss_of(module, self.method, output)
         recording.returned = _without_tensors(output, recording, loss)
         guards = [wrong for wrong, _, _ in observer.guards]
         results = [*recording.results, *guards]
         return (*([] if loss is None else [loss]), *(tensor.detach().clone() for tensor in results))
-
-    def _loss(self, output: Any) -> torch.Tensor | None:
-        if self.method != "training_step":
-            return None
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if not isinstance(loss, torch.Tensor):
-            raise CaptureError(
-                f"{type(self.model).__name__}.training_step returned {type(output).__name__}; expected a loss tensor "
-                "or a dict with one under 'loss'."
-            )
-        if loss.numel() != 1:
-            raise CaptureError(f"The loss has shape {tuple(loss.shape)}; expected a single number. Reduce it first.")
-        return loss
 
     @contextlib.contextmanager
     def _float_sizes(self) -> Iterator[None]:
@@ -192,6 +179,25 @@ class StepFunction(nn.Module):
             raise hazard(
                 f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name)
             )
+
+
+def loss_of(module: pl.LightningModule, method: str, output: Any) -> torch.Tensor | None:
+    """Return the loss in what a step returned; None if the method has none.
+
+    Raises:
+        CaptureError: if a training step returned no single number.
+    """
+    if method != "training_step":
+        return None
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            f"{type(module).__name__}.training_step returned {type(output).__name__}; expected a loss tensor "
+            "or a dict with one under 'loss'."
+        )
+    if loss.numel() != 1:
+        raise CaptureError(f"The loss has shape {tuple(loss.shape)}; expected a single number. Reduce it first.")
+    return loss
 
 
 @contextlib.contextmanager

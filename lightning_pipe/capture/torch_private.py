@@ -16,6 +16,8 @@
 * `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
+* `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
+* `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -43,6 +45,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BufferAOTInput",
@@ -58,11 +61,13 @@ __all__ = [
     "ShapeEnv",
     "StatelessSymbolicContext",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "argument_names",
     "compiling_state",
     "fused_recurrent_kernels",
     "fx_traceback",
+    "has_hooks_on_saved_tensors",
     "has_no_data",
     "is_backward",
     "is_compiled",
@@ -73,6 +78,7 @@ __all__ = [
     "shares_memory_with",
     "tag_nodes",
     "unchecked_distributions",
+    "written_by",
 ]
 
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
@@ -137,6 +143,32 @@ def shares_memory_with(node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     viewed = (value for a, value in zip(schema.arguments, node.args, strict=False) if a.alias_info is not None)
     return next((value for value in viewed if isinstance(value, torch.fx.Node)), None)
+
+
+def written_by(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """List the tensors that a call of an operator writes to.
+
+    The schema of batch norm does not tell that it changes its running statistics.
+    """
+    if operator in _UNDECLARED_WRITES:
+        *_, mean, variance, training = args[:6]
+        return [tensor for tensor in (mean, variance) if training and tensor is not None]
+    arguments = operator._schema.arguments
+    values = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments) if _is_written(a)]
+    flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [item for item in flat if isinstance(item, torch.Tensor)]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def has_hooks_on_saved_tensors() -> bool:
+    """Say whether autograd hands what it would keep to somebody, such as a checkpoint around this code."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+_UNDECLARED_WRITES = frozenset({torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default})
 
 
 def has_no_data(tensor: object) -> bool:

@@ -1,0 +1,141 @@
+"""Which calls of sub-modules are the units of a step?
+
+Small enough to be spread evenly over the parts, large enough to be worth a message. A module is a unit wherever it is
+called (outside of other units), or nowhere; the rule looks at its longest call:
+
+* A call with parameters is a unit if it holds at most 1/(2 parts) of all parameters and of the forward seconds, or if
+  there is nothing to win by opening it: no call inside it has parameters or more than a third of its time.
+* A call without parameters is glue, repeated by every rank that needs it, unless it takes more than 5 % of the step's
+  time and more than a millisecond; then the same rule holds for it.
+* Any other call is opened: its own code becomes glue, and the calls inside it are looked at.
+
+The module itself, torchmetrics objects and parametrizations of weights (which belong to the layer whose weight they
+make) are no calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torchmetrics
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+_PARTS_PER_STAGE = 2  # so many units, at least, can share a part: cuts are never further off than half of one
+_INNER_SHARE = 1 / 3
+_GLUE_SHARE, _GLUE_S = 0.05, 1e-3
+
+
+@dataclass
+class Call:
+    """One call of a sub-module.
+
+    Attributes:
+        path: its path; "" for the step itself.
+        parameters: numbers in its parameters.
+        seconds: how long it took.
+        inner: calls inside it.
+    """
+
+    path: str
+    parameters: int
+    seconds: float = 0.0
+    inner: list[Call] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Call]:
+        """Yield the call and all inside it, in the order of their beginning."""
+        yield self
+        for call in self.inner:
+            yield from call.walk()
+
+
+def call_paths(module: pl.LightningModule) -> dict[int, str]:
+    """Return the path, by identity, of every sub-module whose calls may be units."""
+    no_calls = (torchmetrics.Metric, torchmetrics.MetricCollection, ParametrizationList)
+    hidden = {id(part) for m in module.modules() if isinstance(m, no_calls) for part in m.modules()}
+    return {id(m): path for path, m in module.named_modules() if path and id(m) not in hidden}
+
+
+@contextlib.contextmanager
+def recording_tree(module: pl.LightningModule) -> Iterator[Call]:
+    """Record the tree of the calls that are made inside."""
+    paths = call_paths(module)
+    sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in module.modules()}
+    root = Call("", sizes[id(module)])
+    open_calls = [root]
+    original = nn.Module.__call__
+
+    def record(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = paths.get(id(called))
+        if path is None:
+            return original(called, *args, **kwargs)
+        call = Call(path, sizes[id(called)])
+        open_calls[-1].inner.append(call)
+        open_calls.append(call)
+        begin = time.perf_counter()
+        try:
+            return original(called, *args, **kwargs)
+        finally:
+            call.seconds = time.perf_counter() - begin
+            open_calls.pop()
+
+    begin = time.perf_counter()
+    with mock.patch.object(nn.Module, "__call__", record):
+        yield root
+    root.seconds = time.perf_counter() - begin
+
+
+def faster(one: Call, two: Call) -> Call:
+    """Return the calls of two runs with the shorter time of each; the second run's if they made other calls."""
+    if [call.path for call in one.walk()] != [call.path for call in two.walk()]:
+        return two
+    inner = [faster(a, b) for a, b in zip(one.inner, two.inner, strict=True)]
+    return replace(two, seconds=min(one.seconds, two.seconds), inner=inner)
+
+
+def choose(root: Call, parts: int, opened: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Return the paths of the sub-modules whose calls are units.
+
+    Args:
+        root: the tree of calls.
+        parts: number of parts among which the units will be divided.
+        opened: paths that are no units.
+    """
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for call in root.walk():
+        calls[call.path].append(call)
+    chosen = {path for path in calls if path not in {"", *opened} and _is_unit(calls[path], root, parts)}
+    return frozenset(_outermost(root, chosen))
+
+
+def _is_unit(calls: list[Call], root: Call, parts: int) -> bool:
+    longest = max(calls, key=lambda call: call.seconds)
+    if not longest.parameters and longest.seconds <= max(_GLUE_SHARE * root.seconds, _GLUE_S):
+        return False
+    limit = 1 / (_PARTS_PER_STAGE * parts)
+    if longest.parameters <= limit * root.parameters and longest.seconds <= limit * root.seconds:
+        return True
+    return not any(i.parameters or i.seconds > _INNER_SHARE * c.seconds for c in calls for i in c.inner)
+
+
+def _outermost(call: Call, chosen: set[str]) -> Iterator[str]:
+    """Yield the chosen paths that are called outside of other chosen ones."""
+    for inner in call.inner:
+        if inner.path in chosen:
+            yield inner.path
+        else:
+            yield from _outermost(inner, chosen)
+
+
+def units_of(call: Call, chosen: frozenset[str]) -> list[Call]:
+    """Return the calls that are units, in their order."""
+    if call.path in chosen:
+        return [call]
+    return [unit for inner in call.inner for unit in units_of(inner, chosen)]

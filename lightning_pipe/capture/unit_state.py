@@ -1,0 +1,194 @@
+"""What does a module keep from one call of its step to the next, what has a step changed of it, and how is it put back?
+
+What is looked at: attributes of all sub-modules, what lists, dicts, sets and queues among them hold, buffers, and the
+memory and content of parameters. What other objects keep inside (a NumPy generator, a helper class) is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_pipe.capture.hazards import AttributeGuard, attributes_of
+from lightning_pipe.capture.torch_private import TorchDispatchMode, written_by
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+_DEEPEST = 4
+
+
+def tensors_in(value: Any, *, objects: bool = False, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested collections and data classes; with `objects`, also in attributes of other objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (str, bytes, nn.Module, type)) or value is None:
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, objects=objects, depth=depth)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for item in value:
+            yield from tensors_in(item, objects=objects, depth=depth)
+    elif is_dataclass(value):
+        for item in fields(value):
+            yield from tensors_in(getattr(value, item.name, None), objects=objects, depth=depth)
+    elif objects and depth < _DEEPEST and not callable(value):
+        for item in list(getattr(value, "__dict__", {}).values()):
+            yield from tensors_in(item, objects=objects, depth=depth + 1)
+
+
+@dataclass(frozen=True)
+class Held:
+    """One thing that a module holds: the object, and what there is inside it that can change."""
+
+    value: Any
+    inside: tuple[Any, ...] = ()
+
+    def is_as(self, other: Held) -> bool:
+        """Say whether nothing has changed."""
+        if not _same(self.value, other.value) or len(self.inside) != len(other.inside):
+            return False
+        return all(map(_same, self.inside, other.inside))
+
+
+def _same(one: Any, two: Any) -> bool:
+    scalars = (bool, int, float, str)
+    return one is two or (isinstance(one, scalars) and type(one) is type(two) and one == two)
+
+
+def held_by(module: pl.LightningModule) -> dict[str, Held]:
+    """Return all that a module and its sub-modules hold, by path; torchmetrics objects are left alone."""
+    found: dict[str, Held] = {}
+    for path, owner in module.named_modules():
+        if isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection)):
+            continue
+        prefix = f"{path}." if path else ""
+        for name, value in attributes_of(owner).items():
+            found[prefix + name] = Held(value, () if name in _TORCHS_OWN else _inside(value))
+        found.update((prefix + name, Held(b)) for name, b in owner.named_buffers(recurse=False))
+        found.update((prefix + n, Held(p, (p.data_ptr(),))) for n, p in owner.named_parameters(recurse=False))
+    return found
+
+
+def _inside(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return tuple(value) if isinstance(value, (list, set, deque)) else ()
+
+
+class Watch:
+    """Tell what has changed since the last question."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._before = held_by(module)
+
+    def changed(self) -> dict[str, Any]:
+        """Return what is held now, by path, where it differs; None for what is gone."""
+        before, now = self._before, held_by(self._module)
+        self._before = now
+        names = [n for n in {**before, **now} if n not in before or n not in now or not now[n].is_as(before[n])]
+        return {name: now[name].value if name in now else None for name in names}
+
+
+class Kept:
+    """Content of a module at one moment.
+
+    Attributes:
+        keeper: to be entered around the first run, and every run that need not be quick: keeps the content of
+            parameters that are about to be written to (of only those, for there may be many).
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.keeper = _Keeper(module)
+        self._guard, self._undo = AttributeGuard(module), _undo(module)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._guard.restore()
+        for action in self._undo:
+            action()
+        self.keeper.restore()
+
+
+@contextlib.contextmanager
+def left_as_it_was(module: pl.LightningModule) -> Iterator[Kept]:
+    """Put back whatever the runs inside change of a module; gradients are set aside."""
+    kept = Kept(module)
+    gradients = [(p, p.grad) for p in module.parameters()]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield kept
+    finally:
+        kept.restore()
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+def _undo(module: pl.LightningModule) -> list[Callable[[], None]]:
+    actions: list[Callable[[], None]] = []
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers, owner._modules):
+            actions.append(partial(_refill, table, dict(table)))
+        if isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection)):
+            continue
+        actions.append(partial(setattr, owner, "training", owner.training))
+        for name, value in attributes_of(owner).items():
+            if name not in _TORCHS_OWN and type(value) in (list, dict, set, deque):
+                actions.append(partial(_refill, value, value.copy()))
+    actions += [partial(_put_back, p, p.data, p.requires_grad) for p in module.parameters()]
+    actions += [partial(_put_content_back, b, b.detach().clone()) for b in module.buffers()]
+    return actions
+
+
+def _refill(container: Any, content: Any) -> None:
+    same = len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
+    if same and not (isinstance(content, dict) and any(container[key] is not content[key] for key in content)):
+        return
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+def _put_back(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool) -> None:
+    if parameter.data_ptr() != data.data_ptr():
+        parameter.data = data
+    if parameter.requires_grad != requires_grad:
+        parameter.requires_grad_(requires_grad)
+
+
+def _put_content_back(buffer: torch.Tensor, content: torch.Tensor) -> None:
+    with torch.no_grad():
+        buffer.copy_(content)
+
+
+class _Keeper(TorchDispatchMode):
+    """Keep the content of parameters that are about to be written to."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self._parameters = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look whether the operation writes to a parameter, and run it."""
+        kwargs = kwargs or {}
+        for tensor in written_by(func, args, kwargs):
+            where = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+            if where in self._parameters and where not in self._kept:
+                data = self._parameters[where].data
+                self._kept[where] = (data, data.clone())
+        return func(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Write the kept contents back."""
+        for data, content in self._kept.values():
+            data.copy_(content)
