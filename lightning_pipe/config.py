@@ -44,7 +44,8 @@ class DappleConfig:
             and bytes and supposes equal devices.
         cluster: file or preset (`conf/cluster`) that says which devices and links there are; None measures them.
         cache: directory where measured times are kept; None takes the user's cache directory, "off" keeps nothing.
-        capture: route by which the step becomes a graph.
+        capture: route by which the step becomes stages: "joint" as one graph, "replay" by running its Python on every
+            rank, "auto" the first that can.
         batch_dim: dimension of the batch's tensors along which samples lie.
         seed: seed of the random numbers inside the step; None takes torch's own seed.
         exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
@@ -69,7 +70,7 @@ class DappleConfig:
     costs: str = "measured"
     cluster: str | None = None
     cache: str | None = None
-    capture: str = "joint"
+    capture: str = "auto"
     batch_dim: int = 0
     seed: int | None = None
     exact_ties: bool = False
@@ -192,7 +193,7 @@ _RULES = {
     "costs": _choice(("measured", "counted")),
     "cluster": _Rule(str, "the path of a cluster file or the name of a preset"),
     "cache": _Rule(str, "the path of a directory, or 'off'"),
-    "capture": _choice(("joint",)),
+    "capture": _choice(("auto", "joint", "replay")),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),
     "exact_ties": _Rule(bool, "true or false"),

@@ -15,6 +15,8 @@
   inter-layer dropout (torch 2.13 `_rnn_helper`).
 * `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
+* `checkpoint._checkpoint_without_reentrant_generator`, `CheckpointFunction`: what `torch.utils.checkpoint.checkpoint`
+  looks up when it is called.
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
 * `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
@@ -24,11 +26,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint as torch_checkpoint
 from torch._dynamo import OptimizedModule
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch._aot_autograd.descriptors import (
@@ -64,6 +68,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "argument_names",
+    "checkpoint_only",
     "compiling_state",
     "fused_recurrent_kernels",
     "fx_traceback",
@@ -193,6 +198,29 @@ def unchecked_distributions() -> Iterator[None]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Say whether a module was given to `torch.compile`, by function or by method."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+@contextlib.contextmanager
+def checkpoint_only(where: Callable[[], bool]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint` keep everything where `where()` is false, as if it were not there."""
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if where():
+            yield from generator(*args, **kwargs)
+        else:
+            yield
+
+    class Chosen:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return function.apply(run, preserve, *args) if where() else run(*args)
+
+    with (
+        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", generate),
+        mock.patch.object(torch_checkpoint, "CheckpointFunction", Chosen),
+    ):
+        yield
 
 
 class RecordedEvent(NamedTuple):

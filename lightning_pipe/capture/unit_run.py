@@ -188,19 +188,17 @@ class Runner:
         count = self.request.count
         if not other:
             return count
-        return count - 1 if count > 2 or self._total <= count else count + 1
-
-    @property
-    def _total(self) -> int:
-        along = [t.shape[self.request.batch_dim] for t, c in zip(self._tensors, self._cut, strict=True) if c]
-        return along[0] if along else self.request.count
+        return count - 1 if count > 2 else count + 1
 
     def _leaves(self, other: int) -> list[torch.Tensor]:
-        """Return copies of a slice of the batch: its first samples, or some before its end."""
-        count, dim = max(1, self._count(other)), self.request.batch_dim
-        start = max(0, self._total - other * count) if other else 0
+        """Return copies of some samples: the first of the batch, or some before its end, from the front if too few."""
+        dim = self.request.batch_dim
+        total = next((t.shape[dim] for t, c in zip(self._tensors, self._cut, strict=True) if c), 1)
+        count = self._count(other)
+        rows = (torch.arange(count) - other * count) % total
         return [
-            (t.narrow(dim, start, count) if c else t).clone() for t, c in zip(self._tensors, self._cut, strict=True)
+            t.index_select(dim, rows.to(t.device)) if c else t.clone()
+            for t, c in zip(self._tensors, self._cut, strict=True)
         ]
 
 
@@ -329,5 +327,6 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest; () for row-major."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return ()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim)))
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
     return () if order == tuple(range(tensor.ndim)) else order

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ def tensors_in(value: Any, *, objects: bool = False, depth: int = 0) -> Iterator
         yield value
     elif isinstance(value, (str, bytes, nn.Module, type)) or value is None:
         return
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item, objects=objects, depth=depth)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):

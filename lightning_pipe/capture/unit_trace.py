@@ -122,7 +122,8 @@ def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
     outputs = [_output(request, runs, k, i) for i in range(len(first.outputs))]
     understood = all(seen.is_understood for seen in (first, *others)) and template is not None
     same = all(_equal(seen.template, first.template) and len(seen.outputs) == len(outputs) for seen in others)
-    names = canonical_names(request.module)
+    names, buffers = canonical_names(request.module), {name for name, _ in request.module.named_buffers()}
+    mutated = dict.fromkeys(name for one in runs for name in one.mutated.get(k, ()))
     module = request.module.get_submodule(first.path)
     inside = (names[f"{first.path}.{name}"] for name, _ in module.named_parameters(remove_duplicate=False))
     return Unit(
@@ -131,7 +132,7 @@ def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
         template=template,
         outputs=tuple(output for output, _ in outputs),
         parameters=tuple(dict.fromkeys(inside)),
-        mutations=tuple(dict.fromkeys(name for one in runs for name in one.mutated.get(k, ()))),
+        mutations=tuple(name for name in mutated if name in buffers),
         forward_s=0.0,
         backward_s=0.0,
         flops=runs[0].flops.get(k, 0),

@@ -94,13 +94,14 @@ class Escape:
 
 @dataclass(frozen=True)
 class Change:
-    """State of the module that the step leaves different for its next call: an attribute, or a buffer changed by glue.
+    """What the step leaves different for its next call: an attribute, or a buffer or parameter changed by glue.
 
     Attributes:
-        name: path of the attribute or buffer.
+        name: path of the attribute, buffer or parameter.
         before: number of the unit before which it has changed.
         reads: what its new value is made of.
-        is_tensor: whether it is a tensor, whose use is followed; of other values it is not known who reads them.
+        is_tensor: whether it is a tensor (or a collection of them), whose use is followed; of other values, and of
+            parameters, it is not known who reads them.
         line: the user's line; "" if unknown.
     """
 

@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture
+from lightning_pipe.capture.replay import Replay
 from lightning_pipe.config import DappleConfig, conf_dir
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.cluster_file import check_ranks, find_cluster
@@ -56,7 +57,7 @@ class Costs:
 
     def problem(
         self,
-        capture: Capture,
+        capture: Capture | Replay,
         *,
         samples: int,
         given: Plan | None,
@@ -87,7 +88,11 @@ class Costs:
         measured = self._probed(facts)
         if described is None:
             problem = replace(problem, cluster=build_cluster(facts, measured))
-        profile = self._profile(capture, self._sizes(capture, samples, given), optimizers, facts)
+        profile: Profile | None
+        if isinstance(capture, Replay):  # its units were timed when they were found
+            profile = replace(capture.profile, optimizer=_of_optimizers(optimizers, self._device))
+        else:
+            profile = self._profile(capture, self._sizes(capture, samples, given), optimizers, facts)
         rehearsed = rehearse(self._links, self._device)
         if control.rank > 0 or profile is None or rehearsed is None:
             return None

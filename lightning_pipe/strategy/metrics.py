@@ -80,6 +80,11 @@ def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> 
             return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
 
 
+def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> str:
+    """Return the line of the first question whose answer is not the one that the step was captured with, "" if none."""
+    return next((guard.line for guard in record.guards if float(values[guard.ref.name]) > 0), "")
+
+
 def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
     for guard in record.guards:
         if float(values[guard.ref.name]) > 0:

@@ -16,105 +16,44 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipe.capture import Capture, Request, Structure, capture_step
-from lightning_pipe.capture.record import StepRecord
+from lightning_pipe.capture import Capture, Request, Structure
+from lightning_pipe.capture.replay import Replay
+from lightning_pipe.capture.unit_trace import trace_units
+from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import BatchError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
-from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.waiting import drive
+from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.costs import Costs
+from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.links import Links
+from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, propose
+from lightning_pipe.strategy.routes import captured_by
+from lightning_pipe.strategy.said import combined, gathered
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader, texts, without_texts
+from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
 
 log = logging.getLogger(__name__)
 
-TRAINING = "training_step"
 _MOST_CAPTURES = 64
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a step.
-
-    Attributes:
-        method: name of the step.
-        structure: the batch without its tensors, the same on all ranks.
-        arguments: positional arguments after the batch.
-        answers: returns, on rank 0, the truth values that the step asks for on real tensors; None where no real run is
-            possible.
-    """
-
-    method: str
-    structure: Structure
-    arguments: tuple[int, ...]
-    answers: Callable[[Request], tuple[bool, ...]] | None = None
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What is special about one run.
-
-    Attributes:
-        tensors: leaves of the batch; None in their place on ranks that do not load.
-        number: number of the batch, part of the key of random numbers.
-        weight: share of the batch in the step's loss.
-        synchronise: whether gradients are summed over ranks.
-        record: whether a timeline is wanted.
-        measure_memory: whether memory is measured, which makes the step slow.
-    """
-
-    tensors: tuple[Content | None, ...]
-    number: int
-    weight: float = 1.0
-    synchronise: bool = True
-    record: bool = False
-    measure_memory: bool = False
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What is known after a run.
-
-    Attributes:
-        record: what the step said.
-        values: its outputs, on every rank.
-        samples: samples of the batch.
-        graph: fingerprint of the captured step.
-        program: what was run.
-        timeline: of this rank, if recorded.
-        held: (time, bytes that the stages of this rank held from then on), if memory was measured.
-        peak_bytes: most bytes that tensors of this rank took beyond what was there before, if memory was measured.
-        state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
-    """
-
-    record: StepRecord
-    values: Mapping[str, Content]
-    samples: int
-    graph: str
-    program: VerifiedProgram
-    timeline: Timeline
-    held: tuple[tuple[float, int], ...] = ()
-    peak_bytes: int | None = None
-    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -240,6 +179,20 @@ class Pipeline:
         """
         samples = self.samples(call.structure)
         step, sizes = self._step(call, samples)
+        before = Before(self._weights) if step.capture.record.guards and self._config.capture == "auto" else None
+        ran = self._run(step, sizes, call, turn)
+        if before is not None and (line := wrong_answer(ran.record, ran.values)):
+            before.restore()
+            log.info("%s is replayed from now on: the answer to the question at %s has changed.", call.method, line)
+            step, sizes = self._replayed(call, samples)
+            ran = self._run(step, sizes, call, turn)
+        if call.method == TRAINING:
+            self._trained += 1
+            self._reduced = turn.synchronise
+        return ran
+
+    def _run(self, step: Step, sizes: tuple[int, ...], call: Call, turn: Turn) -> Ran:
+        """Run a captured step on a batch."""
         training = call.method == TRAINING
         program = step.program(sizes, synchronise=turn.synchronise, training=training)
         step.refresh(self._trained)
@@ -261,18 +214,22 @@ class Pipeline:
             if peak is not None
             else 0
         )
+        if isinstance(step.capture, Replay):
+            step.capture.begin(call.arguments)
         with peak or contextlib.nullcontext():
             outcome = step.executor.run(
                 program, job, record=turn.record, record_memory=turn.measure_memory, watch=self._links.watch
             )
         collected = drive(step.results.collect(program, outcome, step.names), wait=self._links.watch.wait)
-        if training:
-            self._trained += 1
-            self._reduced = turn.synchronise
+        record, values = step.capture.record, collected.values
+        if isinstance(step.capture, Replay):
+            words = gathered(step.capture.said(), self._plan_now.layout.stages[-1], self._links.control)
+            record, said = combined(words, device=self._device)
+            values = {**values, **said}
         return Ran(
-            step.capture.record,
-            collected.values,
-            samples,
+            record,
+            values,
+            sum(sizes),
             step.capture.graph.fingerprint,
             program,
             outcome.timeline,
@@ -280,6 +237,17 @@ class Pipeline:
             peak.bytes if peak is not None else None,
             before,
         )
+
+    def _replayed(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
+        """Capture a step by replay, in the place of how it was captured before."""
+        captured = self._capture(call, self._largest_slice(samples), route="replay")
+        step = self._build(captured, self._cuts(captured.capture.graph))
+        self._steps[self._key(call)] = [step]
+        return step, self._sizes(step.capture, samples)
+
+    def _largest_slice(self, samples: int) -> int:
+        plan = self._plan_now
+        return max(slices(plan.layout, microbatch_sizes(samples, plan.microbatches)))
 
     def _step(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
         """Return the captured step for a call, and the micro-batches of its batch."""
@@ -318,7 +286,7 @@ class Pipeline:
             BatchError: if there is no way to cut the batch.
         """
         layout = self._plan_now.layout
-        found = self._capture(call, max(slices(layout, microbatch_sizes(samples, self._plan_now.microbatches))))
+        found = self._capture(call, self._largest_slice(samples))
         if self._sizes(found.capture, samples):
             return found
         whole = max(slices(layout, (samples,)))  # a symbolic graph may demand more than one sample, say
@@ -331,7 +299,7 @@ class Pipeline:
             "equally, or one rank per stage."
         )
 
-    def _capture(self, call: Call, samples: int, *, symbolic: bool = True) -> Captured:
+    def _capture(self, call: Call, samples: int, *, symbolic: bool = True, route: str | None = None) -> Captured:
         answers, reader = call.answers, Reader()
         request = Request(
             module=self._module,
@@ -353,7 +321,22 @@ class Pipeline:
                 ),
             )
         with torch.inference_mode(False):
-            return Captured(capture_step(request), reader, texts(call.structure.template))
+            found = captured_by(route or self._config.capture, request, traced=partial(self._traced, call))
+            return Captured(found, reader, texts(call.structure.template))
+
+    def _traced(self, call: Call, request: Request) -> UnitTrace:
+        """Find the units of a step by a real run on rank 0, where the whole module is for that long."""
+        control = self._links.control
+        mine = None if call.tensors is None else [tensor.cpu() for tensor in call.tensors]
+        tensors = control.to_first(mine, source=call.holder, what="the batch that the step is traced with")
+
+        def trace() -> UnitTrace:
+            assert tensors is not None, "rank 0 was sent the batch"
+            with on_host(request.module):
+                return trace_units(request, tensors, parts=control.ranks)
+
+        with self._weights.whole():
+            return control.agreed(trace, source=0, what="the units of the step")
 
     def _build(self, captured: Captured, cuts: tuple[int, ...]) -> Step:
         agree(self._links, {"captured graph": captured.capture.graph.fingerprint})

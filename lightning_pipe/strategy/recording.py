@@ -24,8 +24,8 @@ from lightning_pipe.core.program import Step, VerifiedProgram
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report import Memory, aligned, clock_offsets
 from lightning_pipe.runtime.memory import state_bytes
+from lightning_pipe.strategy.calls import Ran
 from lightning_pipe.strategy.control import Control
-from lightning_pipe.strategy.pipeline import Ran
 
 WARM_UP = 2  # steps that are recorded but not compared
 _MEMORY_STEP = 1

@@ -29,13 +29,14 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.calls import TRAINING, Call, Turn
 from lightning_pipe.strategy.data import Awaited, Feed
 from lightning_pipe.strategy.findings import findings, introduce, write_report, write_trace
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.optimizer import Groups
 from lightning_pipe.strategy.peek import look_where_iterated, peek
-from lightning_pipe.strategy.pipeline import TRAINING, Call, Pipeline, Turn
+from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.precision import Clipper
 from lightning_pipe.strategy.recording import Recording
 from lightning_pipe.strategy.weights import Weights
@@ -118,7 +119,8 @@ class Session:
         structure = control.agreed(look, source=0, what="the structure of the first batch")
         if structure is not None and structure.leaves:
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-            self._plan(Call(TRAINING, structure, (0,) if takes_index else (), _answers(tensors)))
+            arguments = (0,) if takes_index else ()
+            self._plan(Call(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
         """Return the batch on the device; on ranks that do not load one of meta tensors with the same structure."""
@@ -135,7 +137,7 @@ class Session:
         structure = self._structure(batch)
         tensors, now = flatten(batch)
         if self._pipeline.planned is None:
-            self._plan(Call(method, structure, arguments, _answers(tensors)))
+            self._plan(Call(method, structure, arguments, _answers(tensors), tuple(tensors)))
         if self._feed.loads and now.leaves != structure.leaves:
             raise BatchError(
                 "The tensors of the batch have other shapes or types in the step than after the transfer to the "
@@ -154,7 +156,10 @@ class Session:
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
         )
-        ran = self._pipeline.run(Call(method, structure, arguments), turn)
+        present = tuple(tensors) if self._feed.loads else None
+        assert self.plan is not None, "planned above"
+        holder = self.plan.layout.stages[0][0]
+        ran = self._pipeline.run(Call(method, structure, arguments, tensors=present, holder=holder), turn)
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture import Capture
+from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.plan import Plan
@@ -40,7 +41,7 @@ from lightning_pipe.strategy.weights import Weights
 class Captured:
     """A captured step, and the texts of its batch with the reader that knows whether it looked at them."""
 
-    capture: Capture
+    capture: Capture | Replay
     reader: Reader
     texts: tuple[str, ...]
 

@@ -1,0 +1,398 @@
+"""Capture by replay: the units of a step as a graph for planners, and stage programs for any cut between them.
+
+What planner, schedules, executor and checkpoints see is what a joint capture gives them: a graph whose nodes are units,
+a profile, and a split. A stage's forward plays the step (`capture.replay_stage`), its backward is autograd's, in one
+piece: W does nothing.
+
+    trace = trace_units(request, tensors, parts=4)      on one rank, told to all
+    capture = Replay(request, trace)
+    capture.begin(arguments)                            before every batch
+    split = capture.split((3, 7))
+    capture.said()                                      what the last stage's plays said, after the batch
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture.capture import canonical_names
+from lightning_pipe.capture.record import Ref, StepRecord
+from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
+from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
+from lightning_pipe.capture.replay_values import size_of
+from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProgram, Value
+from lightning_pipe.capture.step import Recording
+from lightning_pipe.capture.trace import Request
+from lightning_pipe.capture.units import Output, Source, Unit, UnitTrace
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.profile import Profile
+from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
+from lightning_pipe.core.published_graph import graph_of, profile_of
+from lightning_pipe.core.published_layers import Layer, Layers
+from lightning_pipe.core.published_layers import Output as LayerOutput
+from lightning_pipe.errors import PlanError
+
+LOSS, TAPE, TANGENT = "loss", "tape", "tangent"
+
+
+class Replay:
+    """A step that is replayed; offers what `Capture` offers.
+
+    Args:
+        request: the step, with the module of this rank.
+        trace: its units, the same on all ranks.
+    """
+
+    def __init__(self, request: Request, trace: UnitTrace) -> None:
+        self._request, self._trace = request, trace
+        self._now = Now(request.arguments)
+        self._aliases = canonical_names(request.module)
+
+    @property
+    def record(self) -> StepRecord:
+        """Return what is known of the step's words before it runs: that it has a loss."""
+        loss = LOSS if self._trace.loss is not None else None
+        return StepRecord((), loss, Ref(LOSS) if loss else None, ())
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Return the units as a graph."""
+        return _graph(self._layers, self._trace, self._names, self._request)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Return the seconds of the traced run."""
+        found = profile_of(self._layers, fingerprint=self.graph.fingerprint, device="host", optimizer_state=0.0)
+        return replace(found, source="measured")
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        """Name every unit by its path; calls after the first by their number too."""
+        counts: dict[str, int] = defaultdict(int)
+        names = []
+        for unit in self._trace.units:
+            counts[unit.path] += 1
+            names.append(unit.path if counts[unit.path] == 1 else f"{unit.path}#{counts[unit.path]}")
+        return tuple(names)
+
+    @cached_property
+    def _layers(self) -> Layers:
+        module, samples = self._request.module, self._trace.samples
+        seen: set[str] = set()
+        layers = []
+        for k, (unit, name) in enumerate(zip(self._trace.units, self._names, strict=True)):
+            new = [p for p in unit.parameters if p not in seen]
+            seen.update(new)
+            outputs = (LayerOutput(sum(map(_bytes, unit.outputs)) / samples, readers_of(self._trace, k)),)
+            weight = sum(module.get_parameter(p).nbytes for p in new)
+            layers.append(
+                Layer(name, unit.path, unit.forward_s, unit.backward_s, weight, outputs, unit.saved_bytes / samples)
+            )
+        return Layers(tuple(layers), samples)
+
+    def begin(self, arguments: tuple[int, ...]) -> None:
+        """Take the arguments of the next batch."""
+        self._now.arguments = arguments
+        self._now.said.clear()
+
+    def said(self) -> list[tuple[int, int, int, Recording]]:
+        """Return (micro-batch, first sample, samples, words) of every play of the last stage since `begin`."""
+        return list(self._now.said)
+
+    def misfit(self, samples: int) -> str:
+        """Return "" if slices of this many samples can be run, else why not."""
+        if self._request.samples is None and samples != self._trace.samples:
+            return f"its batches cannot be cut, and it was traced with {self._trace.samples} samples"
+        return ""
+
+    def changed(self) -> str:
+        """Return "": the Python of the step runs every time."""
+        return ""
+
+    def split(self, cuts: tuple[int, ...], *, exact_ties: bool = False) -> Split:
+        """Cut between units, before those at these positions.
+
+        Args:
+            cuts: positions.
+            exact_ties: not offered by replay.
+
+        Raises:
+            PlanError: if the units cannot be separated there, or exact ties are wanted.
+        """
+        if exact_ties:
+            raise PlanError(
+                "exact_ties needs the step as one graph, but this step is replayed. Remove exact_ties; gradients of "
+                "parameters that several stages use are then added once per step, which differs by rounding only."
+            )
+        wrong = sorted(uncuttable(self._trace).intersection(cuts))
+        if wrong:
+            raise PlanError(
+                f"The step cannot be cut before {self._names[wrong[0]]}: a stage before it would need what only stages "
+                "behind it know (state that the step keeps, or a shape that depends on data)."
+            )
+        return _Splitter(self._request, self._trace, self._aliases, self._now).split(cuts)
+
+
+def _bytes(output: Output) -> int:
+    return torch.Size(output.shape).numel() * output.dtype.itemsize
+
+
+def _graph(layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Request) -> Graph:
+    """Return the graph of layers with the names of real parameters, and what is known of cuts."""
+    described = repr((names, trace.samples, [(u.path, sorted(u.reads), u.outputs) for u in trace.units]))
+    fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+    graph = graph_of(layers, fingerprint=fingerprint)
+    real = {name: request.module.get_parameter(name).nbytes for unit in trace.units for name in unit.parameters}
+    nodes = tuple(
+        replace(node, op="call", module=unit.path, parameters=unit.parameters, flops=unit.flops)
+        for node, unit in zip(graph.nodes, trace.units, strict=True)
+    )
+    by_name = {node.name: unit for node, unit in zip(graph.nodes, trace.units, strict=True)}
+    operations = tuple(_counted(operation, by_name) for operation in graph.operations)
+    unsliceable = frozenset(
+        p
+        for k, unit in enumerate(trace.units)
+        if any(output.batch_dim is None for output in unit.outputs)
+        for p in range(k + 1, max(readers_of(trace, k), default=k) + 1)
+    )
+    sizes = {**graph.parameter_bytes, **real}
+    return replace(
+        graph,
+        nodes=nodes,
+        operations=operations,
+        parameter_bytes=sizes,
+        uncuttable=uncuttable(trace),
+        unsliceable=unsliceable,
+    )
+
+
+def _counted(operation: Any, units: dict[str, Unit]) -> Any:
+    backward = operation.phase == "backward"
+    unit = units[operation.name.removesuffix(".backward") if backward else operation.name]
+    return replace(operation, flops=unit.flops * (2 if backward else 1))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage: its units, and what it needs."""
+
+    number: int
+    begin: int
+    end: int
+    needs: Needs
+
+
+class _Splitter:
+    """Make stage programs."""
+
+    def __init__(self, request: Request, trace: UnitTrace, aliases: dict[str, str], now: Now) -> None:
+        self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
+        self._units = trace.units
+        self._buffers = tuple(name for name, _ in request.module.named_buffers())
+        self._names: dict[str, list[str]] = defaultdict(list)
+        for name, canonical in aliases.items():
+            self._names[canonical].append(name)
+
+    def split(self, cuts: tuple[int, ...]) -> Split:
+        bounds = (0, *cuts, len(self._units))
+        stages = [
+            _Stage(s, begin, end, needs_of(self._trace, begin, end))
+            for s, (begin, end) in enumerate(itertools.pairwise(bounds))
+        ]
+        if any(stage.begin >= stage.end for stage in stages):
+            raise PlanError(f"The cuts {cuts} make a stage without units; the step has {len(self._units)}.")
+        owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
+        programs = tuple(self._program(stage, stages, owner) for stage in stages)
+        values = {value.name: value for value in self._values(stages)}
+        edges = tuple(
+            self._edge(direction, program.stage, target, [values[name] for name in names])
+            for program in programs
+            for (direction, target), names in sorted(program.sends.items())
+        )
+        buckets, parameters = self._buckets(programs)
+        owners = {LOSS: len(stages) - 1} if self._trace.loss is not None else {}
+        return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners)
+
+    def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
+        part = self._part(stage, stages)
+        player = Player(
+            Step(
+                module=self._request.module,
+                method=self._request.method,
+                structure=self._request.structure,
+                context=self._request.context,
+                trace=self._trace,
+                device=self._request.device,
+                has_backward=self._trace.loss is not None,
+            ),
+            part,
+            self._now,
+        )
+        has_loss = player.is_last and self._trace.loss is not None
+        leaves = [f"leaf{i}" for i in range(len(self._request.structure.leaves))]
+        receives: dict[tuple[Pass, int], list[str]] = defaultdict(list)
+        sends: dict[tuple[Pass, int], list[str]] = defaultdict(list)
+        if stage.number:
+            receives["F", 0] += leaves
+        else:
+            for other in stages[1:]:
+                sends["F", other.number] += leaves
+        for k in part.given:
+            receives["F", owner[k]] += self._output_names(k)
+            sends["B", owner[k]] += self._gradient_names(k, stage.number)
+        for k, target in part.receivers:
+            sends["F", target] += self._output_names(k)
+            receives["B", target] += self._gradient_names(k, target)
+        is_trained = self._trace.loss is not None
+        return StageProgram(
+            stage=stage.number,
+            parameters={f"parameter:{name}": self._aliases[name] for own in part.parameters.values() for name in own},
+            buffers={f"buffer:{name}": name for name in part.buffers},
+            leaves=dict(zip(leaves, range(len(leaves)), strict=True)) if stage.number == 0 else {},
+            tangents=(TANGENT,) if has_loss else (),
+            forward=self._forward(player, leaves, has_loss=has_loss),
+            input_grad=self._backward(player, stage.number, has_loss=has_loss) if is_trained else None,
+            weight_grad=None,
+            receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
+            sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
+            mutations={name: f"changed:{name}" for name in part.mutations},
+            gradients={f"gradient:{name}": name for name in part.trained},
+            results=(LOSS,) if has_loss else (),
+        )
+
+    def _part(self, stage: _Stage, stages: list[_Stage]) -> Part:
+        units, needs = self._units, stage.needs
+        own = range(stage.begin, stage.end)
+        receivers = [(k, other.number) for other in stages for k in other.needs.units if k in own]
+        mutations = {name for k in own for name in units[k].mutations}
+        changes = {change.name for change in self._trace.changes if change.is_tensor and change.before <= stage.end}
+        inside = tuple(f"{units[k].path}." for k in own)
+        buffers = [n for n in self._buffers if n.startswith(inside) or n in mutations or n in needs.state]
+        read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
+        return Part(
+            begin=stage.begin,
+            end=stage.end,
+            given=needs.units,
+            sent=tuple(sorted({k for k, _ in receivers})),
+            parameters={name: tuple(self._names[name]) for name in needs.parameters},
+            absent=tuple(n for name in sorted(read - set(needs.parameters)) for n in self._names[name]),
+            buffers=tuple(buffers),
+            mutations=tuple(n for n in self._buffers if n in mutations or (n in changes and n in needs.state)),
+            trained=tuple(name for name in needs.parameters if name in self._trace.trained),
+            receivers=tuple(receivers),
+        )
+
+    def _all_sources(self) -> Iterator[Source]:
+        for unit in self._units:
+            yield from unit.reads
+        for escape in self._trace.escapes:
+            yield from escape.reads
+        yield from self._trace.tail
+
+    def _forward(self, player: Player, leaves: list[str], *, has_loss: bool) -> Half:
+        part = player.part
+        parameters = [name for own in part.parameters.values() for name in own]
+        state = [*parameters, *part.buffers]
+        inputs = [f"parameter:{n}" for n in parameters] + [f"buffer:{n}" for n in part.buffers] + leaves
+        given = [name for k in part.given for name in self._output_names(k)]
+        outputs = [TAPE, *(name for k in part.sent for name in self._output_names(k)), *([LOSS] if has_loss else [])]
+        changed = [f"changed:{name}" for name in part.mutations]
+
+        def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
+            tensors = iter(values)
+            hung = {name: next(tensors) for name in state}
+            batch = [next(tensors) for _ in leaves]
+            handed = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
+            handle, sent, loss, buffers = player.forward(samples, key, state=hung, leaves=batch, given=handed)
+            made = [tensor for k in part.sent for tensor in sent[k]]
+            return (handle, *made, *([loss] if has_loss else []), *(buffers[name] for name in part.mutations))
+
+        return Half((*inputs, *given), (*outputs, *changed), run)
+
+    def _backward(self, player: Player, number: int, *, has_loss: bool) -> Half:
+        part = player.part
+        back = [(k, target, self._gradient_names(k, target)) for k, target in part.receivers]
+        inputs = [TAPE, *([TANGENT] if has_loss else []), *(name for *_, names in back for name in names)]
+        outputs = [name for k in part.given for name in self._gradient_names(k, number)]
+
+        def run(samples: int, key: Any, handle: int, *values: Any) -> tuple[Any, ...]:
+            tensors = iter(values)
+            tangent = next(tensors) if has_loss else None
+            gradients = {(k, target): tuple(next(tensors) for _ in names) for k, target, names in back}
+            returned, trained = player.backward(handle, tangent=tangent, gradients=gradients)
+            return (*(g for k in part.given for g in returned[k]), *(trained[name] for name in part.trained))
+
+        return Half(tuple(inputs), (*outputs, *(f"gradient:{name}" for name in part.trained)), run)
+
+    def _output_names(self, k: int) -> list[str]:
+        return [f"unit{k}.{i}" for i in range(len(self._units[k].outputs))]
+
+    def _gradient_names(self, k: int, target: int) -> list[str]:
+        """Name the gradients of a unit's outputs that come back from a stage."""
+        outputs = self._units[k].outputs
+        return [f"unit{k}.{i}.gradient{target}" for i, output in enumerate(outputs) if output.has_gradient]
+
+    def _values(self, stages: list[_Stage]) -> Iterator[Value]:
+        """Yield what is known of everything that crosses stages, and of the loss."""
+        dim, dtypes = self._request.batch_dim, self._request.structure.leaves
+        for i, leaf in enumerate(dtypes):
+            along = dim if self._request.samples is not None and len(leaf.shape) > dim else None
+            yield Value(f"leaf{i}", leaf.dtype, _leaf_size(leaf.shape, along), along)
+        for stage in stages:
+            for k in stage.needs.units:
+                outputs = self._units[k].outputs
+                for name, output in zip(self._output_names(k), outputs, strict=True):
+                    yield _value(name, output, combine="mean")
+                differentiated = [output for output in outputs if output.has_gradient]
+                for name, output in zip(self._gradient_names(k, stage.number), differentiated, strict=True):
+                    yield replace(_value(name, output, combine="sum"), order=())
+        if self._trace.loss is not None:
+            yield Value(LOSS, self._trace.loss, lambda samples: (), None, combine=self._trace.combine)
+
+    def _edge(self, direction: Pass, source: int, target: int, values: list[Value]) -> Edge:
+        samples = self._trace.samples
+        sizes = [(value.batch_dim is None, _value_bytes(value, samples)) for value in values]
+        per_sample = sum(size for is_fixed, size in sizes if not is_fixed) / samples
+        return Edge(direction, source, target, per_sample, sum(size for is_fixed, size in sizes if is_fixed))
+
+    def _buckets(self, programs: tuple[StageProgram, ...]) -> tuple[tuple[Bucket, ...], tuple[tuple[str, ...], ...]]:
+        """Group trained parameters by the stages that hold them."""
+        holders: dict[str, list[int]] = defaultdict(list)
+        for program in programs:
+            for name in dict.fromkeys(program.parameters.values()):
+                if name in self._trace.trained:
+                    holders[name].append(program.stage)
+        groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name in dict.fromkeys(self._aliases.values()):
+            if name in holders:
+                groups[tuple(holders[name])].append(name)
+        sizes = {name: self._request.module.get_parameter(name).nbytes for name in holders}
+        buckets = tuple(Bucket(stages, sum(sizes[name] for name in names)) for stages, names in groups.items())
+        return buckets, tuple(tuple(names) for names in groups.values())
+
+
+def _is_run(edge: tuple[Pass, int], is_trained: bool) -> bool:
+    return edge[0] == "F" or is_trained
+
+
+def _leaf_size(shape: tuple[int, ...], dim: int | None) -> Callable[[int], tuple[int, ...]]:
+    return lambda samples: shape if dim is None else (*shape[:dim], samples, *shape[dim + 1 :])
+
+
+def _value(name: str, output: Output, *, combine: Combine) -> Value:
+    """Return what is known of one tensor; without samples, its slices are combined as the loss is."""
+    how: Combine = "cat" if output.batch_dim is not None else combine
+    return Value(name, output.dtype, partial(size_of, output), output.batch_dim, output.rows, how, output.order)
+
+
+def _value_bytes(value: Value, samples: int) -> int:
+    assert value.dtype is not None, "units return tensors"
+    return torch.Size(value.size(samples)).numel() * value.dtype.itemsize

@@ -1,0 +1,384 @@
+"""How does a rank run its part of a step whose Python runs every time? It plays the step, with its own units only.
+
+Calls of sub-modules are intercepted. Of the units of the trace, in the order in which the step calls them,
+
+    an own one           runs, with autograd
+    a given one          returns what arrived from the stage that owns it, as a leaf of autograd
+    another earlier one  returns fake tensors of the right shapes, which flow through glue that nobody here needs
+    the first later one  ends the play; the last stage goes on to the end
+
+The backward differentiates what was sent (and the loss) by what was given and by the parameters. One play is a *tape*
+until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pipe.capture.batch import Structure
+from lightning_pipe.capture.replay_scene import hung, keyed, seed
+from lightning_pipe.capture.replay_values import filled, lifted, replaced, size_of, tensors_in
+from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.step import Recording, recording_calls
+from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, checkpoint_only
+from lightning_pipe.capture.units import UnitTrace
+from lightning_pipe.errors import PipelineError
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+_HANDLES = itertools.count()
+
+
+class _TheRestIsOthers(BaseException):
+    """End a play: the next unit belongs to a later stage. No `except Exception` of the user's catches it."""
+
+
+@dataclass
+class Now:
+    """What changes from batch to batch, the same for all stages of a rank.
+
+    Attributes:
+        arguments: positional arguments of the step after the batch.
+        said: (micro-batch, first sample, samples, what the step said) of every play of a last stage.
+    """
+
+    arguments: tuple[int, ...] = ()
+    said: list[tuple[int, int, int, Recording]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage plays.
+
+    Attributes:
+        begin, end: its units.
+        given: units whose outputs it is given.
+        sent: own units whose outputs others are given.
+        parameters: canonical name -> names of the parameters that it has.
+        absent: names of parameters that glue reads but this stage does not need.
+        buffers: names of the buffers that it has.
+        mutations: buffers that it changes.
+        trained: canonical names of the parameters whose gradients it makes.
+        receivers: (unit, stage that is given it) whose gradients come back.
+    """
+
+    begin: int
+    end: int
+    given: tuple[int, ...]
+    sent: tuple[int, ...]
+    parameters: Mapping[str, tuple[str, ...]]
+    absent: tuple[str, ...]
+    buffers: tuple[str, ...]
+    mutations: tuple[str, ...]
+    trained: tuple[str, ...]
+    receivers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step that is played.
+
+    Attributes:
+        module: the user's module, on the rank that plays.
+        method: name of the step.
+        structure: the batch without its tensors.
+        context: entered around every play.
+        trace: its units.
+        device: where it runs.
+        has_backward: whether gradients are made.
+    """
+
+    module: pl.LightningModule
+    method: str
+    structure: Structure
+    context: Callable[[], contextlib.AbstractContextManager[Any]]
+    trace: UnitTrace
+    device: torch.device
+    has_backward: bool
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """A play that waits for its backward: what was sent and given, the loss, and the parameters."""
+
+    sent: Mapping[int, Tensors]
+    given: Mapping[int, Tensors]
+    loss: torch.Tensor | None
+    parameters: Mapping[str, torch.Tensor]
+
+
+class Player:
+    """Play the forward and the backward of one stage.
+
+    Args:
+        step: the step.
+        part: what the stage plays.
+        now: what changes from batch to batch.
+    """
+
+    def __init__(self, step: Step, part: Part, now: Now) -> None:
+        self._step, self._part, self._now = step, part, now
+        self._units = step.trace.units
+        self._tapes: dict[int, _Tape] = {}
+        self._fakes: dict[tuple[int, int], Any] = {}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._paths = {id(child): path for path, child in step.module.named_modules()}
+        self._called = frozenset(unit.path for unit in self._units)
+        self._absent = self._fake_parameters()
+
+    @property
+    def is_last(self) -> bool:
+        """Say whether the stage runs the step to its end."""
+        return self._part.end == len(self._units)
+
+    def forward(
+        self,
+        samples: int,
+        key: RandomKey,
+        *,
+        state: Mapping[str, torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        given: Mapping[int, Tensors],
+    ) -> tuple[int, dict[int, Tensors], torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Play the step on some samples.
+
+        Args:
+            samples: their number.
+            key: key of the random numbers.
+            state: parameters and buffers of the stage by name.
+            leaves: tensors of the batch.
+            given: outputs of the given units.
+
+        Returns:
+            Handle of the tape, outputs of the sent units, the loss (in the last stage), and changed buffers.
+
+        Raises:
+            PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
+        """
+        play = _Play(self, samples, key, given)
+        apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
+        recording = Recording()
+        with contextlib.ExitStack() as stack:
+            for entered in (
+                hung(self._step.module, {**state, **apart, **self._absent}),
+                checkpoint_only(lambda: play.is_inside),
+                keyed(key, self._step.device),
+                recording_calls(self._step.module, recording),
+                torch.set_grad_enabled(self._step.has_backward),
+                self._step.context(),
+                mock.patch.object(nn.Module, "__call__", play.interceptor()),
+            ):
+                stack.enter_context(entered)
+            output = play.run(lambda: self._call(leaves))
+            loss = self._loss(output)
+            changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
+        if self.is_last:
+            recording.returned = lifted(output, recording, loss)
+            recording.results = [tensor.detach() for tensor in recording.results]
+            self._now.said.append((key.microbatch, key.first_sample, samples, recording))
+        sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in play.sent.items()}
+        return self._keep(play, loss, state), sent, None if loss is None else loss.detach(), changed
+
+    def backward(
+        self,
+        handle: int,
+        *,
+        tangent: torch.Tensor | None,
+        gradients: Mapping[tuple[int, int], Tensors],
+    ) -> tuple[dict[int, Tensors], dict[str, torch.Tensor]]:
+        """Differentiate a play.
+
+        Args:
+            handle: that of its tape, which ends here.
+            tangent: weight of the loss; None in stages without one.
+            gradients: what came back for sent units, by unit and receiving stage; of tensors with a gradient only.
+
+        Returns:
+            Gradients of the given units (of tensors with a gradient only), and of the parameters.
+        """
+        tape = self._tapes.pop(handle)
+        made: list[torch.Tensor] = [] if tape.loss is None or tangent is None else [tape.loss]
+        towards: list[torch.Tensor] = [] if tangent is None else [tangent.reshape(made[0].shape).to(made[0].dtype)]
+        for k, tensors in tape.sent.items():
+            back = [found for (unit, _), found in sorted(gradients.items()) if unit == k]
+            for i, tensor in enumerate(self._differentiated(k, tensors)):
+                if tensor.requires_grad:
+                    made.append(tensor)
+                    towards.append(sum((one[i] for one in back[1:]), start=back[0][i]))
+        leaves = {k: self._differentiated(k, tensors) for k, tensors in tape.given.items()}
+        wanted = [*itertools.chain(*leaves.values()), *tape.parameters.values()]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if made and wanted:
+            with torch.enable_grad():
+                found = torch.autograd.grad(made, wanted, towards, allow_unused=True)
+        complete = iter([torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)])
+        returned = {k: tuple(itertools.islice(complete, len(tensors))) for k, tensors in leaves.items()}
+        return returned, dict(zip(tape.parameters, complete, strict=True))
+
+    def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
+        batch = self._step.structure.fill(leaves)
+        return getattr(self._step.module, self._step.method)(batch, *self._now.arguments)
+
+    def _keep(self, play: _Play, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
+        handle = next(_HANDLES)
+        if self._step.has_backward:
+            trained = {name: state[self._part.parameters[name][0]] for name in self._part.trained}
+            self._tapes[handle] = _Tape(play.sent, play.leaves, loss, trained)
+        return handle
+
+    def _differentiated(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [t for t, output in zip(tensors, self._units[k].outputs, strict=True) if output.has_gradient]
+
+    def _loss(self, output: Any) -> torch.Tensor | None:
+        if not self.is_last or self._step.trace.loss is None:
+            return None
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise PipelineError(
+                f"{self._step.method} returned {type(loss).__name__} where the first batch gave a loss of one number. "
+                "A step of a pipeline cannot skip a batch; return a loss times zero instead."
+            )
+        return loss.reshape(())
+
+    def _fake_parameters(self) -> dict[str, torch.Tensor]:
+        parameters = dict(self._step.module.named_parameters(remove_duplicate=False))
+        with self._mode:
+            return {
+                name: nn.Parameter(
+                    torch.empty(parameters[name].shape, dtype=parameters[name].dtype, device=self._step.device), False
+                )
+                for name in self._part.absent
+            }
+
+    def fake(self, k: int, samples: int) -> Any:
+        """Return what a unit that nobody here needs returns: its template with fake tensors."""
+        if (k, samples) not in self._fakes:
+            unit = self._units[k]
+            with self._mode:
+                tensors = [
+                    torch.empty(size_of(output, samples), dtype=output.dtype, device=self._step.device)
+                    for output in unit.outputs
+                ]
+            self._fakes[k, samples] = filled(unit.template, tensors)
+        return self._fakes[k, samples]
+
+    def number(self, module: nn.Module, called: int) -> int | None:
+        """Return the number of the unit that a call of a module is, None if it is glue.
+
+        Raises:
+            PipelineError: if another unit comes next.
+        """
+        path = self._paths.get(id(module))
+        if path not in self._called:
+            return None
+        if called < len(self._units) and self._units[called].path == path:
+            return called
+        expected = self._units[called].path if called < len(self._units) else "the end of the step"
+        raise PipelineError(
+            f"{self._step.method} calls {path} where it called {expected} when it was traced. A step that calls its "
+            "modules in another order from time to time cannot be a pipeline: let it call all of them every time, and "
+            "multiply by zero what is not wanted."
+        )
+
+    @property
+    def part(self) -> Part:
+        """Return what the stage plays."""
+        return self._part
+
+    @property
+    def step(self) -> Step:
+        """Return the step."""
+        return self._step
+
+
+class _Play:
+    """One run of the step: how far it is, whether inside a unit, what it has sent and was given."""
+
+    def __init__(self, player: Player, samples: int, key: RandomKey, given: Mapping[int, Tensors]) -> None:
+        self._player, self._samples, self._key, self._given = player, samples, key, given
+        self._called = 0
+        self.is_inside = False
+        self.sent: dict[int, Tensors] = {}
+        self.leaves: dict[int, Tensors] = {}
+
+    def interceptor(self) -> Callable[..., Any]:
+        """Return what is called instead of sub-modules."""
+        plain = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            number = None if self.is_inside else self._player.number(module, self._called)
+            if number is None:
+                return plain(module, *args, **kwargs)
+            part = self._player.part
+            if number >= part.end:
+                raise _TheRestIsOthers
+            self._called += 1
+            if number < part.begin:
+                result = self._of_others(number)
+            else:
+                result = self._own(number, lambda: plain(module, *args, **kwargs))
+            seed(self._key, 2 * number + 2, self._player.step.device)
+            return result
+
+        return call
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run the step as far as this stage does; return its result, None before its end."""
+        try:
+            output = step()
+        except _TheRestIsOthers:
+            return None
+        if self._called != len(self._player.step.trace.units):
+            missing = self._player.step.trace.units[self._called].path
+            raise PipelineError(
+                f"{self._player.step.method} ended where it called {missing} when it was traced. A step of a pipeline "
+                "must call the same modules every time."
+            )
+        return output
+
+    def _own(self, number: int, call: Callable[[], Any]) -> Any:
+        seed(self._key, 2 * number + 1, self._player.step.device)
+        self.is_inside = True
+        try:
+            result = call()
+        finally:
+            self.is_inside = False
+        if number not in self._player.part.sent:
+            return result
+        tensors = self._checked(number, tensors_in(result))
+        self.sent[number] = tensors
+        outputs = self._player.step.trace.units[number].outputs
+        handed = [t.clone() if o.is_overwritten else t for t, o in zip(tensors, outputs, strict=True)]
+        return replaced(result, handed)
+
+    def _checked(self, number: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        unit = self._player.step.trace.units[number]
+        found = [(tuple(t.shape), t.dtype) for t in tensors]
+        expected = [(size_of(output, self._samples), output.dtype) for output in unit.outputs]
+        if any(isinstance(t, FakeTensor) for t in tensors) or found != expected:
+            raise PipelineError(
+                f"{unit.path} returned {found}; expected {expected} for {self._samples} samples, as when it was "
+                "traced. What crosses stages must have shapes that depend on the number of samples only."
+            )
+        return tuple(tensors)
+
+    def _of_others(self, number: int) -> Any:
+        if number not in self._given:
+            return self._player.fake(number, self._samples)
+        unit = self._player.step.trace.units[number]
+        has_backward = self._player.step.has_backward
+        leaves = tuple(
+            tensor.detach().requires_grad_(output.has_gradient and has_backward)
+            for tensor, output in zip(self._given[number], unit.outputs, strict=True)
+        )
+        self.leaves[number] = leaves
+        handed = [t.clone() if o.is_overwritten else t for t, o in zip(leaves, unit.outputs, strict=True)]
+        return filled(unit.template, handed)

@@ -1,0 +1,48 @@
+"""What do units return? Tensors in a structure, whose shapes follow from the number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_pipe.capture.batch import Slot
+from lightning_pipe.capture.record import Ref
+from lightning_pipe.capture.step import Recording
+from lightning_pipe.capture.units import Output
+
+
+def size_of(output: Output, samples: int) -> tuple[int, ...]:
+    """Return the shape of an output for a number of samples."""
+    if output.batch_dim is None:
+        return output.shape
+    dim = output.batch_dim
+    return (*output.shape[:dim], output.rows * samples, *output.shape[dim + 1 :])
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """List the tensors of what a unit returned, in order."""
+    found: list[torch.Tensor] = []
+    apply_to_collection(result, torch.Tensor, found.append)
+    return found
+
+
+def replaced(result: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what a unit returned with other tensors in its places."""
+    waiting = iter(tensors)
+    return apply_to_collection(result, torch.Tensor, lambda _: next(waiting))
+
+
+def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a template with tensors in its slots."""
+    return apply_to_collection(template, Slot, lambda slot: tensors[slot.index])
+
+
+def lifted(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
+    """Return what the step returned with references in the place of tensors; the loss is named `loss`."""
+    original = output.get("loss") if isinstance(output, dict) and loss is not None else output
+    return apply_to_collection(
+        output, torch.Tensor, lambda t: Ref("loss") if loss is not None and t is original else recording.ref(t)
+    )

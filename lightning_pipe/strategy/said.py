@@ -1,0 +1,175 @@
+"""What has a replayed step said, over all micro-batches of a batch? One record, with values of the whole batch.
+
+Calls of `self.log` and of metrics are matched over the micro-batches by name and occurrence; a call that only some of
+them made counts for those. Tensors and numbers in their arguments, and in what the step returned, are combined:
+
+    tensor with dimensions             joined along the first one, in the order of samples
+    floating number, 0-dim tensor      mean weighted by samples; sum, max, min if `reduce_fx` of the log says so
+    other numbers                      as they are if they agree, else as floating ones
+    batch_size of a log                sum
+
+Legend: a piece is what one play of the last stage said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_pipe.capture.record import LogCall, MetricCall, MetricValue, Ref, StepRecord
+from lightning_pipe.capture.step import Recording
+from lightning_pipe.runtime.parts import Content
+from lightning_pipe.strategy.control import Control
+
+Words: TypeAlias = tuple[int, int, int, Recording]  # micro-batch, first sample, samples, what was said
+Key: TypeAlias = tuple[str, ...]
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one play said, with the calls by key."""
+
+    samples: int
+    recording: Recording
+    keys: tuple[Key, ...]
+
+    @property
+    def calls(self) -> dict[Key, LogCall | MetricCall]:
+        return dict(zip(self.keys, self.recording.calls, strict=True))
+
+
+def gathered(words: Sequence[Words], speakers: Sequence[int], control: Control) -> list[Words]:
+    """Return what all plays of the last stage said, in the order of samples, on every rank.
+
+    Args:
+        words: those of this rank; none if it does not speak.
+        speakers: ranks of the last stage.
+        control: to the other ranks.
+    """
+    mine = [(m, first, count, _on_host(recording)) for m, first, count, recording in words]
+    told = [control.broadcast(mine, source=rank, what="what the step logged") for rank in speakers]
+    return sorted((one for ones in told for one in ones), key=lambda one: one[:2])
+
+
+def combined(words: Sequence[Words], *, device: torch.device) -> tuple[StepRecord, dict[str, Content]]:
+    """Return the record of a batch and the values that it refers to; the loss is left to others.
+
+    Args:
+        words: what all plays said, in the order of samples.
+        device: where values are wanted.
+    """
+    pieces = [_Piece(samples, recording, _keys(recording)) for _, _, samples, recording in words]
+    order = list(dict.fromkeys(key for piece in pieces for key in piece.keys))
+    merger = _Merger(order, device)
+    calls = tuple(merger.call(key, pieces) for key in order)
+    returned = merger.value([piece.recording.returned for piece in pieces], pieces)
+    loss = LOSS if any(LOSS in _names(piece.recording.returned) for piece in pieces) else None
+    return StepRecord(calls, loss, returned, ()), merger.values
+
+
+def _names(returned: Any) -> list[str]:
+    found: list[str] = []
+    _walk(returned, lambda ref: found.append(ref.name))
+    return found
+
+
+def _walk(value: Any, visit: Callable[[Ref], None]) -> None:
+    if isinstance(value, Ref):
+        visit(value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _walk(item, visit)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _walk(item, visit)
+
+
+def _on_host(recording: Recording) -> Recording:
+    return replace(recording, results=[tensor.detach().cpu() for tensor in recording.results])
+
+
+def _keys(recording: Recording) -> tuple[Key, ...]:
+    counts: Counter[Key] = Counter()
+    keys = []
+    for call in recording.calls:
+        what: Key = ("log", call.name) if isinstance(call, LogCall) else ("metric", call.path, call.method)
+        keys.append((*what, str(counts[what])))
+        counts[what] += 1
+    return tuple(keys)
+
+
+class _Merger:
+    """Combine arguments of calls; tensors get names of their own."""
+
+    def __init__(self, order: Sequence[Key], device: torch.device) -> None:
+        self._places = {key: number for number, key in enumerate(order)}
+        self._device = device
+        self.values: dict[str, Content] = {}
+
+    def call(self, key: Key, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
+        """Return one call of all pieces that made it."""
+        speaking = [piece for piece in pieces if key in piece.calls]
+        calls = [piece.calls[key] for piece in speaking]
+        first = calls[0]
+        if isinstance(first, LogCall):
+            logs = [call for call in calls if isinstance(call, LogCall)]
+            how = first.kwargs.get("reduce_fx", "mean")
+            kwargs = {
+                name: (
+                    sum(int(call.kwargs[name]) for call in logs)
+                    if name == "batch_size" and isinstance(value, int)
+                    else self.value([call.kwargs.get(name) for call in logs], speaking)
+                )
+                for name, value in first.kwargs.items()
+            }
+            return replace(first, value=self.value([call.value for call in logs], speaking, how=how), kwargs=kwargs)
+        metrics = [call for call in calls if isinstance(call, MetricCall)]
+        args = tuple(self.value(list(each), speaking) for each in zip(*(call.args for call in metrics), strict=True))
+        kwargs = {name: self.value([call.kwargs[name] for call in metrics], speaking) for name in first.kwargs}
+        return replace(first, args=args, kwargs=kwargs)
+
+    def value(self, found: Sequence[Any], pieces: Sequence[_Piece], *, how: Any = "mean") -> Any:
+        """Return one value of all pieces."""
+        first = found[0]
+        if isinstance(first, Ref):
+            if first.name == LOSS:
+                return first
+            tensors = [piece.recording.results[int(ref.name)] for piece, ref in zip(pieces, found, strict=True)]
+            return self._named(_joined(tensors, [piece.samples for piece in pieces], how))
+        if isinstance(first, MetricValue):
+            return MetricValue(self._places[pieces[0].keys[first.call]])
+        if isinstance(first, Mapping):
+            return type(first)({k: self.value([one[k] for one in found], pieces, how=how) for k in first})
+        if type(first) in (list, tuple):
+            return type(first)(self.value(list(each), pieces, how=how) for each in zip(*found, strict=True))
+        if isinstance(first, (int, float)) and any(one != first for one in found):
+            numbers = [torch.tensor(float(one), dtype=torch.float64) for one in found]
+            return float(_joined(numbers, [piece.samples for piece in pieces], how))
+        return first
+
+    def _named(self, tensor: torch.Tensor) -> Ref:
+        name = f"said{len(self.values)}"
+        self.values[name] = tensor.to(self._device)
+        return Ref(name)
+
+
+def _joined(tensors: Sequence[torch.Tensor], samples: Sequence[int], how: Any) -> torch.Tensor:
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if first.ndim:
+        return torch.cat(list(tensors))
+    stacked = torch.stack(list(tensors))
+    named = getattr(how, "__name__", how)
+    if named in ("sum", "max", "min"):
+        return getattr(stacked, str(named))()
+    if not first.is_floating_point() and bool((stacked == first).all()):
+        return first
+    weights = torch.tensor(samples, dtype=torch.float64) / sum(samples)
+    mean = (stacked.to(torch.float64) * weights).sum()
+    return mean.to(first.dtype if first.is_floating_point() else torch.float32)

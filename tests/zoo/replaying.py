@@ -1,0 +1,141 @@
+"""Replay a step as stages on the local transport, and run it plainly with the same random numbers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pipe.capture import Request, flatten
+from lightning_pipe.capture.replay import Replay
+from lightning_pipe.capture.replay_scene import keyed, seed
+from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.step import Recording, recording_calls
+from lightning_pipe.capture.torch_private import checkpoint_only
+from lightning_pipe.capture.unit_trace import trace_units
+from lightning_pipe.capture.units import UnitTrace
+from lightning_pipe.runtime.executor import Executor, run_together
+from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.stage import State
+from lightning_pipe.runtime.transport.local import Hub
+from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verify import verify
+
+CPU = torch.device("cpu")
+SEED = 5
+Outcome = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A module with a batch, traced for replay."""
+
+    module: pl.LightningModule
+    batch: Any
+    sizes: tuple[int, ...]
+    request: Request
+    trace: UnitTrace
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate((0, *self.sizes[:-1])))
+
+
+def traced(module: pl.LightningModule, batch: Any, sizes: tuple[int, ...], *, parts: int = 3) -> Replayed:
+    tensors, structure = flatten(batch)
+    request = Request(module, "training_step", structure, samples=sizes[0] if len(sizes) > 1 else None)
+    return Replayed(module, batch, sizes, request, trace_units(request, tensors, parts=parts))
+
+
+def even_cuts(trace: UnitTrace, uncuttable: frozenset[int], stages: int) -> tuple[int, ...] | None:
+    """Return cuts that balance the seconds of the units; None if there are no such cuts."""
+    places = [p for p in range(1, len(trace.units)) if p not in uncuttable]
+    if len(places) < stages - 1:
+        return None
+
+    def load(cuts: tuple[int, ...]) -> float:
+        bounds = (0, *cuts, len(trace.units))
+        return max(sum(u.forward_s for u in trace.units[a:b]) for a, b in itertools.pairwise(bounds))
+
+    return min(itertools.combinations(places, stages - 1), key=load)
+
+
+def run_replayed(found: Replayed, *, ranks: int, schedule: str, cuts: tuple[int, ...]) -> Outcome:
+    """Return the losses by micro-batch, and the gradients by name."""
+    devices = [(rank,) for rank in range(ranks)]
+    layout = SCHEDULES[schedule].layout(devices, (len(cuts) + 1) // ranks)
+    modules = [copy.deepcopy(found.module) for _ in range(ranks)]
+    splits = [Replay(replace(found.request, module=module), found.trace).split(cuts) for module in modules]
+    order = order_of(schedule, layout=layout, microbatches=len(found.sizes))
+    program = verify(lower(order, layout=layout, sizes=found.sizes, traffic=splits[0].traffic))
+    hub = Hub()
+    executors = [
+        Executor(
+            split,
+            layout,
+            state=State(dict(m.named_parameters(remove_duplicate=False)), dict(m.named_buffers()), CPU),
+            transport=hub.endpoint(rank),
+            loss="loss",
+        )
+        for rank, (m, split) in enumerate(zip(modules, splits, strict=True))
+    ]
+    tensors, structure = flatten(found.batch)
+    cut = structure.cut() if found.request.samples is not None else (False,) * len(tensors)
+    job = Job(tuple(tensors), cut, found.offsets, seed=SEED, step=0)
+    outcomes = run_together(executors, program, [job] * ranks)
+    losses = {p.microbatch: p.content for o in outcomes for p in o.results.get("loss", ())}
+    gradients: dict[str, torch.Tensor] = {}
+    for module, executor in zip(modules, executors, strict=True):
+        trained = {name for stage in executor.stages.values() for name in stage.program.gradients.values()}
+        gradients |= {n: p.grad for n, p in module.named_parameters() if n in trained and p.grad is not None}
+    return [losses[m] for m in range(len(found.sizes))], gradients
+
+
+def run_plainly(found: Replayed) -> Outcome:
+    """Accumulate gradients of the plain module over the micro-batches, with the random numbers of a replay."""
+    module = copy.deepcopy(found.module)
+    tensors, structure = flatten(found.batch)
+    losses = []
+    for m, (offset, size) in enumerate(zip(found.offsets, found.sizes, strict=True)):
+        part = [t[offset : offset + size] if found.request.samples is not None and t.ndim else t for t in tensors]
+        key = RandomKey(SEED, 0, m)
+        with (
+            keyed(key, CPU),
+            recording_calls(module, Recording()),
+            checkpoint_only(lambda: False),
+            mock.patch.object(nn.Module, "__call__", _seeding(module, found.trace, key)),
+        ):
+            output = module.training_step(structure.fill(part), 0)
+        loss = output["loss"] if isinstance(output, dict) else output
+        weight = 1.0 if found.trace.combine == "sum" else size / sum(found.sizes)
+        loss.backward(torch.tensor(weight, dtype=loss.dtype).reshape(loss.shape))
+        losses.append(loss.detach().reshape(()))
+    return losses, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def _seeding(module: pl.LightningModule, trace: UnitTrace, key: RandomKey) -> Any:
+    plain, paths = nn.Module.__call__, {id(child): path for path, child in module.named_modules()}
+    called, inside = itertools.count(), [False]
+    units = {unit.path for unit in trace.units}
+
+    def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if inside[0] or paths.get(id(child)) not in units:
+            return plain(child, *args, **kwargs)
+        number = next(called)
+        seed(key, 2 * number + 1, CPU)
+        inside[0] = True
+        try:
+            result = plain(child, *args, **kwargs)
+        finally:
+            inside[0] = False
+        seed(key, 2 * number + 2, CPU)
+        return result
+
+    return call
