@@ -44,6 +44,19 @@ class Layers(pl.LightningModule):
         self.log("val_loss", F.cross_entropy(self(x), y))
 
 
+class Branching(Layers):
+    """The answer to a question about data changes after the first batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        if logits.detach().sum() > 0:
+            logits = logits * 0.5
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss)
+        return loss
+
+
 class Annealed(Layers):
     """The loss changes with the step, the batch and an attribute that a callback sets; values are read into Python."""
 
@@ -60,6 +73,16 @@ class Annealed(Layers):
         if self.global_step % 2 == 0:
             self.log("even", penalty)
         return {"loss": loss, "logits": logits.detach()}
+
+
+class Measured(Annealed):
+    """Validation reads a value into Python too."""
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.log("val_loss", F.cross_entropy(logits, y) * float(logits.abs().max()))
+        self.log("val_step", float(self.global_step))
 
 
 class Mixup(Layers):
@@ -84,7 +107,7 @@ class Wandering(Layers):
         return F.cross_entropy(self.head(x), y) * float(self.global_step + 1)
 
 
-MODULES = {cls.__name__: cls for cls in (Annealed, Mixup, Wandering)}
+MODULES = {cls.__name__: cls for cls in (Annealed, Branching, Measured, Mixup, Wandering)}
 
 
 class Scaler(pl.Callback):
@@ -124,6 +147,7 @@ def fitted(name: str, options: dict[str, Any], steps: int = 5) -> tuple[list[flo
         ("Annealed", 3, {"microbatches": 2, "layout": "2-1"}),
         ("Annealed", 2, {"microbatches": 4, "schedule": "interleaved"}),
         ("Mixup", 2, {"microbatches": 2, "schedule": "gpipe"}),
+        ("Measured", 2, {"microbatches": 2}),
     ],
 )
 def test_a_replayed_step_trains_as_on_one_device(name, ranks, options):
@@ -133,6 +157,19 @@ def test_a_replayed_step_trains_as_on_one_device(name, ranks, options):
     for found_losses, found, found_metrics in World(ranks).run(fitted, name, options):
         assert found_losses == pytest.approx(losses, rel=ROUNDING)
         assert found_metrics == pytest.approx(metrics, rel=1e-6)
+        for parameter, value in parameters.items():
+            torch.testing.assert_close(found[parameter], value, rtol=ROUNDING, atol=ROUNDING, msg=parameter)
+
+
+def test_an_answer_that_changes_leads_to_replay_before_the_step_is_applied(caplog):
+    """Captured as a graph with the first answer; the first batch with another one is run again."""
+    losses, parameters, _ = fitted("Branching", {"microbatches": 2, "capture": "replay"})
+    with caplog.at_level("INFO", logger="lightning_pipe"):
+        alone, _, _ = fitted("Branching", {"microbatches": 2})
+    assert alone == pytest.approx(losses, rel=ROUNDING)
+    assert sum("is replayed from now on: the answer to the question at" in text for text in caplog.messages) == 1
+    for found_losses, found, _ in World(2).run(fitted, "Branching", {"microbatches": 2}):
+        assert found_losses == pytest.approx(losses, rel=ROUNDING)
         for parameter, value in parameters.items():
             torch.testing.assert_close(found[parameter], value, rtol=ROUNDING, atol=ROUNDING, msg=parameter)
 
