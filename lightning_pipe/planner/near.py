@@ -36,7 +36,7 @@ Value: TypeAlias = tuple[float, float]  # bytes over memory, seconds
 Shape: TypeAlias = tuple[int, ...]  # replicas of each stage
 
 GROUPED = 5  # devices up to which all groupings are tried
-_BOUNDED = 130_000  # instructions that bounds may take the time of, some three seconds
+_BOUNDED = 300_000  # instructions that bounds may take the time of, some six seconds
 _PRICED = 2  # instructions in whose time a rank of a plan is priced
 _ROWS = 500  # plans in an array whose bounds take twice the time of one's
 _COUNTS = 2  # other numbers of micro-batches that are tried in other layouts
