@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import user_line
 from lightning_pipe.capture.torch_private import TorchDispatchMode, written_by
-from lightning_pipe.capture.unit_state import held_by, tensors_in
+from lightning_pipe.capture.unit_state import held_by, owners_of, tensors_in
 from lightning_pipe.capture.units import Change, Escape, Source, Sources
 
 _NOTHING: Sources = frozenset()
@@ -203,8 +203,9 @@ def _state_of(module: pl.LightningModule) -> Iterator[tuple[torch.Tensor, Source
     canonical: Mapping[str, str] = canonical_names(module)
     yield from ((p, ("parameter", canonical[name])) for name, p in module.named_parameters())
     yield from ((b, ("state", name)) for name, b in module.named_buffers())
-    for name, held in held_by(module).items():
-        yield from ((tensor, ("state", name)) for tensor in tensors_in(held.value))
+    for prefix, owner in owners_of(module):
+        for name, value in held_by(owner).content.items():
+            yield from ((tensor, ("state", prefix + name)) for tensor in tensors_in(value))
 
 
 def _needs_values(func: Any, args: Any) -> bool:

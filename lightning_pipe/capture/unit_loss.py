@@ -76,7 +76,9 @@ def _kind(node: Any, name: str) -> Literal["mean", "sum", "unknown"]:
 
 
 def combine_of(runs: Sequence[Reductions]) -> Literal["mean", "sum"]:
-    """Return how losses are combined, from runs with different numbers of samples."""
+    """Return how losses are combined, from runs with different numbers of samples; as a mean where there are none."""
+    if not runs:
+        return "mean"
     first = runs[0]
     if any(run.kinds != {"sum"} or len(run.factors) != len(first.factors) for run in runs):
         return "mean"

@@ -120,7 +120,7 @@ class Runner:
         """
         leaves = self._leaves(other)
         module = self.request.module
-        units, recording = _Units(module, chosen), Recording()
+        units, recording = _Units(module, chosen, watch=None if other else Watch(module)), Recording()
         follower = units.follower
         for leaf in leaves:
             follower.made_of.add(leaf, frozenset())
@@ -203,13 +203,13 @@ class Runner:
 
 
 class _Units:
-    """Intercept the calls of units, and note what they are given, return and change."""
+    """Intercept the calls of units, and note what they are given, return and (with a watch) change."""
 
-    def __init__(self, module: pl.LightningModule, chosen: frozenset[str]) -> None:
+    def __init__(self, module: pl.LightningModule, chosen: frozenset[str], *, watch: Watch | None) -> None:
         self._module = module
         self._paths = {identity: path for identity, path in call_paths(module).items() if path in chosen}
         self._parameters = frozenset(canonical_names(module))
-        self._watch = Watch(module)
+        self._watch = watch
         self._changes: list[Change] = []
         self._call = nn.Module.__call__
         self.follower = Follower(module)
@@ -242,9 +242,12 @@ class _Units:
             output = self._mark(output, unit, seen)
         finally:
             follower.inside = None
-        for name, value in self._watch.changed().items():
+        for name, value in self._changed():
             self._note_change_inside(name, value, unit)
         return output
+
+    def _changed(self) -> list[tuple[str, Any]]:
+        return [] if self._watch is None else list(self._watch.changed().items())
 
     def _note_saved(self, seen: Seen, own: set[Any], tensor: torch.Tensor) -> torch.Tensor:
         """Count what autograd keeps, but for inputs and state; a detached tensor holds no circle of references."""
@@ -282,7 +285,7 @@ class _Units:
 
     def look_at_state(self) -> None:
         """Note what glue has changed since the last unit."""
-        for name, value in self._watch.changed().items():
+        for name, value in self._changed():
             tensors = list(tensors_in(value))
             followed = bool(tensors) and name not in self._parameters and _is_tensors(value)
             reads = self.follower.reads(tensors)

@@ -22,6 +22,7 @@ from lightning_pipe.capture.hazards import AttributeGuard, attributes_of
 from lightning_pipe.capture.torch_private import TorchDispatchMode, written_by
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+_CHANGEABLE = (list, dict, set, deque)
 _DEEPEST = 4
 
 
@@ -47,16 +48,22 @@ def tensors_in(value: Any, *, objects: bool = False, depth: int = 0) -> Iterator
 
 @dataclass(frozen=True)
 class Held:
-    """One thing that a module holds: the object, and what there is inside it that can change."""
+    """What one module holds itself, not in sub-modules.
 
-    value: Any
-    inside: tuple[Any, ...] = ()
+    Attributes:
+        content: attributes, buffers and parameters by name.
+        inside: what there is inside collections that can change, and the address of a parameter's memory.
+    """
 
-    def is_as(self, other: Held) -> bool:
-        """Say whether nothing has changed."""
-        if not _same(self.value, other.value) or len(self.inside) != len(other.inside):
-            return False
-        return all(map(_same, self.inside, other.inside))
+    content: dict[str, Any]
+    inside: dict[str, tuple[Any, ...]]
+
+    def changed_since(self, before: Held) -> list[str]:
+        """Return the names of what is not as it was."""
+        old, new = before.content, self.content
+        changed = [name for name in new if name not in old or not _same(new[name], old[name])]
+        kept = [name for name, items in self.inside.items() if not _same_items(items, before.inside.get(name, items))]
+        return [*changed, *(name for name in kept if name not in changed), *(name for name in old if name not in new)]
 
 
 def _same(one: Any, two: Any) -> bool:
@@ -64,39 +71,46 @@ def _same(one: Any, two: Any) -> bool:
     return one is two or (isinstance(one, scalars) and type(one) is type(two) and one == two)
 
 
-def held_by(module: pl.LightningModule) -> dict[str, Held]:
-    """Return all that a module and its sub-modules hold, by path; torchmetrics objects are left alone."""
-    found: dict[str, Held] = {}
-    for path, owner in module.named_modules():
-        if isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection)):
-            continue
-        prefix = f"{path}." if path else ""
-        for name, value in attributes_of(owner).items():
-            found[prefix + name] = Held(value, () if name in _TORCHS_OWN else _inside(value))
-        found.update((prefix + name, Held(b)) for name, b in owner.named_buffers(recurse=False))
-        found.update((prefix + n, Held(p, (p.data_ptr(),))) for n, p in owner.named_parameters(recurse=False))
-    return found
+def _same_items(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
+    return len(one) == len(two) and all(map(_same, one, two))
+
+
+def owners_of(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:
+    """Return the module and its sub-modules with the beginning of their names; torchmetrics objects are left alone."""
+    metrics = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    named = ((path, owner) for path, owner in module.named_modules() if not isinstance(owner, metrics))
+    return [(f"{path}." if path else "", owner) for path, owner in named]
+
+
+def held_by(owner: nn.Module) -> Held:
+    """Return what a module holds now."""
+    content = {name: value for name, value in attributes_of(owner).items() if name not in _TORCHS_OWN}
+    inside = {name: _inside(value) for name, value in content.items() if isinstance(value, _CHANGEABLE)}
+    parameters = dict(owner.named_parameters(recurse=False))
+    content.update(owner.named_buffers(recurse=False))
+    return Held({**content, **parameters}, {**inside, **{name: (p.data_ptr(),) for name, p in parameters.items()}})
 
 
 def _inside(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return (*value, *value.values())
-    return tuple(value) if isinstance(value, (list, set, deque)) else ()
+    return (*value, *value.values()) if isinstance(value, dict) else tuple(value)
 
 
 class Watch:
     """Tell what has changed since the last question."""
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self._before = held_by(module)
+        self._owners = owners_of(module)
+        self._before = [held_by(owner) for _, owner in self._owners]
 
     def changed(self) -> dict[str, Any]:
         """Return what is held now, by path, where it differs; None for what is gone."""
-        before, now = self._before, held_by(self._module)
+        before, now = self._before, [held_by(owner) for _, owner in self._owners]
         self._before = now
-        names = [n for n in {**before, **now} if n not in before or n not in now or not now[n].is_as(before[n])]
-        return {name: now[name].value if name in now else None for name in names}
+        return {
+            prefix + name: new.content.get(name)
+            for (prefix, _), old, new in zip(self._owners, before, now, strict=True)
+            for name in new.changed_since(old)
+        }
 
 
 class Kept:

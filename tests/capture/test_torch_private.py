@@ -118,3 +118,30 @@ def test_a_profile_tells_every_allocation_in_order_and_that_it_runs():
     assert [e.host_bytes for e in changes] == [1000, -1000, 3000]
     (mine,) = (e for e in events if e.name == "mine")
     assert all(mine.start_ns <= e.start_ns <= mine.end_ns for e in changes)
+
+
+def test_schemas_say_which_arguments_are_written_to():
+    x, y, mean, variance = torch.randn(4, 3), torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    seen: list[list[torch.Tensor]] = []
+
+    class Writes(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(private.written_by(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Writes():
+        x.add_(1)
+        torch.mul(x, 2, out=y)
+        torch._foreach_mul_([x, y], 2.0)
+        x.add(1)
+        nn.functional.batch_norm(x, mean, variance, training=True)
+        nn.functional.batch_norm(x, mean, variance, training=False)
+    written = [[id(tensor) for tensor in tensors] for tensors in seen if tensors]
+    assert written == [[id(x)], [id(y)], [id(x), id(y)], [id(mean), id(variance)]]
+
+
+def test_hooks_on_saved_tensors_are_noticed_inside_them_only():
+    assert not private.has_hooks_on_saved_tensors()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert private.has_hooks_on_saved_tensors()
+    assert not private.has_hooks_on_saved_tensors()
