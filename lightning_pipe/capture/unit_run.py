@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -172,12 +172,14 @@ class Runner:
             p.grad = None
         return seconds, trained
 
-    def _scene(self, recording: Recording) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        stack.enter_context(recording_calls(self.request.module, recording))
-        stack.enter_context(torch.set_grad_enabled(self.request.method == "training_step"))
-        stack.enter_context(self.request.context())
-        return stack
+    @contextlib.contextmanager
+    def _scene(self, recording: Recording) -> Iterator[None]:
+        with (
+            recording_calls(self.request.module, recording),
+            torch.set_grad_enabled(self.request.method == "training_step"),
+            self.request.context(),
+        ):
+            yield
 
     def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
         step: Callable[..., Any] = getattr(self.request.module, self.request.method)
