@@ -10,12 +10,10 @@ and relieve their stages alike (`Judge`). Of long programs with many equal repli
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_pipe.collection import without_collection
 from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.prices import Prices
@@ -124,7 +122,7 @@ class Judge:
             part = fold(sizes, prices=prices, cluster=self._problem.cluster)
         else:
             part = whole(prices.layout, sizes)
-        with _uncollected():
+        with without_collection():  # programs have no cycles
             program = self._program(plan, part, prices)
             timeline = simulate(program, prices)
             curves = memory_curves(timeline, program=program, prices=prices)
@@ -155,18 +153,6 @@ class Judge:
             _check_swaps(prices, self._problem.cluster)
             self._prices[key] = prices
         return self._prices[key]
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Hold the collector of reference cycles back: programs have none, and it would walk over them again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:

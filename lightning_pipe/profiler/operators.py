@@ -17,7 +17,6 @@ in common (caches, memory bandwidth) is as busy as in training:
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from lightning_pipe.capture import Capture
 from lightning_pipe.capture.calls import operator_calls
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.randomness import undisturbed
+from lightning_pipe.collection import without_collection
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.profiler.arguments import Maker
 from lightning_pipe.profiler.cache import Timing, Timings, digest, load_timings, store_timings
@@ -86,7 +86,7 @@ class Operators:
         self._capture, self._device = capture, device
         fitting = [n for n in sorted(set(sizes)) if not capture.misfit(n)]
         self.sizes: tuple[int, ...] = tuple(fitting) or (capture.graph.samples,)
-        with _without_collection():  # which takes longer than the work where a graph has made many objects
+        with without_collection():  # which takes longer than the work where a graph has made many objects
             self._courses = {n: self._course(n) for n in self.sizes}
 
     def _course(self, samples: int) -> Course:
@@ -177,16 +177,5 @@ def _joint(capture: Capture, samples: int) -> JointGraph:
 @contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
     """Run as stages do, without garbage collection in between, and leave torch's random state as it is."""
-    with _without_collection(), torch.no_grad(), undisturbed(device):
+    with without_collection(), torch.no_grad(), undisturbed(device):
         yield
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
