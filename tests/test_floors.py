@@ -5,7 +5,7 @@
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
     floor 1  core
-    floor 0  errors, below units
+    floor 0  errors, below units and collection
 
 Neighbours on a floor do not see each other. Imports hidden in functions count.
 """
