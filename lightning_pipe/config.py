@@ -46,6 +46,7 @@ class DappleConfig:
         cache: directory where measured times are kept; None takes the user's cache directory, "off" keeps nothing.
         capture: route by which the step becomes stages: "joint" as one graph, "replay" by running its Python on every
             rank, "auto" the first that can.
+        check: whether the captured step is compared with the plain one before training, on the first micro-batch.
         batch_dim: dimension of the batch's tensors along which samples lie.
         seed: seed of the random numbers inside the step; None takes torch's own seed.
         exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
@@ -71,6 +72,7 @@ class DappleConfig:
     cluster: str | None = None
     cache: str | None = None
     capture: str = "auto"
+    check: bool = True
     batch_dim: int = 0
     seed: int | None = None
     exact_ties: bool = False
@@ -194,6 +196,7 @@ _RULES = {
     "cluster": _Rule(str, "the path of a cluster file or the name of a preset"),
     "cache": _Rule(str, "the path of a directory, or 'off'"),
     "capture": _choice(("auto", "joint", "replay")),
+    "check": _Rule(bool, "true or false"),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),
     "exact_ties": _Rule(bool, "true or false"),

@@ -52,20 +52,20 @@ class Replay:
     """
 
     def __init__(self, request: Request, trace: UnitTrace) -> None:
-        self._request, self._trace = request, trace
+        self._request, self.trace = request, trace
         self._now = Now(request.arguments)
         self._aliases = canonical_names(request.module)
 
     @property
     def record(self) -> StepRecord:
         """Return what is known of the step's words before it runs: that it has a loss."""
-        loss = LOSS if self._trace.loss is not None else None
+        loss = LOSS if self.trace.loss is not None else None
         return StepRecord((), loss, Ref(LOSS) if loss else None, ())
 
     @cached_property
     def graph(self) -> Graph:
         """Return the units as a graph."""
-        return _graph(self._layers, self._trace, self._names, self._request)
+        return _graph(self._layers, self.trace, self._names, self._request)
 
     @cached_property
     def profile(self) -> Profile:
@@ -78,20 +78,20 @@ class Replay:
         """Name every unit by its path; calls after the first by their number too."""
         counts: dict[str, int] = defaultdict(int)
         names = []
-        for unit in self._trace.units:
+        for unit in self.trace.units:
             counts[unit.path] += 1
             names.append(unit.path if counts[unit.path] == 1 else f"{unit.path}#{counts[unit.path]}")
         return tuple(names)
 
     @cached_property
     def _layers(self) -> Layers:
-        module, samples = self._request.module, self._trace.samples
+        module, samples = self._request.module, self.trace.samples
         seen: set[str] = set()
         layers = []
-        for k, (unit, name) in enumerate(zip(self._trace.units, self._names, strict=True)):
+        for k, (unit, name) in enumerate(zip(self.trace.units, self._names, strict=True)):
             new = [p for p in unit.parameters if p not in seen]
             seen.update(new)
-            outputs = (LayerOutput(sum(map(_bytes, unit.outputs)) / samples, readers_of(self._trace, k)),)
+            outputs = (LayerOutput(sum(map(_bytes, unit.outputs)) / samples, readers_of(self.trace, k)),)
             weight = sum(module.get_parameter(p).nbytes for p in new)
             layers.append(
                 Layer(name, unit.path, unit.forward_s, unit.backward_s, weight, outputs, unit.saved_bytes / samples)
@@ -109,8 +109,8 @@ class Replay:
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""
-        if self._request.samples is None and samples != self._trace.samples:
-            return f"its batches cannot be cut, and it was traced with {self._trace.samples} samples"
+        if self._request.samples is None and samples != self.trace.samples:
+            return f"its batches cannot be cut, and it was traced with {self.trace.samples} samples"
         return ""
 
     def changed(self) -> str:
@@ -132,13 +132,13 @@ class Replay:
                 "exact_ties needs the step as one graph, but this step is replayed. Remove exact_ties; gradients of "
                 "parameters that several stages use are then added once per step, which differs by rounding only."
             )
-        wrong = sorted(uncuttable(self._trace).intersection(cuts))
+        wrong = sorted(uncuttable(self.trace).intersection(cuts))
         if wrong:
             raise PlanError(
                 f"The step cannot be cut before {self._names[wrong[0]]}: a stage before it would need what only stages "
                 "behind it know (state that the step keeps, or a shape that depends on data)."
             )
-        return _Splitter(self._request, self._trace, self._aliases, self._now).split(cuts)
+        return _Splitter(self._request, self.trace, self._aliases, self._now).split(cuts)
 
 
 def _bytes(output: Output) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -92,14 +93,19 @@ def transfer(module: pl.LightningModule, batch: Any, device: Any) -> Any:
 
 
 @contextlib.contextmanager
-def on_host(module: pl.LightningModule) -> Iterator[None]:
-    """Let `module.device` say that the module is on the host, where it is, inside."""
+def located(module: pl.LightningModule, device: torch.device) -> Iterator[None]:
+    """Let `module.device` say that the module is on this device, inside."""
     before = module._device
-    module._device = torch.device("cpu")
+    module._device = device
     try:
         yield
     finally:
         module._device = before
+
+
+def on_host(module: pl.LightningModule) -> AbstractContextManager[None]:
+    """Let `module.device` say that the module is on the host, where it is, inside."""
+    return located(module, torch.device("cpu"))
 
 
 def skip_hook_before_transfer(module: pl.LightningModule, skip: type) -> None:

@@ -38,6 +38,7 @@ from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.waiting import drive
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
+from lightning_pipe.strategy.check import check_captured
 from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.links import Links
@@ -165,6 +166,9 @@ class Pipeline:
         if not self._sizes(captured.capture, samples):
             captured = self._capture_for(call, samples)
             cuts = self._cuts(captured.capture.graph)
+        if call.method == TRAINING and config.check:
+            first = max(slices(plan.layout, self._sizes(captured.capture, samples)[:1]))
+            check_captured(captured, call, samples=first, control=control, seed=self._seed)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout)
         self._steps[self._key(call)] = [step]
@@ -322,7 +326,7 @@ class Pipeline:
             )
         with torch.inference_mode(False):
             found = captured_by(route or self._config.capture, request, traced=partial(self._traced, call))
-            return Captured(found, reader, texts(call.structure.template))
+            return Captured(found, request, reader, texts(call.structure.template))
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture import Capture
+from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.stage_program import Split
@@ -39,9 +39,10 @@ from lightning_pipe.strategy.weights import Weights
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured step, and the texts of its batch with the reader that knows whether it looked at them."""
+    """A captured step with what was captured, and the texts of its batch with the reader that knows who read them."""
 
     capture: Capture | Replay
+    request: Request
     reader: Reader
     texts: tuple[str, ...]
 
