@@ -20,6 +20,7 @@ import inspect
 import random
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,7 @@ class TracedNumber:
 
 _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 _EQUAL = (torch.equal, torch.Tensor.equal)
+_SIZES = (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min)  # tracing may call them once more or less
 _CLOSE = (torch.allclose, torch.Tensor.allclose)
 _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
@@ -130,10 +132,12 @@ class Observer(TorchFunctionMode):
             if args[0].dtype == torch.bool:
                 return self._ask(args[0], line)
             return TracedNumber(args[0], line)
+        if func is torch.Tensor.__format__ and has_no_data(args[0]):
+            return format(TracedNumber(args[0], line))
         if func in _READS and has_no_data(args[0]):
             raise hazard(f"a tensor's value is read into Python ({_READS[func]})", line, self.module_path())
         name = getattr(func, "__name__", str(func))
-        if name != "__get__":
+        if name != "__get__" and func not in _SIZES:
             self.calls.append(((name, _describe(args), _describe(kwargs)), line))
         tag_nodes(self.module_path(), line)
         return func(*args, **kwargs)
@@ -265,7 +269,7 @@ def random_line(found: list[str]) -> Iterator[None]:
 
 
 class AttributeGuard:
-    """Undo what a step does to the attributes of the module, and say what it did.
+    """Undo what a step does to the attributes of the module and to collections among them, and say what it did.
 
     torchmetrics objects are left alone: their calls are recorded instead of made.
     """
@@ -277,17 +281,23 @@ class AttributeGuard:
             if not isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection))
         ]
         self._before = [attributes_of(owner) for _, owner in self._owners]
+        self._inside = [
+            {name: value.copy() for name, value in before.items() if type(value) in _COLLECTIONS}
+            for before in self._before
+        ]
 
     def restore(self) -> list[str]:
         """Restore all attributes; return `path.name` of those that the step had changed."""
         changed = []
-        for (path, owner), before in zip(self._owners, self._before, strict=True):
+        for (path, owner), before, inside in zip(self._owners, self._before, self._inside, strict=True):
+            prefix = f"{path}." if path else ""
+            changed += [prefix + name for name, content in inside.items() if refill(before[name], content)]
             now = attributes_of(owner)
             names = [n for n in {**before, **now} if n not in before or n not in now or now[n] is not before[n]]
             for name in names:
                 if name in before and name in now and _equal_scalars(before[name], now[name]):
                     continue
-                changed.append(f"{path}.{name}" if path else name)
+                changed.append(prefix + name)
                 if name in before:
                     owner.__dict__[name] = before[name]
                 else:
@@ -295,6 +305,17 @@ class AttributeGuard:
         return changed
 
 
+def refill(collection: Any, content: Any) -> bool:
+    """Give a list, dict, set or queue its content back; return whether it had another."""
+    same = len(collection) == len(content) and all(a is b for a, b in zip(collection, content, strict=True))
+    if same and not (isinstance(content, dict) and any(collection[key] is not content[key] for key in content)):
+        return False
+    collection.clear()
+    (collection.extend if isinstance(collection, (list, deque)) else collection.update)(content)
+    return True
+
+
+_COLLECTIONS = (list, dict, set, deque)
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "training", "_trainer", "log", "log_dict"})
 _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
 _LIGHTNING = frozenset(vars(pl.LightningModule()))
@@ -316,14 +337,16 @@ def _equal_scalars(one: Any, two: Any) -> bool:
 def assignment_line(module: pl.LightningModule, attribute: str) -> str:
     """Return the line of the module's source that assigns `self.<name>`, "" if it cannot be found."""
     path, _, name = attribute.rpartition(".")
-    owner = type(module.get_submodule(path))
-    try:
-        source, start = inspect.getsourcelines(owner)
-        file = inspect.getsourcefile(owner)
-    except (OSError, TypeError):
-        return ""
-    init = [i for i, text in enumerate(source) if f"self.{name}" in text and "=" in text.split(f"self.{name}", 1)[1]]
-    return f"{file}:{start + init[-1]} in {owner.__name__}" if init else ""
+    for owner in type(module.get_submodule(path)).__mro__:
+        try:
+            source, start = inspect.getsourcelines(owner)
+            file = inspect.getsourcefile(owner)
+        except (OSError, TypeError):
+            continue
+        lines = [i for i, text in enumerate(source) if "=" in text.partition(f"self.{name}")[2]]
+        if lines:
+            return f"{file}:{start + lines[-1]} in {owner.__name__}"
+    return ""
 
 
 class Watched:

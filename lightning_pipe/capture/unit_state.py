@@ -18,7 +18,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.hazards import AttributeGuard, attributes_of
+from lightning_pipe.capture.hazards import AttributeGuard, attributes_of, refill
 from lightning_pipe.capture.torch_private import TorchDispatchMode, written_by
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -148,28 +148,17 @@ def left_as_it_was(module: pl.LightningModule) -> Iterator[Kept]:
             p.grad = gradient
 
 
-def _undo(module: pl.LightningModule) -> list[Callable[[], None]]:
-    actions: list[Callable[[], None]] = []
+def _undo(module: pl.LightningModule) -> list[Callable[[], object]]:
+    actions: list[Callable[[], object]] = []
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers, owner._modules):
-            actions.append(partial(_refill, table, dict(table)))
+            actions.append(partial(refill, table, dict(table)))
         if isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection)):
             continue
         actions.append(partial(setattr, owner, "training", owner.training))
-        for name, value in attributes_of(owner).items():
-            if name not in _TORCHS_OWN and type(value) in (list, dict, set, deque):
-                actions.append(partial(_refill, value, value.copy()))
     actions += [partial(_put_back, p, p.data, p.requires_grad) for p in module.parameters()]
     actions += [partial(_put_content_back, b, b.detach().clone()) for b in module.buffers()]
     return actions
-
-
-def _refill(container: Any, content: Any) -> None:
-    same = len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
-    if same and not (isinstance(content, dict) and any(container[key] is not content[key] for key in content)):
-        return
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 def _put_back(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool) -> None:
