@@ -17,19 +17,19 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, TypeAlias
-from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure
-from lightning_pipe.capture.replay_scene import hung, keyed, seed
+from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_values import filled, lifted, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
-from lightning_pipe.capture.step import Recording, recording_calls
-from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, checkpoint_only
+from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
+from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.errors import PipelineError
 
@@ -130,9 +130,16 @@ class Player:
         self._tapes: dict[int, _Tape] = {}
         self._fakes: dict[tuple[int, int], Any] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._paths = {id(child): path for path, child in step.module.named_modules()}
-        self._called = frozenset(unit.path for unit in self._units)
+        called = {unit.path for unit in self._units}
+        self._modules = [child for path, child in step.module.named_modules() if path in called]
+        self._paths = {id(child): path for path, child in step.module.named_modules() if path in called}
+        self._metrics = metrics_in(step.module)
         self._absent = self._fake_parameters()
+
+    @cached_property
+    def _slots(self) -> dict[str, Slot]:
+        own = itertools.chain(*self._part.parameters.values())
+        return slots_of(self._step.module, (*own, *self._part.buffers, *self._part.absent))
 
     @property
     def is_last(self) -> bool:
@@ -168,13 +175,13 @@ class Player:
         recording = Recording()
         with contextlib.ExitStack() as stack:
             for entered in (
-                hung(self._step.module, {**state, **apart, **self._absent}),
+                hung(self._slots, {**state, **apart, **self._absent}),
                 checkpoint_only(lambda: play.is_inside),
                 keyed(key, self._step.device),
-                recording_calls(self._step.module, recording),
+                recording_calls(self._step.module, recording, self._metrics),
                 torch.set_grad_enabled(self._step.has_backward),
                 self._step.context(),
-                mock.patch.object(nn.Module, "__call__", play.interceptor()),
+                answered_calls(self._modules, play.answer),
             ):
                 stack.enter_context(entered)
             output = play.run(lambda: self._call(leaves))
@@ -270,15 +277,13 @@ class Player:
             self._fakes[k, samples] = filled(unit.template, tensors)
         return self._fakes[k, samples]
 
-    def number(self, module: nn.Module, called: int) -> int | None:
-        """Return the number of the unit that a call of a module is, None if it is glue.
+    def number(self, module: nn.Module, called: int) -> int:
+        """Return the number of the unit that a call of a module is.
 
         Raises:
             PipelineError: if another unit comes next.
         """
-        path = self._paths.get(id(module))
-        if path not in self._called:
-            return None
+        path = self._paths[id(module)]
         if called < len(self._units) and self._units[called].path == path:
             return called
         expected = self._units[called].path if called < len(self._units) else "the end of the step"
@@ -309,26 +314,18 @@ class _Play:
         self.sent: dict[int, Tensors] = {}
         self.leaves: dict[int, Tensors] = {}
 
-    def interceptor(self) -> Callable[..., Any]:
-        """Return what is called instead of sub-modules."""
-        plain = nn.Module.__call__
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            number = None if self.is_inside else self._player.number(module, self._called)
-            if number is None:
-                return plain(module, *args, **kwargs)
-            part = self._player.part
-            if number >= part.end:
-                raise _TheRestIsOthers
-            self._called += 1
-            if number < part.begin:
-                result = self._of_others(number)
-            else:
-                result = self._own(number, lambda: plain(module, *args, **kwargs))
-            seed(self._key, 2 * number + 2, self._player.step.device)
-            return result
-
-        return call
+    def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of a unit's module."""
+        if self.is_inside:
+            return call(*args, **kwargs)
+        part, number = self._player.part, self._player.number(module, self._called)
+        if number >= part.end:
+            raise _TheRestIsOthers
+        self._called += 1
+        own = partial(self._own, number, partial(call, *args, **kwargs))
+        result = self._of_others(number) if number < part.begin else own()
+        self._seed(2 * number + 2)
+        return result
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step as far as this stage does; return its result, None before its end."""
@@ -345,7 +342,7 @@ class _Play:
         return output
 
     def _own(self, number: int, call: Callable[[], Any]) -> Any:
-        seed(self._key, 2 * number + 1, self._player.step.device)
+        self._seed(2 * number + 1)
         self.is_inside = True
         try:
             result = call()
@@ -358,6 +355,10 @@ class _Play:
         outputs = self._player.step.trace.units[number].outputs
         handed = [t.clone() if o.is_overwritten else t for t, o in zip(tensors, outputs, strict=True)]
         return replaced(result, handed)
+
+    def _seed(self, number: int) -> None:
+        step = self._player.step
+        seed(self._key, number, step.device, all_generators=step.trace.is_random_in_python)
 
     def _checked(self, number: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         unit = self._player.step.trace.units[number]

@@ -24,6 +24,8 @@ def size_of(output: Output, samples: int) -> tuple[int, ...]:
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
     """List the tensors of what a unit returned, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
     found: list[torch.Tensor] = []
     apply_to_collection(result, torch.Tensor, found.append)
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -248,9 +248,23 @@ class _ModulePath:
             del self._stack[1:]
 
 
+def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the torchmetrics objects of a module by name."""
+    metrics = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    return {name: part for name, part in module.named_modules() if isinstance(part, metrics)}
+
+
 @contextlib.contextmanager
-def recording_calls(module: pl.LightningModule, recording: Recording) -> Iterator[None]:
-    """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them."""
+def recording_calls(
+    module: pl.LightningModule, recording: Recording, metrics: Mapping[str, nn.Module] | None = None
+) -> Iterator[None]:
+    """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them.
+
+    Args:
+        module: the user's module.
+        recording: where to.
+        metrics: what `metrics_in(module)` has found before; looked for if not given.
+    """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch")
@@ -284,9 +298,7 @@ def recording_calls(module: pl.LightningModule, recording: Recording) -> Iterato
 
         return record
 
-    metrics = {
-        n: m for n, m in module.named_modules() if isinstance(m, (torchmetrics.Metric, torchmetrics.MetricCollection))
-    }
+    metrics = metrics_in(module) if metrics is None else metrics
     paths = {id(metric): name for name, metric in metrics.items()}
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in [

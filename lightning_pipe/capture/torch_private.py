@@ -13,7 +13,8 @@
 * `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
-* `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module.
+* `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module, and what a call of a module
+  does instead of `Module._call_impl` if it is there.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
 * `checkpoint._checkpoint_without_reentrant_generator`, `CheckpointFunction`: what `torch.utils.checkpoint.checkpoint`
   looks up when it is called.
@@ -26,7 +27,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -66,6 +68,7 @@ __all__ = [
     "StatelessSymbolicContext",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "answered_calls",
     "aot_export_joint_with_descriptors",
     "argument_names",
     "checkpoint_only",
@@ -198,6 +201,24 @@ def unchecked_distributions() -> Iterator[None]:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Say whether a module was given to `torch.compile`, by function or by method."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+@contextlib.contextmanager
+def answered_calls(modules: Iterable[torch.nn.Module], answer: Callable[..., Any]) -> Iterator[None]:
+    """Let `answer(module, call, *args, **kwargs)` answer calls of these modules; `call` is what they would have done.
+
+    Calls of other modules cost nothing, as they would if `Module.__call__` were replaced.
+    """
+    before = [(module, vars(module).get("_compiled_call_impl")) for module in modules]
+    try:
+        for module, compiled in before:
+            vars(module)["_compiled_call_impl"] = partial(answer, module, compiled or module._call_impl)
+        yield
+    finally:
+        for module, compiled in before:
+            del vars(module)["_compiled_call_impl"]
+            if compiled is not None:
+                vars(module)["_compiled_call_impl"] = compiled
 
 
 @contextlib.contextmanager

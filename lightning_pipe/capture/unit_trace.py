@@ -60,10 +60,12 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         kept.restore()
         count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
         others = [runner.followed(chosen, kept, other=number) for number in range(1, count + 1)]
+        in_python = drawn()
     calls = units_of(tree, chosen)
     for paths in ([call.path for call in calls], *([seen.path for seen in other.seen] for other in others)):
         _compare([seen.path for seen in run.seen], paths)
-    return _described(request, run, others, [call.seconds for call in calls])
+    trace = _described(request, run, others, [call.seconds for call in calls])
+    return replace(trace, is_random_in_python=in_python)
 
 
 def _separated(runner: Runner, tree: Call, parts: int, kept: Kept) -> tuple[frozenset[str], Run]:
@@ -112,6 +114,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         loss=run.loss,
         combine=combine_of([one.reductions for one in runs if one.reductions is not None]),
         is_random=run.is_random,
+        is_random_in_python=False,
     )
 
 

@@ -126,6 +126,7 @@ class UnitTrace:
         loss: type of the loss; None if the step has none.
         combine: how losses of micro-batches make that of the batch.
         is_random: whether torch's random numbers are drawn, by units or glue.
+        is_random_in_python: whether Python's or NumPy's are.
     """
 
     units: tuple[Unit, ...]
@@ -137,3 +138,4 @@ class UnitTrace:
     loss: torch.dtype | None
     combine: Literal["mean", "sum"]
     is_random: bool
+    is_random_in_python: bool

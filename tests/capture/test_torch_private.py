@@ -88,6 +88,26 @@ def test_a_compiled_module_is_recognised():
     assert not private.is_compiled(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_calls_of_chosen_modules_are_answered(is_compiled):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x, heard = torch.ones(1, 2), []
+    expected = model(x)
+    if is_compiled:
+        model[0].compile(backend="eager")
+    before = dict(vars(model[0]))
+
+    def answer(module, call, *args):
+        heard.append(module)
+        return call(*args)
+
+    with private.answered_calls([model[0]], answer):
+        torch.testing.assert_close(model(x), expected)
+    assert heard == [model[0]] and vars(model[0]) == before
+    model(x)
+    assert len(heard) == 1
+
+
 @pytest.mark.parametrize(
     ("call", "shares"),
     [
