@@ -117,14 +117,14 @@ class GraphDice(TorchDispatchMode):
     def unmatched(self) -> str:
         """Return "" if all random operations were those of the graph, else which is not."""
         if not self._reason and self._drawn != len(self._expected):
-            self._note(f"the plain step draws {self._drawn} times, the graph {len(self._expected)} times")
+            self._note(f"it makes {self._drawn} draws in the plain step and {len(self._expected)} in the graph")
         return self._reason
 
     def _note(self, reason: str) -> None:
         self._reason = self._reason or reason
 
 
-def _fill_with_mask(noise: torch.Tensor, keep: float, **_: Any) -> torch.Tensor:
+def _fill_with_mask(noise: torch.Tensor, keep: float = 0.5, **_: Any) -> torch.Tensor:
     """Fill with the mask of the fused dropout."""
     return noise.copy_(torch.native_dropout(torch.ones_like(noise), 1 - keep, True)[1])
 

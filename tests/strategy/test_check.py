@@ -1,0 +1,181 @@
+"""A captured step that computes something else than the step is refused before training; one that agrees is not.
+
+The plain step draws what the graph draws, whatever it draws with; where it cannot, nothing is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe.capture import Request, capture_step, flatten
+from lightning_pipe.strategy.check import Incomparable, differences
+from ranks.world import Raised, World
+from strategy.fits import dapple, make_trainer
+
+SAMPLES, WIDTH = 4, 6
+
+
+class Chain(pl.LightningModule):
+    """Linear layers with something between them."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = F.relu) -> None:
+        super().__init__()
+        self.layers, self.between = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), between
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for layer in self.layers:
+            batch = self.between(layer(batch))
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Deceptive(nn.Module):
+    """Double what is given, but only when nobody looks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.compiler.is_compiling() else 2 * x
+
+
+class Counting:
+    """Count calls where nobody looks for state: in an object that is no module."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+WRONG = {"joint": Deceptive, "replay": Counting}
+
+
+def fit_wrong(capture: str, **options: Any) -> list[float]:
+    """Fit a module whose captured step is another; a worker function."""
+    torch.manual_seed(0)
+    module = Chain(WRONG[capture]())
+    batches = DataLoader(torch.randn(8, WIDTH), batch_size=8)
+    trainer = make_trainer(dapple(capture=capture, microbatches=2, **options), max_steps=1)
+    trainer.fit(module, batches)
+    return [float(p.detach().sum()) for p in module.parameters()]
+
+
+@pytest.mark.parametrize("capture", WRONG)
+def test_a_captured_step_that_is_wrong_is_refused_on_every_rank(capture):
+    advice = 'Set capture="replay"' if capture == "joint" else "Please report"
+    for result in World(2).results(fit_wrong, capture):
+        assert isinstance(result, Raised) and result.kind == "CaptureError", result
+        for words in (
+            f"Chain.training_step, captured by the route {capture}, does not compute",
+            "on the first micro-batch (4 samples, the same random numbers) its loss is ",
+            "and the gradient of layers.",
+            ": Linear) has ",
+            "rounding in float32 explains 3.5e-04",
+            advice,
+            "check=false",
+        ):
+            assert words in result.text, f"{words!r} is missing in {result.text}"
+
+
+def test_the_check_can_be_switched_off():
+    one, other = World(2).run(fit_wrong_unchecked)
+    assert one == other
+
+
+def fit_wrong_unchecked() -> list[float]:
+    return fit_wrong("joint", check=False)
+
+
+def test_agreement_is_one_line_of_the_log(caplog):
+    with caplog.at_level("INFO", logger="lightning_pipe"):
+        trainer = make_trainer(dapple(microbatches=2), max_steps=1)
+        trainer.fit(Chain(), DataLoader(torch.randn(8, WIDTH), batch_size=8))
+    assert sum("agrees with the plain step on the first micro-batch of 4 samples" in m for m in caplog.messages) == 1
+
+
+def compared(module: pl.LightningModule, batch: torch.Tensor):
+    """Capture the step and compare it with the plain one."""
+    request = Request(module, "training_step", flatten(batch)[1], samples=SAMPLES)
+    return differences(capture_step(request), request, [batch], samples=SAMPLES, seed=3)
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    heads = x.reshape(len(x), 1, 2, WIDTH // 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).reshape(x.shape)
+
+
+def one_after_the_other(*draws: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: list(accumulate(draws, lambda given, draw: draw(given), initial=x))[-1]
+
+
+RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": one_after_the_other(
+        F.dropout,
+        lambda x: F.dropout(x + 0.0, p=0.2, inplace=True),
+        lambda x: torch.dropout(x, 0.4, True),
+        lambda x: F.dropout(x.t()).t(),
+        lambda x: F.dropout1d(x[:, :, None]).squeeze(2),
+        F.alpha_dropout,
+    ),
+    "attention": attention,
+    "distribution": lambda x: torch.distributions.Normal(x, x.exp()).rsample(),
+    "others": one_after_the_other(
+        lambda x: F.dropout(x + torch.randn_like(x)),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.7),
+        lambda x: x * torch.rand(x.size(0), 1),
+        lambda x: x[torch.randperm(x.size(0))],
+        lambda x: F.rrelu(x, training=True),
+        lambda x: x * torch.multinomial(x.softmax(1), 1),
+        F.gumbel_softmax,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_plain_step_draws_what_the_graph_draws(name):
+    torch.manual_seed(0)
+    module, batch = Chain(RANDOM[name]).train(), torch.randn(SAMPLES, WIDTH)
+    before = torch.get_rng_state()
+    for difference in compared(module, batch):
+        assert difference.relative <= difference.allowed, difference
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("plain", "traced", "words"),
+    [
+        (F.dropout, F.relu, "draw 1 is bernoulli in the plain step and nothing in the graph"),
+        (F.relu, F.dropout, "it makes 0 draws in the plain step and 3 in the graph"),
+        (F.gumbel_softmax, F.dropout, "draw 1 is exponential in the plain step and native_dropout in the graph"),
+    ],
+)
+def test_steps_that_draw_otherwise_are_not_compared(plain, traced, words):
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return traced(x) if torch.compiler.is_compiling() else plain(x)
+
+    with pytest.raises(Incomparable, match=words):
+        compared(Chain(between), torch.randn(SAMPLES, WIDTH))
+
+
+def test_a_module_without_memory_is_not_compared():
+    with pytest.raises(Incomparable, match="the module is on the meta device"):
+        compared(Chain().to("meta"), torch.randn(SAMPLES, WIDTH))
+
+
+def test_what_rounding_leaves_of_a_gradient_is_not_a_difference():
+    """A bias before a batch norm has a gradient of zero, but for rounding."""
+    norm = nn.BatchNorm1d(WIDTH)
+    loss, worst = compared(Chain(norm), torch.randn(SAMPLES, WIDTH))
+    assert max(loss.relative, worst.relative) <= worst.allowed
+    assert int(norm.num_batches_tracked) == 0 and torch.equal(norm.running_mean, torch.zeros(WIDTH))
