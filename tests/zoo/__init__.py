@@ -1,6 +1,6 @@
 """Small LightningModules in the style of real projects, by name. Steps that a graph cannot hold are among them."""
 
-from zoo import audio, generative, habits, language, representation, structured, vision
+from zoo import audio, generative, habits, language, projects, representation, structured, vision
 from zoo.entry import Entry
 
 ZOO: dict[str, Entry] = {
@@ -11,6 +11,7 @@ ZOO: dict[str, Entry] = {
     **structured.ENTRIES,
     **audio.ENTRIES,
     **habits.ENTRIES,
+    **projects.ENTRIES,
 }
 
 __all__ = ["ZOO", "Entry"]
