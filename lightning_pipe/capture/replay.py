@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.record import Ref, StepRecord
 from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
-from lightning_pipe.capture.replay_values import size_of
+from lightning_pipe.capture.replay_values import leaf_size, size_of
 from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.trace import Request
@@ -196,6 +196,7 @@ class _Splitter:
     def __init__(self, request: Request, trace: UnitTrace, aliases: dict[str, str], now: Now) -> None:
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
         self._units = trace.units
+        self._batch_dim = request.batch_dim if request.samples is not None else None
         self._buffers = tuple(name for name, _ in request.module.named_buffers())
         self._names: dict[str, list[str]] = defaultdict(list)
         for name, canonical in aliases.items():
@@ -228,6 +229,7 @@ class _Splitter:
                 module=self._request.module,
                 method=self._request.method,
                 structure=self._request.structure,
+                batch_dim=self._batch_dim,
                 context=self._request.context,
                 trace=self._trace,
                 device=self._request.device,
@@ -237,14 +239,14 @@ class _Splitter:
             self._now,
         )
         has_loss = player.is_last and self._trace.loss is not None
-        leaves = [f"leaf{i}" for i in range(len(self._request.structure.leaves))]
+        leaves = {f"leaf{i}": i for i in part.leaves}
         receives: dict[tuple[Pass, int], list[str]] = defaultdict(list)
         sends: dict[tuple[Pass, int], list[str]] = defaultdict(list)
         if stage.number:
             receives["F", 0] += leaves
         else:
             for other in stages[1:]:
-                sends["F", other.number] += leaves
+                sends["F", other.number] += [f"leaf{i}" for i in other.needs.leaves]
         for k in part.given:
             receives["F", owner[k]] += self._output_names(k)
             sends["B", owner[k]] += self._gradient_names(k, stage.number)
@@ -256,9 +258,9 @@ class _Splitter:
             stage=stage.number,
             parameters={f"parameter:{name}": self._aliases[name] for own in part.parameters.values() for name in own},
             buffers={f"buffer:{name}": name for name in part.buffers},
-            leaves=dict(zip(leaves, range(len(leaves)), strict=True)) if stage.number == 0 else {},
+            leaves=leaves if stage.number == 0 else {},
             tangents=(TANGENT,) if has_loss else (),
-            forward=self._forward(player, leaves, has_loss=has_loss),
+            forward=self._forward(player, has_loss=has_loss),
             input_grad=self._backward(player, stage.number, has_loss=has_loss) if is_trained else None,
             weight_grad=None,
             receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
@@ -271,6 +273,7 @@ class _Splitter:
     def _part(self, stage: _Stage, stages: list[_Stage]) -> Part:
         units, needs = self._units, stage.needs
         own = range(stage.begin, stage.end)
+        readers = [stage] if stage.number else stages  # the first stage hands leaves to the others
         receivers = [(k, other.number) for other in stages for k in other.needs.units if k in own]
         mutations = {name for k in own for name in units[k].mutations}
         changes = {change.name for change in self._trace.changes if change.is_tensor and change.before <= stage.end}
@@ -281,6 +284,7 @@ class _Splitter:
             begin=stage.begin,
             end=stage.end,
             given=needs.units,
+            leaves=tuple(sorted({i for reader in readers for i in reader.needs.leaves})),
             sent=tuple(sorted({k for k, _ in receivers})),
             parameters={name: tuple(self._names[name]) for name in needs.parameters},
             absent=tuple(n for name in sorted(read - set(needs.parameters)) for n in self._names[name]),
@@ -297,10 +301,11 @@ class _Splitter:
             yield from escape.reads
         yield from self._trace.tail
 
-    def _forward(self, player: Player, leaves: list[str], *, has_loss: bool) -> Half:
+    def _forward(self, player: Player, *, has_loss: bool) -> Half:
         part = player.part
         parameters = [name for own in part.parameters.values() for name in own]
         state = [*parameters, *part.buffers]
+        leaves = [f"leaf{i}" for i in part.leaves]
         inputs = [f"parameter:{n}" for n in parameters] + [f"buffer:{n}" for n in part.buffers] + leaves
         given = [name for k in part.given for name in self._output_names(k)]
         outputs = [TAPE, *(name for k in part.sent for name in self._output_names(k)), *([LOSS] if has_loss else [])]
@@ -309,7 +314,7 @@ class _Splitter:
         def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
             tensors = iter(values)
             hung = {name: next(tensors) for name in state}
-            batch = [next(tensors) for _ in leaves]
+            batch = {i: next(tensors) for i in part.leaves}
             handed = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
             handle, sent, loss, buffers = player.forward(samples, key, state=hung, leaves=batch, given=handed)
             made = [tensor for k in part.sent for tensor in sent[k]]
@@ -342,10 +347,9 @@ class _Splitter:
 
     def _values(self, stages: list[_Stage]) -> Iterator[Value]:
         """Yield what is known of everything that crosses stages, and of the loss."""
-        dim, dtypes = self._request.batch_dim, self._request.structure.leaves
-        for i, leaf in enumerate(dtypes):
-            along = dim if self._request.samples is not None and len(leaf.shape) > dim else None
-            yield Value(f"leaf{i}", leaf.dtype, _leaf_size(leaf.shape, along), along)
+        for i, leaf in enumerate(self._request.structure.leaves):
+            along = self._batch_dim if self._batch_dim is not None and len(leaf.shape) > self._batch_dim else None
+            yield Value(f"leaf{i}", leaf.dtype, partial(leaf_size, leaf, batch_dim=along), along)
         for stage in stages:
             for k in stage.needs.units:
                 outputs = self._units[k].outputs
@@ -381,10 +385,6 @@ class _Splitter:
 
 def _is_run(edge: tuple[Pass, int], is_trained: bool) -> bool:
     return edge[0] == "F" or is_trained
-
-
-def _leaf_size(shape: tuple[int, ...], dim: int | None) -> Callable[[int], tuple[int, ...]]:
-    return lambda samples: shape if dim is None else (*shape[:dim], samples, *shape[dim + 1 :])
 
 
 def _value(name: str, output: Output, *, combine: Combine) -> Value:

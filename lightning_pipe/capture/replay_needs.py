@@ -8,8 +8,8 @@ to the end), so it meets all glue before that. It must be given
     3  those that state is made of which its units read, or of which nobody knows who reads it (`Change`)
     4  in the last stage, those that loss, logs and results are made of
 
-and has the parameters that it reads itself, in its units or in this glue. What it is not given it need not compute:
-fake tensors go through the glue in its place.
+and the tensors of the batch of which the same are made, and has the parameters that it reads itself, in its units or in
+this glue. What it is not given it need not compute: fake tensors go through the glue in its place.
 
 Cuts are impossible where a stage would need a unit that comes after it, or one whose outputs have a shape that only
 the unit's owner knows.
@@ -31,11 +31,13 @@ class Needs:
 
     Attributes:
         units: earlier units whose outputs it is given, rising.
+        leaves: tensors of the batch that it reads, rising.
         parameters: canonical names of the parameters that it reads, in its units or in glue.
         state: buffers and attributes that its glue reads.
     """
 
     units: tuple[int, ...]
+    leaves: tuple[int, ...]
     parameters: tuple[str, ...]
     state: tuple[str, ...]
 
@@ -58,8 +60,9 @@ def needs_of(trace: UnitTrace, begin: int, end: int) -> Needs:
     own = {name for unit in trace.units[begin:end] for name in unit.parameters}
     glue = {str(name) for kind, name in reads if kind == "parameter"}
     units = sorted(int(k) for kind, k in reads if kind == "unit" and int(k) < begin)
+    leaves = sorted(int(i) for kind, i in reads if kind == "leaf")
     state = sorted(str(name) for kind, name in reads if kind == "state")
-    return Needs(tuple(units), tuple(sorted(own | glue)), tuple(state))
+    return Needs(tuple(units), tuple(leaves), tuple(sorted(own | glue)), tuple(state))
 
 
 def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:

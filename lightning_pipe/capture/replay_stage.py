@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
-from lightning_pipe.capture.replay_values import filled, lifted, replaced, size_of, tensors_in
+from lightning_pipe.capture.replay_values import filled, leaf_size, lifted, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
@@ -61,6 +61,7 @@ class Part:
     Attributes:
         begin, end: its units.
         given: units whose outputs it is given.
+        leaves: tensors of the batch that it is given.
         sent: own units whose outputs others are given.
         parameters: canonical name -> names of the parameters that it has.
         absent: names of parameters that glue reads but this stage does not need.
@@ -73,6 +74,7 @@ class Part:
     begin: int
     end: int
     given: tuple[int, ...]
+    leaves: tuple[int, ...]
     sent: tuple[int, ...]
     parameters: Mapping[str, tuple[str, ...]]
     absent: tuple[str, ...]
@@ -90,6 +92,7 @@ class Step:
         module: the user's module, on the rank that plays.
         method: name of the step.
         structure: the batch without its tensors.
+        batch_dim: dimension of the samples in these; None if batches are not cut.
         context: entered around every play.
         trace: its units.
         device: where it runs.
@@ -99,6 +102,7 @@ class Step:
     module: pl.LightningModule
     method: str
     structure: Structure
+    batch_dim: int | None
     context: Callable[[], contextlib.AbstractContextManager[Any]]
     trace: UnitTrace
     device: torch.device
@@ -129,6 +133,7 @@ class Player:
         self._units = step.trace.units
         self._tapes: dict[int, _Tape] = {}
         self._fakes: dict[tuple[int, int], Any] = {}
+        self._fake_leaves: dict[tuple[int, int], torch.Tensor] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         called = {unit.path for unit in self._units}
         self._modules = [child for path, child in step.module.named_modules() if path in called]
@@ -152,7 +157,7 @@ class Player:
         key: RandomKey,
         *,
         state: Mapping[str, torch.Tensor],
-        leaves: Sequence[torch.Tensor],
+        leaves: Mapping[int, torch.Tensor],
         given: Mapping[int, Tensors],
     ) -> tuple[int, dict[int, Tensors], torch.Tensor | None, dict[str, torch.Tensor]]:
         """Play the step on some samples.
@@ -161,7 +166,7 @@ class Player:
             samples: their number.
             key: key of the random numbers.
             state: parameters and buffers of the stage by name.
-            leaves: tensors of the batch.
+            leaves: tensors of the batch that the stage is given, by number.
             given: outputs of the given units.
 
         Returns:
@@ -184,7 +189,7 @@ class Player:
                 answered_calls(self._modules, play.answer),
             ):
                 stack.enter_context(entered)
-            output = play.run(lambda: self._call(leaves))
+            output = play.run(lambda: self._call(samples, leaves))
             loss = self._loss(output)
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self.is_last:
@@ -230,8 +235,9 @@ class Player:
         returned = {k: tuple(itertools.islice(complete, len(tensors))) for k, tensors in leaves.items()}
         return returned, dict(zip(tape.parameters, complete, strict=True))
 
-    def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
-        batch = self._step.structure.fill(leaves)
+    def _call(self, samples: int, leaves: Mapping[int, torch.Tensor]) -> Any:
+        every = range(len(self._step.structure.leaves))
+        batch = self._step.structure.fill([leaves[i] if i in leaves else self._fake_leaf(i, samples) for i in every])
         return getattr(self._step.module, self._step.method)(batch, *self._now.arguments)
 
     def _keep(self, play: _Play, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
@@ -264,6 +270,14 @@ class Player:
                 )
                 for name in self._part.absent
             }
+
+    def _fake_leaf(self, i: int, samples: int) -> torch.Tensor:
+        if (i, samples) not in self._fake_leaves:
+            leaf = self._step.structure.leaves[i]
+            size = leaf_size(leaf, samples, self._step.batch_dim)
+            with self._mode:
+                self._fake_leaves[i, samples] = torch.empty(size, dtype=leaf.dtype, device=self._step.device)
+        return self._fake_leaves[i, samples]
 
     def fake(self, k: int, samples: int) -> Any:
         """Return what a unit that nobody here needs returns: its template with fake tensors."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_pipe.capture.batch import Slot
+from lightning_pipe.capture.batch import Leaf, Slot
 from lightning_pipe.capture.record import Ref
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.units import Output
@@ -20,6 +20,13 @@ def size_of(output: Output, samples: int) -> tuple[int, ...]:
         return output.shape
     dim = output.batch_dim
     return (*output.shape[:dim], output.rows * samples, *output.shape[dim + 1 :])
+
+
+def leaf_size(leaf: Leaf, samples: int, batch_dim: int | None) -> tuple[int, ...]:
+    """Return the shape of a tensor of the batch for a number of samples; without `batch_dim` batches are not cut."""
+    if batch_dim is None or len(leaf.shape) <= batch_dim:
+        return leaf.shape
+    return (*leaf.shape[:batch_dim], samples, *leaf.shape[batch_dim + 1 :])
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:

@@ -145,6 +145,8 @@ class Follower(TorchDispatchMode):
         reads = self.reads(tensors_in((args, kwargs)))
         if _needs_values(func, args):
             self.escape(reads)
+        elif torch.Tag.nondeterministic_seeded in func.tags and (leaves := _leaves(reads)):
+            self.escape(leaves)
         result = func(*args, **kwargs)
         for tensor in (*tensors_in(result), *written):
             self.made_of.add(tensor, reads)
@@ -206,6 +208,10 @@ def _state_of(module: pl.LightningModule) -> Iterator[tuple[torch.Tensor, Source
     for prefix, owner in owners_of(module):
         for name, value in held_by(owner).content.items():
             yield from ((tensor, ("state", prefix + name)) for tensor in tensors_in(value))
+
+
+def _leaves(sources: Sources) -> Sources:
+    return frozenset(source for source in sources if source[0] == "leaf")
 
 
 def _needs_values(func: Any, args: Any) -> bool:

@@ -122,8 +122,8 @@ class Runner:
         module = self.request.module
         units, recording = _Units(module, chosen, watch=None if other else Watch(module)), Recording()
         follower = units.follower
-        for leaf in leaves:
-            follower.made_of.add(leaf, frozenset())
+        for number, leaf in enumerate(leaves):
+            follower.made_of.add(leaf, frozenset({("leaf", number)}))
         before = torch.get_rng_state()
         try:
             with kept.keeper, self._scene(recording), units.intercepted(), Reader(follower), follower:

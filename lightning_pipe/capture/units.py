@@ -4,8 +4,9 @@ A *unit* is a call of a sub-module; what the step does between units is *glue*. 
 but of the units only those that they own (replay). One run of the step on real tensors (`capture.unit_trace`) finds out
 what each unit's inputs are made of, through glue:
 
-    source    a unit's output (`("unit", 3)`), a parameter that glue reads (`("parameter", "embed.weight")`), or state
-              of the module that is no parameter (`("state", "running_mean")`)
+    source    a unit's output (`("unit", 3)`), a tensor of the batch (`("leaf", 0)`), a parameter that glue reads
+              (`("parameter", "embed.weight")`), or state of the module that is no parameter
+              (`("state", "running_mean")`)
 
 Everything here is plain data, the same in every process, so that rank 0 can tell it to the others. Units are numbered
 in the order of their calls.
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-Source = tuple[Literal["unit", "parameter", "state"], "int | str"]
+Source = tuple[Literal["unit", "leaf", "parameter", "state"], "int | str"]
 Sources = frozenset[Source]
 
 
@@ -51,7 +52,7 @@ class Unit:
 
     Attributes:
         path: path of the sub-module.
-        reads: sources of its inputs, through glue; inputs that come from the batch alone have none.
+        reads: sources of its inputs, through glue.
         template: what it returns, with `capture.batch.Slot` in the place of tensors.
         outputs: these tensors.
         parameters: canonical names of the parameters in the sub-module.
@@ -79,7 +80,8 @@ class Unit:
 class Escape:
     """A value that glue reads into Python (`.item()`, NumPy), or whose shape depends on data.
 
-    Whatever comes after it may depend on it, so every rank that goes on needs its sources.
+    Whatever comes after it may depend on it, so every rank that goes on needs its sources. Random numbers in the form
+    of a tensor of the batch are one too: fake tensors would not draw them, and those drawn next would be others.
 
     Attributes:
         before: number of the unit before which it happens; the number of all units if it happens behind the last.

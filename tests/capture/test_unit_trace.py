@@ -29,6 +29,10 @@ def unit(*numbers):
     return frozenset(("unit", k) for k in numbers)
 
 
+def leaf(*numbers):
+    return frozenset(("leaf", i) for i in numbers)
+
+
 def traced(module: pl.LightningModule, batch=(X, Y), *, samples=3, parts=2, method="training_step") -> UnitTrace:
     tensors, structure = flatten(batch)
     request = Request(module, method, structure, samples=samples)
@@ -65,8 +69,8 @@ def reads(trace: UnitTrace):
 def test_a_unit_reads_the_unit_before_it_and_the_loss_reads_the_last():
     trace = traced(Plain())
     assert [u.path for u in trace.units] == ["a", "b", "c"]
-    assert reads(trace) == [NOTHING, unit(0), unit(1)]
-    assert trace.tail == unit(2)
+    assert reads(trace) == [leaf(0), unit(0), unit(1)]
+    assert trace.tail == unit(2) | leaf(1)
     assert (trace.escapes, trace.changes, trace.is_random, trace.combine) == ((), (), False, "mean")
     assert trace.trained == {f"{m}.{p}" for m in "abc" for p in ("weight", "bias")}
     assert trace.loss == torch.float32 and trace.samples == 3
@@ -84,7 +88,7 @@ def test_a_skip_and_a_parameter_of_glue_are_sources_through_any_operations():
         return self.error(torch.cat([h, self.b(h.relu())], dim=1)[:, 2:6], y)
 
     trace = traced(step(body))
-    assert reads(trace) == [NOTHING, unit(0) | {("parameter", "position")}, unit(0, 1) | {("parameter", "position")}]
+    assert reads(trace) == [leaf(0), unit(0) | {("parameter", "position")}, unit(0, 1) | {("parameter", "position")}]
     assert "position" in trace.trained
 
 
@@ -137,7 +141,7 @@ def test_a_unit_that_returns_its_input_makes_nothing_else_depend_on_it():
     module = step(body)
     module.through = Through(4, 4)
     trace = traced(module)
-    assert reads(trace) == [NOTHING, NOTHING, unit(0, 1)]
+    assert reads(trace) == [leaf(0), leaf(0), unit(0, 1)]
     assert [o.dtype for o in trace.units[0].outputs] == [torch.float32, torch.bool]
 
 
@@ -152,9 +156,9 @@ def test_packed_sequences_are_read_as_a_whole_and_have_no_fixed_shape():
     module.rnn = nn.GRU(4, 4, batch_first=True)
     trace = traced(module, (torch.randn(7, 5, 4), torch.tensor([5, 2, 3, 1, 2, 5, 1]), Y))
     assert [u.path for u in trace.units] == ["a", "rnn", "c"]
-    assert reads(trace) == [NOTHING, unit(0), unit(1)]
+    assert reads(trace) == [leaf(0), unit(0) | leaf(1), unit(1) | leaf(1)]
     assert [u.is_fixed for u in trace.units] == [True, False, True]
-    assert [(e.before, e.reads) for e in trace.escapes] == [(1, unit(0))]
+    assert [(e.before, e.reads) for e in trace.escapes] == [(1, unit(0) | leaf(1))]
 
 
 def by_item(h):
@@ -235,7 +239,7 @@ def test_state_that_glue_changes_is_named_with_what_it_is_made_of_and_put_back()
         ("seen", 0, NOTHING, False),
         ("mean", 1, unit(0) | {*old}, True),
         ("hidden", 2, unit(1), True),
-        ("history", 3, unit(2) | {("state", "history")}, True),
+        ("history", 3, unit(2) | leaf(1) | {("state", "history")}, True),
     ]
     assert all("test_unit_trace.py:" in c.line for c in trace.changes[1:2])
     assert reads(trace)[1] == unit(0) | {("state", "hidden")}, "the hidden state of the steady step is read"
@@ -364,8 +368,8 @@ def test_a_unit_is_opened_if_glue_reads_what_it_keeps_in_an_attribute():
     trace = traced(module, parts=1)
     gate = {("parameter", "block.gate.weight"), ("parameter", "block.gate.bias")}
     assert [u.path for u in trace.units] == ["a", "block.inside", "c"]
-    assert reads(trace) == [NOTHING, unit(0), unit(0, 1) | gate]
-    assert trace.tail == unit(0, 2) | gate
+    assert reads(trace) == [leaf(0), unit(0), unit(0, 1) | gate]
+    assert trace.tail == unit(0, 2) | leaf(1) | gate
     assert [c.name for c in trace.changes] == ["block.gate.balance"]
     assert not hasattr(module.block.gate, "balance")
 
@@ -389,8 +393,8 @@ def test_alignment_losses_escape_where_their_lengths_are_read():
 
     batch = torch.randn(7, 5, 4), torch.full((7,), 5), torch.randint(1, 4, (7, 2))
     trace = traced(step(body), batch)
-    assert [(e.before, e.reads) for e in trace.escapes] == [(2, unit(1))]
-    assert trace.tail == unit(1) and trace.combine == "mean"
+    assert [(e.before, e.reads) for e in trace.escapes] == [(2, unit(1) | leaf(1, 2))]
+    assert trace.tail == unit(1) | leaf(1, 2) and trace.combine == "mean"
 
 
 def by_dice(self, batch, batch_idx):
@@ -518,5 +522,5 @@ def test_an_evaluation_has_no_loss_and_its_metrics_and_logs_are_the_tail():
     module.eval()
     trace = traced(module, method="validation_step")
     assert [u.path for u in trace.units] == ["a", "b"]
-    assert trace.tail == unit(0, 1)
+    assert trace.tail == unit(0, 1) | leaf(1)
     assert (trace.loss, trace.trained, trace.units[0].backward_s) == (None, NOTHING, 0.0)
