@@ -6,9 +6,13 @@ Or it is refused with the name of the hazard. Two stages may share a rank.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import zlib
+from dataclasses import dataclass, replace
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -39,14 +43,41 @@ def made(name: str):
     return module, ZOO[name].make_batch(SAMPLES)
 
 
-def captured(module, batch, sizes) -> Capture:
+@dataclass(frozen=True)
+class Joint:
+    """A captured step, with a batch that is cut into micro-batches of these sizes."""
+
+    request: Request
+    capture: Capture
+    batch: Any
+    sizes: tuple[int, ...]
+
+    @property
+    def module(self) -> pl.LightningModule:
+        return self.request.module
+
+
+def captured(module, batch, sizes) -> Joint:
     tensors, structure = flatten(batch)
     request = Request(module, "training_step", structure, samples=max(2, sizes[0]) if len(sizes) > 1 else None)
 
     def answer() -> tuple[bool, ...]:
         return real_answers(request, [t[: sizes[0]] if t.ndim else t for t in tensors])
 
-    return capture_step(Request(**{**vars(request), "answers": answer}))
+    return Joint(request, capture_step(replace(request, answers=answer)), batch, sizes)
+
+
+def captured_to_fit(module, batch) -> Joint:
+    """Capture for micro-batches, or for the whole batch if the step fixes the number of samples."""
+    found = captured(module, batch, sizes_of(batch))
+    if any(found.capture.misfit(size) for size in found.sizes):
+        return captured(module, batch, (SAMPLES,))
+    return found
+
+
+@functools.cache
+def of_zoo(name: str) -> Joint:
+    return captured_to_fit(*made(name))
 
 
 def sizes_of(batch) -> tuple[int, ...]:
@@ -85,14 +116,10 @@ def run_pipeline(capture: Capture, module, job: Job, *, cuts, layout: Layout, si
     return [losses[m] for m in range(len(sizes))], gradients
 
 
-def check_joint(name: str, module, batch, *, counts: tuple[int, ...]) -> None:
+def check_joint(name: str, captured: Joint, *, counts: tuple[int, ...]) -> None:
     """Cut a module at random positions into so many stages, and compare losses and gradients with the plain module."""
-    sizes = sizes_of(batch)
-    capture = captured(module, batch, sizes)
-    if any(capture.misfit(size) for size in sizes):  # the step fixes the number of samples
-        sizes = (SAMPLES,)
-        capture = captured(module, batch, sizes)
-    tensors, structure = flatten(batch)
+    module, capture, sizes = captured.module, captured.capture, captured.sizes
+    tensors, structure = flatten(captured.batch)
     whole = len(sizes) == 1
     cut = tuple(not whole and t.ndim > 0 for t in tensors)
     offsets = tuple(sum(sizes[:m]) for m in range(len(sizes)))
@@ -125,7 +152,7 @@ def check_joint(name: str, module, batch, *, counts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", JOINT)
 def test_a_module_of_the_zoo_has_its_gradients_when_cut_anywhere(name):
-    check_joint(name, *made(name), counts=(1, 2, 3, 4))
+    check_joint(name, of_zoo(name), counts=(1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("name", REFUSED)
