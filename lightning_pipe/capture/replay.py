@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.record import Ref, StepRecord
@@ -32,7 +33,7 @@ from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProg
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.units import Output, Source, Unit, UnitTrace
-from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
 from lightning_pipe.core.published_graph import graph_of, profile_of
@@ -152,7 +153,7 @@ def _graph(layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Re
     graph = graph_of(layers, fingerprint=fingerprint)
     real = {name: request.module.get_parameter(name).nbytes for unit in trace.units for name in unit.parameters}
     nodes = tuple(
-        replace(node, op="call", module=unit.path, parameters=unit.parameters, flops=unit.flops)
+        replace(node, op=_operator(request, unit), module=unit.path, parameters=unit.parameters, flops=unit.flops)
         for node, unit in zip(graph.nodes, trace.units, strict=True)
     )
     by_name = {node.name: unit for node, unit in zip(graph.nodes, trace.units, strict=True)}
@@ -169,9 +170,17 @@ def _graph(layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Re
         nodes=nodes,
         operations=operations,
         parameter_bytes=sizes,
+        coupled=tuple(names),  # glue runs in several stages, which must see the same samples
         uncuttable=uncuttable(trace),
         unsliceable=unsliceable,
     )
+
+
+def _operator(request: Request, unit: Unit) -> str:
+    """Name what mixes samples for certain; of other calls it is not known."""
+    inside = request.module.get_submodule(unit.path).modules()
+    mixing = (type(module).__name__ for module in inside if isinstance(module, _BatchNorm) and module.training)
+    return next(mixing, CALL)
 
 
 def _counted(operation: Any, units: dict[str, Unit]) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Phase = Literal["forward", "backward", "repeated"]
+CALL = "call"  # operator of a node whose inside is not known: the call of a module
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Graph:
         samples: samples of the batch that was captured.
         parameter_bytes: bytes of every parameter by name (tied parameters under one name).
         fingerprint: hash of the graph, equal on all ranks and in every process for the same step.
-        coupled: names of nodes that mix samples (batch statistics), which slicing would change.
+        coupled: names of nodes that mix samples (batch statistics), or may, which slicing would change.
         uncuttable: positions at which the graph cannot be cut, because state that the step overwrites is read before
             and written after.
         unsliceable: positions at which a value crosses whose samples do not lie in rows of their own, so that stages

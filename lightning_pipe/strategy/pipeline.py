@@ -43,7 +43,7 @@ from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, propose
+from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
 from lightning_pipe.strategy.routes import captured_by
 from lightning_pipe.strategy.said import combined, gathered
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
@@ -347,7 +347,7 @@ class Pipeline:
         return Step(
             captured,
             captured.capture.split(cuts, exact_ties=self._config.exact_ties),
-            plan=self._plan_now,
+            plan=in_turns(self._plan_now) if isinstance(captured.capture, Replay) else self._plan_now,
             links=self._links,
             weights=self._weights,
             device=self._device,

@@ -67,6 +67,18 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> li
     return planned(replace(problem, wishes=config.wishes), config.planner)
 
 
+def in_turns(plan: Plan) -> Plan:
+    """Return a plan whose replicas take whole micro-batches in turn.
+
+    The Python of a replayed step runs in several stages, and may do with the samples what it wants (mix them, read
+    a mean of them), so all stages must see the same ones.
+    """
+    stages = tuple(
+        replace(stage, share="microbatches", weights=()) if len(stage.ranks) > 1 else stage for stage in plan.stages
+    )
+    return replace(plan, stages=stages)
+
+
 def check_samples(plan: Plan, samples: int) -> None:
     """Check that the first batch can be cut into the plan's micro-batches.
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
 from lightning_pipe.config import DappleConfig
-from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError
 from lightning_pipe.report import Comparison, comparison_table
@@ -261,7 +261,8 @@ def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...
 
 def _warn_of_mixing(plan: Plan, graph: Graph) -> None:
     """Warn of what micro-batches change."""
-    mixed = dict.fromkeys(node.module or node.op for node in graph.nodes if node.name in graph.coupled)
+    nodes = (node for node in graph.nodes if node.name in graph.coupled and node.op != CALL)
+    mixed = dict.fromkeys(node.module or node.op for node in nodes)
     if mixed and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
         rank_zero_warn(
             f"Samples are mixed in {', '.join(mixed)}: it sees micro-batches (or slices) instead of whole batches, as "

@@ -148,6 +148,8 @@ def fitted(name: str, options: dict[str, Any], steps: int = 5) -> tuple[list[flo
         ("Annealed", 2, {"microbatches": 4, "schedule": "interleaved"}),
         ("Mixup", 2, {"microbatches": 2, "schedule": "gpipe"}),
         ("Measured", 2, {"microbatches": 2}),
+        ("Mixup", 3, {"microbatches": 2, "layout": "2-1"}),  # replicas see what the last stage sees
+        ("Mixup", 2, {"microbatches": 2, "layout": "2"}),
     ],
 )
 def test_a_replayed_step_trains_as_on_one_device(name, ranks, options):
