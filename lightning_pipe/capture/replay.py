@@ -13,7 +13,6 @@ piece: W does nothing.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,21 +21,21 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.record import Ref, StepRecord
+from lightning_pipe.capture.replay_graph import bytes_of
 from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
 from lightning_pipe.capture.replay_values import leaf_size, size_of
 from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.trace import Request
-from lightning_pipe.capture.units import Output, Source, Unit, UnitTrace
-from lightning_pipe.core.graph import CALL, Graph
+from lightning_pipe.capture.units import Output, Source, UnitTrace
+from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
-from lightning_pipe.core.published_graph import graph_of, profile_of
+from lightning_pipe.core.published_graph import profile_of
 from lightning_pipe.core.published_layers import Layer, Layers
 from lightning_pipe.core.published_layers import Output as LayerOutput
 from lightning_pipe.errors import PlanError
@@ -66,7 +65,7 @@ class Replay:
     @cached_property
     def graph(self) -> Graph:
         """Return the units as a graph."""
-        return _graph(self._layers, self.trace, self._names, self._request)
+        return graph_of_units(self._layers, self.trace, self._names, self._request)
 
     @cached_property
     def profile(self) -> Profile:
@@ -92,7 +91,7 @@ class Replay:
         for k, (unit, name) in enumerate(zip(self.trace.units, self._names, strict=True)):
             new = [p for p in unit.parameters if p not in seen]
             seen.update(new)
-            outputs = (LayerOutput(sum(map(_bytes, unit.outputs)) / samples, readers_of(self.trace, k)),)
+            outputs = (LayerOutput(sum(map(bytes_of, unit.outputs)) / samples, readers_of(self.trace, k)),)
             weight = sum(module.get_parameter(p).nbytes for p in new)
             layers.append(
                 Layer(name, unit.path, unit.forward_s, unit.backward_s, weight, outputs, unit.saved_bytes / samples)
@@ -140,53 +139,6 @@ class Replay:
                 "behind it know (state that the step keeps, or a shape that depends on data)."
             )
         return _Splitter(self._request, self.trace, self._aliases, self._now).split(cuts)
-
-
-def _bytes(output: Output) -> int:
-    return torch.Size(output.shape).numel() * output.dtype.itemsize
-
-
-def _graph(layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Request) -> Graph:
-    """Return the graph of layers with the names of real parameters, and what is known of cuts."""
-    described = repr((names, trace.samples, [(u.path, sorted(u.reads), u.outputs) for u in trace.units]))
-    fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
-    graph = graph_of(layers, fingerprint=fingerprint)
-    real = {name: request.module.get_parameter(name).nbytes for unit in trace.units for name in unit.parameters}
-    nodes = tuple(
-        replace(node, op=_operator(request, unit), module=unit.path, parameters=unit.parameters, flops=unit.flops)
-        for node, unit in zip(graph.nodes, trace.units, strict=True)
-    )
-    by_name = {node.name: unit for node, unit in zip(graph.nodes, trace.units, strict=True)}
-    operations = tuple(_counted(operation, by_name) for operation in graph.operations)
-    unsliceable = frozenset(
-        p
-        for k, unit in enumerate(trace.units)
-        if any(output.batch_dim is None for output in unit.outputs)
-        for p in range(k + 1, max(readers_of(trace, k), default=k) + 1)
-    )
-    sizes = {**graph.parameter_bytes, **real}
-    return replace(
-        graph,
-        nodes=nodes,
-        operations=operations,
-        parameter_bytes=sizes,
-        coupled=tuple(names),  # glue runs in several stages, which must see the same samples
-        uncuttable=uncuttable(trace),
-        unsliceable=unsliceable,
-    )
-
-
-def _operator(request: Request, unit: Unit) -> str:
-    """Name what mixes samples for certain; of other calls it is not known."""
-    inside = request.module.get_submodule(unit.path).modules()
-    mixing = (type(module).__name__ for module in inside if isinstance(module, _BatchNorm) and module.training)
-    return next(mixing, CALL)
-
-
-def _counted(operation: Any, units: dict[str, Unit]) -> Any:
-    backward = operation.phase == "backward"
-    unit = units[operation.name.removesuffix(".backward") if backward else operation.name]
-    return replace(operation, flops=unit.flops * (2 if backward else 1))
 
 
 @dataclass(frozen=True)
