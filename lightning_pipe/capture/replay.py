@@ -24,7 +24,7 @@ import torch
 
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.record import Ref, StepRecord
-from lightning_pipe.capture.replay_graph import bytes_of
+from lightning_pipe.capture.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
 from lightning_pipe.capture.replay_values import leaf_size, size_of
