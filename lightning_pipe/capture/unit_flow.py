@@ -125,11 +125,6 @@ class Follower(TorchDispatchMode):
         """Say whether a tensor is memory of a parameter, a buffer or an attribute."""
         return self.made_of.memory(tensor) in self._names
 
-    def is_older(self, tensor: torch.Tensor, unit: int) -> bool:
-        """Say whether memory that a unit returns was there before it."""
-        maker = self.made_of.maker(tensor)
-        return self.made_of.knows(tensor) or (maker is not None and maker != unit)
-
     def mutated_names(self) -> dict[int, tuple[str, ...]]:
         """Return the names of what each unit has written to."""
         return {unit: tuple(names) for unit, names in self.mutated.items()}

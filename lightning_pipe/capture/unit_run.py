@@ -224,23 +224,26 @@ class _Units:
             path = self._paths.get(id(called)) if self.follower.inside is None else None
             if path is None:
                 return self._call(called, *args, **kwargs)
-            return self._run(path, partial(self._call, called, *args, **kwargs))
+            return self._run(path, called, args, kwargs)
 
         return mock.patch.object(nn.Module, "__call__", call)
 
-    def _run(self, path: str, call: partial[Any]) -> Any:
+    def _run(self, path: str, called: nn.Module, args: Any, kwargs: Any) -> Any:
         self.look_at_state()
         follower, unit = self.follower, len(self.seen)
-        given = list(tensors_in((call.args[1:], call.keywords), objects=True))
+        given = list(tensors_in((args, kwargs), objects=True))
         seen = Seen(path, follower.reads(given))
         self.seen.append(seen)
         follower.begun, follower.inside = unit + 1, unit
+        if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
+            args, kwargs = apply_to_collection((args, kwargs), torch.Tensor, torch.Tensor.clone)
+            given = list(tensors_in((args, kwargs), objects=True))
         own = {follower.made_of.memory(tensor) for tensor in given}
         try:
             with contextlib.ExitStack() as stack:
                 if not has_hooks_on_saved_tensors():  # a checkpoint around the unit keeps nothing of it
                     stack.enter_context(saved_tensors_hooks(partial(self._note_saved, seen, own), _as_it_is))
-                output = call()
+                output = self._call(called, *args, **kwargs)
             output = self._mark(output, unit, seen)
         finally:
             follower.inside = None
@@ -260,7 +263,10 @@ class _Units:
         return tensor.detach()
 
     def _mark(self, output: Any, unit: int, seen: Seen) -> Any:
-        """Mark what a unit returns; memory that was there before it is copied, for others would get a copy too."""
+        """Mark what a unit returns, and return copies: what it keeps besides (an attribute, a hook's list) is not them.
+
+        Copies are no views, either: gradients arrive at them even if glue writes to them.
+        """
         found = list(tensors_in(output, objects=True))
         try:
             tensors, structure = flatten(output)
@@ -271,9 +277,8 @@ class _Units:
             for tensor in found:
                 self.follower.made_of.add(tensor, frozenset({("unit", unit)}))
             return output
-        if any(self.follower.is_older(tensor, unit) for tensor in tensors):
-            output = apply_to_collection(output, torch.Tensor, partial(self._own, unit))
-            tensors = flatten(output)[0]
+        output = apply_to_collection(output, torch.Tensor, torch.Tensor.clone)
+        tensors = flatten(output)[0]
         seen.template = structure.template
         for number, tensor in enumerate(tensors):
             seen.outputs.append((tensor.dtype, tuple(tensor.shape), _order(tensor)))
@@ -281,9 +286,6 @@ class _Units:
             if tensor.requires_grad:
                 tensor.register_hook(partial(_note_gradient, seen.differentiated, number))
         return output
-
-    def _own(self, unit: int, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self.follower.is_older(tensor, unit) else tensor
 
     def look_at_state(self) -> None:
         """Note what glue has changed since the last unit."""

@@ -301,6 +301,54 @@ class CollectedOutputs(Trained):
         self.outputs.clear()
 
 
+class KeptByHook(Trained):
+    """Features that hooks keep enter the loss: what a block returns goes two ways, of which one is not seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(3))
+        self.head = nn.Linear(6, 4)
+        self.kept = []
+        for block in self.blocks:
+            block[2].register_forward_hook(self.keep)
+
+    def keep(self, module, inputs, output):
+        self.kept.append(output)
+
+    def training_step(self, batch, batch_idx):
+        self.kept.clear()
+        x, y = batch
+        for block in self.blocks:
+            x = x + block(x)
+        loss = F.cross_entropy(self.head(x), y) + 0.1 * sum(kept.square().mean() for kept in self.kept)
+        self.kept.clear()
+        return loss
+
+
+class MaskedSpans(Trained):
+    """What a layer returned is overwritten in places, as wav2vec 2.0 hides spans of a sound."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.project = nn.Linear(1, width)
+        self.hidden = nn.Parameter(torch.rand(width))
+        self.layers = nn.ModuleList(nn.Conv1d(width, width, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(width, 4)
+
+    def training_step(self, batch, batch_idx):
+        sound, y = batch
+        x = self.project(sound[..., None])
+        x[:, 2:4] = self.hidden
+        x = x.transpose(1, 2)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return F.cross_entropy(self.head(x.mean(-1)), y)
+
+
+def short_sounds(samples):
+    return torch.randn(samples, 8), torch.randint(4, (samples,))
+
+
 ENTRIES = {
     "demo_boring": Entry(BoringModel, features),
     "demo_transformer": Entry(SmallTransformerDemo, short_texts, expected="state"),
@@ -311,5 +359,7 @@ ENTRIES = {
     "moe_capacity": Entry(CapacityMoE, short_texts),
     "detr_hungarian": Entry(HungarianDETR, objects, expected="read into Python"),
     "hook_prints": Entry(PrintingHook, vectors),
+    "kept_by_hook": Entry(KeptByHook, vectors),
+    "masked_spans": Entry(MaskedSpans, short_sounds),
     "outputs_in_a_list": Entry(CollectedOutputs, vectors, expected="state"),
 }
