@@ -106,7 +106,7 @@ def _check(
     try:
         loss, worst = differences(captured, request, tensors, samples=samples, seed=seed)
     except Incomparable as reason:
-        log.info("%s as captured is not compared with the plain step: %s.", request.method, reason)
+        log.warning("%s as captured is not compared with the plain step: %s.", request.method, reason)
         return
     if not max(loss.relative, worst.relative) <= worst.allowed:
         raise CaptureError(_refusal(captured, request, samples, loss=loss, worst=worst))
@@ -144,21 +144,32 @@ def differences(
     with restored_generators(), left_as_it_was(module) as kept, located(module, device), kept.keeper:
         try:
             _move(module, device)
-            plain = run_plainly(captured, request, copies(), key)
-            if plain.unmatched:
-                raise Incomparable(f"their random numbers cannot be made the same ({plain.unmatched})")
+            plain = _plain(captured, request, copies(), key)
             kept.restore()
             _move(module, device)
             results, gradients = _run_captured(captured, request, copies(), samples=samples, key=key)
+            if line := wrong_answer(captured.record, results):
+                raise Incomparable(
+                    f"the question at {line} has another answer for the first samples than for the batch"
+                )
+            loss = results[captured.record.loss or ""]
+            assert isinstance(loss, torch.Tensor), "the loss is a tensor"
+            return _compared(plain, loss, gradients)
         except torch.OutOfMemoryError:
             raise Incomparable(f"the whole module and its gradients do not fit into the memory of {device}") from None
-        if line := wrong_answer(captured.record, results):
-            raise Incomparable(
-                f"the question at {line} has another answer for the first micro-batch than for the batch"
-            )
-        loss = results[captured.record.loss or ""]
-        assert isinstance(loss, torch.Tensor), "the loss is a tensor"
-        return _compared(plain, loss, gradients)
+
+
+def _plain(captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], key: RandomKey) -> Plain:
+    """Run the plain step, if it runs so early: hooks that prepare it may come later."""
+    try:
+        plain = run_plainly(captured, request, tensors, key)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise Incomparable(f"before training the plain step raises {type(error).__name__}: {error}") from error
+    if plain.unmatched:
+        raise Incomparable(f"their random numbers cannot be made the same ({plain.unmatched})")
+    return plain
 
 
 def _run_captured(

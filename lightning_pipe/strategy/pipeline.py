@@ -326,7 +326,7 @@ class Pipeline:
             )
         with torch.inference_mode(False):
             found = captured_by(route or self._config.capture, request, traced=partial(self._traced, call))
-            return Captured(found, request, reader, texts(call.structure.template))
+            return Captured(found, replace(request, answers=None), reader, texts(call.structure.template))
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.capture import Request, capture_step, flatten
+from lightning_pipe.errors import CaptureError
 from lightning_pipe.strategy.check import Incomparable, differences
 from ranks.world import Raised, World
 from strategy.fits import dapple, make_trainer
@@ -165,6 +166,33 @@ def test_steps_that_draw_otherwise_are_not_compared(plain, traced, words):
         return traced(x) if torch.compiler.is_compiling() else plain(x)
 
     with pytest.raises(Incomparable, match=words):
+        compared(Chain(between), torch.randn(SAMPLES, WIDTH))
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no mask yet")
+
+
+def test_a_step_that_is_not_ready_before_training_is_not_compared():
+    with pytest.raises(Incomparable, match="before training the plain step raises ValueError: no mask yet"):
+        compared(Chain(lambda x: x if torch.compiler.is_compiling() else raises(x)), torch.randn(SAMPLES, WIDTH))
+
+
+@torch.library.custom_op("lightning_pipe_test::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("only shapes are known")
+
+
+@fails.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_graph_that_fails_where_the_plain_step_does_not_is_refused():
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x * fails(x.detach()) if torch.compiler.is_compiling() else x
+
+    with pytest.raises(CaptureError, match=r"raises ValueError on the first .* only shapes are known.* Set capture="):
         compared(Chain(between), torch.randn(SAMPLES, WIDTH))
 
 
