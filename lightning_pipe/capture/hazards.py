@@ -20,7 +20,7 @@ import inspect
 import random
 import sys
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -315,7 +315,7 @@ def refill(collection: Any, content: Any) -> bool:
     return True
 
 
-_COLLECTIONS = (list, dict, set, deque)
+_COLLECTIONS = (list, dict, OrderedDict, set, deque)  # hooks are in ordered ones
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "training", "_trainer", "log", "log_dict"})
 _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
 _LIGHTNING = frozenset(vars(pl.LightningModule()))
