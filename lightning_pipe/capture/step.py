@@ -89,7 +89,6 @@ class StepFunction(nn.Module):
         self.reads: dict[str, str] = {}
         self.observers: list[Observer] = []
         self.recordings: list[Recording] = []
-        self.changed: list[str] = []
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the step; return the loss (if it has one) and the recorded tensors."""
@@ -113,9 +112,10 @@ class StepFunction(nn.Module):
             ):
                 output = getattr(module, self.method)(batch, *arguments)
         finally:
-            self.changed = guard.restore()
+            changed = guard.restore()
         self.observers.append(observer)
         self.recordings.append(recording)
+        self._check_state(changed)
         loss = loss_of(module, self.method, output)
         recording.returned = _without_tensors(output, recording, loss)
         guards = [wrong for wrong, _, _ in observer.guards]
@@ -168,14 +168,14 @@ class StepFunction(nn.Module):
                 group["lr"] = rate * (1 + run * _RATE_SHIFT)
             yield
 
-    def check_state(self) -> None:
+    def _check_state(self, changed: list[str]) -> None:
         """Refuse a step that keeps state on the module.
 
         Raises:
             CaptureError: naming the attribute and the line that assigns it.
         """
-        if self.changed:
-            name = self.changed[0]
+        if changed:
+            name = changed[0]
             raise hazard(
                 f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name)
             )

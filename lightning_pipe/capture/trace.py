@@ -160,7 +160,6 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         except Exception as error:
             _compare_runs(step)
             raise _explain(error, step) from error
-    step.check_state()
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
     _compare_runs(step)
     return describe(module, step, samples=request.count, leaves=leaves, env=mode.shape_env, watched=watched)
