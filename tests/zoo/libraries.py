@@ -65,7 +65,7 @@ class T5(FineTuned):
 
 
 class Mixtral(FineTuned):
-    """A mixture of experts with the loss that balances them."""
+    """A mixture of experts with the loss that balances them, of what hooks keep that the first call installs."""
 
     def build(self):
         experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True}
@@ -246,7 +246,7 @@ LIBRARIES: dict[str, dict[str, Entry]] = {
         "hf_llama_gradckpt": Entry(CheckpointedLlama, text),
         "hf_t5": Entry(T5, translation),
         "hf_vit": Entry(ViT, images),
-        "hf_mixtral_moe": Entry(Mixtral, text),
+        "hf_mixtral_moe": Entry(Mixtral, text, expected="state"),
         "hf_whisper": Entry(Whisper, sound),
         "hf_wav2vec2_ctc": Entry(Wav2Vec2, speech, expected="NumPy random numbers"),
     },
