@@ -1,13 +1,16 @@
 """Which calls of sub-modules are the units of a step?
 
-Small enough to be spread evenly over the parts, large enough to be worth a message. A module is a unit wherever it is
-called (outside of other units), or nowhere; the rule looks at its longest call:
+Large, so that little glue is repeated and few values travel, but small enough to be spread evenly over the parts. A
+module is a unit wherever it is called (outside of other units), or nowhere; what is said of it holds for its longest
+call:
 
-* A call with parameters is a unit if it holds at most 1/(2 parts) of all parameters and of the forward seconds, or if
-  there is nothing to win by opening it: no call inside it has parameters or more than a third of its time.
 * A call without parameters is glue, repeated by every rank that needs it, unless it takes more than 5 % of the step's
-  time and more than a millisecond; then the same rule holds for it.
-* Any other call is opened: its own code becomes glue, and the calls inside it are looked at.
+  time and more than a millisecond.
+* The calls of the step itself are units. Unless these can be divided among the parts so that the largest part is at
+  most a quarter larger than the mean, the largest unit that is more than half a part, and has inside it calls with
+  parameters or more than a third of its time, is opened: its own code becomes glue, and the calls inside it units.
+* So on, until the parts are even or nothing is left to open. The size of a unit is the mean of its shares of the
+  forward seconds and of the parameters.
 
 The module itself, torchmetrics objects and parametrizations of weights (which belong to the layer whose weight they
 make) are no calls.
@@ -16,6 +19,7 @@ make) are no calls.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,7 +32,8 @@ import torchmetrics
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-_PARTS_PER_STAGE = 2  # so many units, at least, can share a part: cuts are never further off than half of one
+_SMALL = 1 / 2  # of a part: units up to this are not opened
+_EVEN = 1.25  # largest part over the mean
 _INNER_SHARE = 1 / 3
 _GLUE_SHARE, _GLUE_S = 0.05, 1e-3
 
@@ -111,18 +116,48 @@ def choose(root: Call, parts: int, opened: frozenset[str] = frozenset()) -> froz
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in root.walk():
         calls[call.path].append(call)
-    chosen = {path for path in calls if path not in {"", *opened} and _is_unit(calls[path], root, parts)}
-    return frozenset(_outermost(root, chosen))
+    possible = {path for path in calls if path and not _is_glue(calls[path], root)}
+    opened = frozenset({"", *opened})
+    while True:
+        chosen = frozenset(_outermost(root, possible - opened))
+        units = units_of(root, chosen)
+        sizes = _sizes(units, root)
+        largest: dict[str, float] = {}
+        for unit, size in zip(units, sizes, strict=True):
+            if size > _SMALL / parts and _can_be_opened(calls[unit.path]):
+                largest[unit.path] = max(size, largest.get(unit.path, 0.0))
+        if not largest or _largest_part(sizes, parts) <= _EVEN * sum(sizes) / parts:
+            return chosen
+        opened |= {max(largest, key=largest.__getitem__)}
 
 
-def _is_unit(calls: list[Call], root: Call, parts: int) -> bool:
-    longest = max(calls, key=lambda call: call.seconds)
-    if not longest.parameters and longest.seconds <= max(_GLUE_SHARE * root.seconds, _GLUE_S):
-        return False
-    limit = 1 / (_PARTS_PER_STAGE * parts)
-    if longest.parameters <= limit * root.parameters and longest.seconds <= limit * root.seconds:
-        return True
-    return not any(i.parameters or i.seconds > _INNER_SHARE * c.seconds for c in calls for i in c.inner)
+def _is_glue(calls: list[Call], root: Call) -> bool:
+    longest = max(call.seconds for call in calls)
+    return not calls[0].parameters and longest <= max(_GLUE_SHARE * root.seconds, _GLUE_S)
+
+
+def _can_be_opened(calls: list[Call]) -> bool:
+    return any(i.parameters or i.seconds > _INNER_SHARE * c.seconds for c in calls for i in c.inner)
+
+
+def _sizes(units: list[Call], root: Call) -> list[float]:
+    """Return the sizes of units, as shares of the step; parameters count at the first call."""
+    seen: set[str] = set()
+    sizes = []
+    for unit in units:
+        parameters = 0 if unit.path in seen else unit.parameters
+        seen.add(unit.path)
+        sizes.append((unit.seconds / (root.seconds or 1.0) + parameters / (root.parameters or 1)) / 2)
+    return sizes
+
+
+def _largest_part(sizes: list[float], parts: int) -> float:
+    """Return the largest part when units in their order are divided as evenly as possible (linear partition)."""
+    sums = list(itertools.accumulate(sizes, initial=0.0))
+    best = sums[1:]
+    for _ in range(parts - 1):
+        best = [min([best[k], *(max(best[j], sums[k + 1] - sums[j + 1]) for j in range(k))]) for k in range(len(sizes))]
+    return best[-1] if best else 0.0
 
 
 def _outermost(call: Call, chosen: set[str]) -> Iterator[str]:
