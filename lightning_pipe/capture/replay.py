@@ -49,9 +49,11 @@ class Replay:
     Args:
         request: the step, with the module of this rank.
         trace: its units, the same on all ranks.
+        reason: why it is replayed.
     """
 
-    def __init__(self, request: Request, trace: UnitTrace) -> None:
+    def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
+        self.reason = reason
         self._request, self.trace = request, trace
         self._now = Now(request.arguments)
         self._aliases = canonical_names(request.module)
@@ -166,11 +168,9 @@ class _Splitter:
     def split(self, cuts: tuple[int, ...]) -> Split:
         bounds = (0, *cuts, len(self._units))
         stages = [
-            _Stage(s, begin, end, needs_of(self._trace, begin, end))
+            _Stage(s, begin, end, needs_of(self._trace, begin, end, is_last=s == len(cuts)))
             for s, (begin, end) in enumerate(itertools.pairwise(bounds))
         ]
-        if any(stage.begin >= stage.end for stage in stages):
-            raise PlanError(f"The cuts {cuts} make a stage without units; the step has {len(self._units)}.")
         owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
         programs = tuple(self._program(stage, stages, owner) for stage in stages)
         values = {value.name: value for value in self._values(stages)}
@@ -199,7 +199,7 @@ class _Splitter:
             part,
             self._now,
         )
-        has_loss = player.is_last and self._trace.loss is not None
+        has_loss = part.is_last and self._trace.loss is not None
         leaves = {f"leaf{i}": i for i in part.leaves}
         receives: dict[tuple[Pass, int], list[str]] = defaultdict(list)
         sends: dict[tuple[Pass, int], list[str]] = defaultdict(list)
@@ -244,6 +244,7 @@ class _Splitter:
         return Part(
             begin=stage.begin,
             end=stage.end,
+            is_last=stage.number == len(stages) - 1,
             given=needs.units,
             leaves=tuple(sorted({i for reader in readers for i in reader.needs.leaves})),
             sent=tuple(sorted({k for k, _ in receivers})),

@@ -42,9 +42,8 @@ class Needs:
     state: tuple[str, ...]
 
 
-def needs_of(trace: UnitTrace, begin: int, end: int) -> Needs:
-    """Return what the stage of units `begin` to `end` needs."""
-    is_last = end == len(trace.units)
+def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> Needs:
+    """Return what the stage of units `begin` to `end` needs; a stage may have none."""
     reads: set[Source] = set()
     for unit in trace.units[begin:end]:
         reads |= unit.reads

@@ -59,7 +59,8 @@ class Part:
     """What one stage plays.
 
     Attributes:
-        begin, end: its units.
+        begin, end: its units; there may be none.
+        is_last: whether it runs the step to its end.
         given: units whose outputs it is given.
         leaves: tensors of the batch that it is given.
         sent: own units whose outputs others are given.
@@ -73,6 +74,7 @@ class Part:
 
     begin: int
     end: int
+    is_last: bool
     given: tuple[int, ...]
     leaves: tuple[int, ...]
     sent: tuple[int, ...]
@@ -146,11 +148,6 @@ class Player:
         own = itertools.chain(*self._part.parameters.values())
         return slots_of(self._step.module, (*own, *self._part.buffers, *self._part.absent))
 
-    @property
-    def is_last(self) -> bool:
-        """Say whether the stage runs the step to its end."""
-        return self._part.end == len(self._units)
-
     def forward(
         self,
         samples: int,
@@ -192,7 +189,7 @@ class Player:
             output = play.run(lambda: self._call(samples, leaves))
             loss = self._loss(output)
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
-        if self.is_last:
+        if self._part.is_last:
             recording.returned = lifted(output, recording, loss)
             recording.results = [tensor.detach() for tensor in recording.results]
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
@@ -251,7 +248,7 @@ class Player:
         return [t for t, output in zip(tensors, self._units[k].outputs, strict=True) if output.has_gradient]
 
     def _loss(self, output: Any) -> torch.Tensor | None:
-        if not self.is_last or self._step.trace.loss is None:
+        if not self._part.is_last or self._step.trace.loss is None:
             return None
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

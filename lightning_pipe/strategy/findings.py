@@ -123,7 +123,7 @@ def write_report(folder: Path, planned: Planned, recorded: Recorded, found: Find
     save_yaml(planned.plan, folder / "plan.yaml")
     save_cluster(planned.problem.cluster, folder / "cluster.yaml")
     save_json(planned.problem.profile, folder / "profile.json")
-    tables = [reasons(planned)] if planned.judged else []
+    tables = [planned.route, *([reasons(planned)] if planned.judged else [])]
     if found is not None:
         tables.append(comparison_table(found.comparison))
     (folder / "report.txt").write_text("\n\n".join(tables) + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
-from lightning_pipe.strategy.routes import captured_by
+from lightning_pipe.strategy.routes import captured_by, told
 from lightning_pipe.strategy.said import combined, gathered
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader, texts, without_texts
@@ -160,7 +160,8 @@ class Pipeline:
         check_samples(plan, samples)
         cuts = resolve(plan, graph, ranks=control.ranks)
         self._planned = _Planned(plan, graph, cuts)
-        self._proposal = Planned(plan, cuts, problem, tuple(candidates)) if problem is not None else None
+        if problem is not None:
+            self._proposal = Planned(plan, cuts, problem, tuple(candidates), told(captured.capture))
         versions = {"Python": platform.python_version(), "torch": torch.__version__, "Lightning": pl.__version__}
         agree(self._links, {"plan": to_yaml(plan), **versions})
         if not self._sizes(captured.capture, samples):

@@ -47,12 +47,14 @@ class Planned:
         cuts: its cuts.
         problem: what it was made for.
         judged: the plan as judged, then the planner's other candidates, best first.
+        route: by which route the step was captured, and why.
     """
 
     plan: Plan
     cuts: tuple[int, ...]
     problem: Problem
     judged: tuple[Judged, ...]
+    route: str
 
 
 def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> list[Judged]:

@@ -30,7 +30,7 @@ def captured_by(route: str, request: Request, *, traced: Callable[[Request], Uni
         CaptureError: if no route that is allowed can hold the step.
     """
     if route == "replay":
-        return Replay(request, traced(request))
+        return Replay(request, traced(request), reason="capture='replay' asks for it")
     try:
         return capture_step(request)
     except CaptureError as refused:
@@ -38,8 +38,15 @@ def captured_by(route: str, request: Request, *, traced: Callable[[Request], Uni
             raise
         reason = refused
     try:
-        replay = Replay(request, traced(request))
+        replay = Replay(request, traced(request), reason=str(reason))
     except CaptureError as error:
         raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
-    log.info("%s is replayed on every rank, as it is no single graph. %s", request.method, reason)
+    log.info("%s: %s", request.method, told(replay))
     return replay
+
+
+def told(capture: Capture | Replay) -> str:
+    """Say in a line by which route a step was captured, and why."""
+    if isinstance(capture, Replay):
+        return f"The Python of the step runs on every rank (replay). {capture.reason}"
+    return "The step is one graph (joint): nothing was found that a graph would freeze."

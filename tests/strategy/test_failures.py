@@ -101,10 +101,10 @@ class Branching(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit_branching(large_from: int) -> float:
+def fit_branching(large_from: int, capture: str = "auto") -> float:
     batches = torch.ones(8, 2)
     batches[large_from:] = 20
-    trainer = make_trainer(dapple(layout="1-1", microbatches=2), max_epochs=1)
+    trainer = make_trainer(dapple(layout="1-1", microbatches=2, capture=capture), max_epochs=1)
     torch.manual_seed(0)
     trainer.fit(Branching(), DataLoader(batches, 4))
     return trainer.fit_loop.epoch_loop.global_step
@@ -115,7 +115,9 @@ def test_a_branch_is_captured_as_the_first_batch_takes_it() -> None:
 
 
 def test_a_batch_that_takes_another_branch_is_an_error_that_names_the_line() -> None:
-    for result in World(2).results(fit_branching, 4):
+    """Where only a graph is allowed; else the step is replayed from then on (tests/strategy/test_replay.py)."""
+    assert World(2).run(fit_branching, 4) == [2, 2]
+    for result in World(2).results(fit_branching, 4, "joint"):
         assert isinstance(result, Raised) and result.kind == "PipelineError"
         assert "test_failures.py:" in result.text and "answer True" in result.text
 

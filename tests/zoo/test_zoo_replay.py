@@ -67,3 +67,17 @@ def test_most_of_the_zoo_is_cut_into_several_stages():
     """One-unit modules are few."""
     alone = [n for n in (*REFUSED, *JOINT) if n not in OTHERWISE and len(replayed(n).trace.units) == 1]
     assert len(alone) <= 3, alone
+
+
+@pytest.mark.parametrize("name", ["mlp_classifier", "nanogpt_tied", "scaled_by_value"])
+def test_a_stage_may_have_no_units(name):
+    """As where a step is replayed under a plan that was made for its graph."""
+    found = replayed(name)
+    losses, gradients = run_plainly(found)
+    count = len(found.trace.units)
+    for cuts in ((1, count), (0, 1), (1, 1)):
+        got_losses, got = run_replayed(found, ranks=3, schedule="1f1b", cuts=cuts)
+        torch.testing.assert_close(got_losses, losses, rtol=SAME, atol=SAME)
+        assert got.keys() == gradients.keys(), cuts
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(got[parameter], gradient, rtol=SAME, atol=SAME, msg=f"{parameter}, {cuts}")
