@@ -40,8 +40,11 @@ from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.lightning_private import located
 from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.step import Captured
+from lightning_pipe.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+_MOST_ON_HOST_BYTES = 4 * 2**30  # of parameters; a GPU says itself when its memory is full, a host ends the process
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,12 @@ def differences(
     module, device, key = request.module, request.device, RandomKey(seed, 0, 0)
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise Incomparable("the module is on the meta device")
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    if device.type == "cpu" and size > _MOST_ON_HOST_BYTES:
+        raise Incomparable(
+            f"its parameters take {format_bytes(size)}, and two runs with gradients on one rank are for modules up to "
+            f"{format_bytes(_MOST_ON_HOST_BYTES)}"
+        )
 
     def copies() -> list[torch.Tensor]:
         return [tensor.detach().to(device, copy=True) for tensor in tensors]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.strategy import check
 from lightning_pipe.strategy.check import Incomparable, differences
 from ranks.world import Raised, World
 from strategy.fits import dapple, make_trainer
@@ -207,3 +208,9 @@ def test_what_rounding_leaves_of_a_gradient_is_not_a_difference():
     loss, worst = compared(Chain(norm), torch.randn(SAMPLES, WIDTH))
     assert max(loss.relative, worst.relative) <= worst.allowed
     assert int(norm.num_batches_tracked) == 0 and torch.equal(norm.running_mean, torch.zeros(WIDTH))
+
+
+def test_a_module_that_is_large_for_a_host_is_not_compared(monkeypatch):
+    monkeypatch.setattr(check, "_MOST_ON_HOST_BYTES", 100)
+    with pytest.raises(Incomparable, match="its parameters take .* are for modules up to 100 B"):
+        compared(Chain(), torch.randn(SAMPLES, WIDTH))
