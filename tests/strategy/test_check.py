@@ -212,5 +212,5 @@ def test_what_rounding_leaves_of_a_gradient_is_not_a_difference():
 
 def test_a_module_that_is_large_for_a_host_is_not_compared(monkeypatch):
     monkeypatch.setattr(check, "_MOST_ON_HOST_BYTES", 100)
-    with pytest.raises(Incomparable, match="its parameters take .* are for modules up to 100 B"):
+    with pytest.raises(Incomparable, match=r"its parameters take .* are for modules up to 100 B"):
         compared(Chain(), torch.randn(SAMPLES, WIDTH))
