@@ -110,9 +110,9 @@ class Near:
             yield self._ring(plans, count, ())
 
     def _every(self, shape: Shape) -> list[tuple[Cuts, Ranks]]:
-        """Return all cuts with all ranks, or nothing if they are many."""
+        """Return all cuts with all ranks, or nothing if they are many, or there are no groupings to choose from."""
         ranks = [one for one in self._groupings if shape_of(one) == shape]
-        if len(ranks) * math.comb(len(self._positions), len(shape) - 1) > _FEW_PLANS:
+        if not ranks or len(ranks) * math.comb(len(self._positions), len(shape) - 1) > _FEW_PLANS:
             return []
         return [*itertools.product(itertools.combinations(self._positions, len(shape) - 1), ranks)]
 

@@ -8,6 +8,10 @@ import pytest
 
 from benchmarks.planners.exhaustive import SAME, Size, random_problem, solve
 from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.planner.judge import Judge
+from lightning_pipe.planner.near import Near
+from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.parts import Parts
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import PLANNER_NAMES, PLANNERS, propose
 from planner.test_uniform import cluster, layers
@@ -94,3 +98,12 @@ def test_layouts_that_cannot_be_are_refused():
 def test_the_same_problem_gives_the_same_plan():
     problem = random_problem(7, SMALL)
     assert propose(problem, "auto")[0].plan == propose(problem, "auto")[0].plan
+
+
+def test_of_many_devices_only_the_outlines_themselves_are_swept():
+    """There are no groupings to combine all cuts with; forming these alone once took all memory of the machine."""
+    graph, profile = layers([1.0] * 60, [8.0] * 60)
+    asked = Problem(graph, profile, cluster(8), 16)
+    outline = Outline((15, 30, 45), ((0, 1), (2, 3), (4, 5), (6, 7)), 2, (2, 2, 2, 1))
+    near = Near(asked, Parts(asked, Judge(asked).pricer))
+    assert [ring.plans for ring in near.sweep([outline])] == [((outline.cuts, outline.ranks),)]
