@@ -27,4 +27,4 @@ QUICK = (  # captured in about a second each, and every trait of graphs is there
 def zoo_capture(name: str):
     """Return (capture, module, batch) of a module of the zoo."""
     module, batch = made(name)
-    return captured(module, batch, sizes_of(batch)), module, batch
+    return captured(module, batch, sizes_of(batch)).capture, module, batch
