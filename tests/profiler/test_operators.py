@@ -79,7 +79,7 @@ def tools(limit_bytes: int = GIGABYTE) -> Tools:
 @pytest.mark.parametrize("name", DIVERSE)
 def test_every_operation_of_a_module_of_the_zoo_can_be_timed(name, caplog):
     module, batch = made(name)
-    capture = captured(module, batch, sizes_of(batch))
+    capture = captured(module, batch, sizes_of(batch)).capture
     with caplog.at_level(logging.WARNING):
         profile = profile_capture(capture, device=CPU, sizes=(2, 3))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
@@ -303,7 +303,7 @@ def test_numbers_of_samples_for_which_a_graph_does_not_hold_are_left_out():
     capture = parity_capture("resnet_batchnorm")
     assert Operators(capture, device=CPU, sizes=(4, 2, 2)).sizes == (2, 4)
     module, batch = made("embedding_bag_offsets")  # holds for one batch only
-    fixed = captured(module, batch, sizes_of(batch))
+    fixed = captured(module, batch, sizes_of(batch)).capture
     assert Operators(fixed, device=CPU, sizes=(1, 2)).sizes == (fixed.graph.samples,)
 
 
