@@ -121,32 +121,39 @@ def _run(order: Order, layout: Layout, times: Times) -> list[_Line]:
     runnable = deque(range(len(lines)))
     while runnable:
         line = lines[runnable.popleft()]
-        now = line.ends[-1] if line.ends else 0.0
-        for n in range(len(line.ends), len(line.tasks)):
-            for channel, number in line.gets[n]:
-                arrival = channel.arrival(number, line)
-                if arrival is None:
-                    channel.waiting = True
-                    break
-                now = max(now, arrival)
-            else:
-                line.starts.append(now)
-                now += times.compute_s(line.tasks[n])
-                line.ends.append(now)
-                for channel in line.gives[n]:
-                    channel.sent.append(now)
-                    if channel.waiting:
-                        channel.waiting = False
-                        runnable.append(channel.receiver)
-                continue
-            break
-    stuck = [f"{line.tasks[len(line.ends)]} on rank {r}" for r, line in enumerate(lines) if _is_stuck(line)]
+        while _is_unfinished(line) and (ready := _inputs_s(line)) is not None:
+            runnable.extend(_compute(line, ready, times))
+    stuck = [f"{line.tasks[len(line.ends)]} on rank {r}" for r, line in enumerate(lines) if _is_unfinished(line)]
     if stuck:
         raise ProgramError(f"the order waits for itself: next are {', '.join(stuck)}")
     return lines
 
 
-def _is_stuck(line: _Line) -> bool:
+def _inputs_s(line: _Line) -> float | None:
+    """Return when the inputs of the next compute are there and its rank is free; None, and wait, if that is unknown."""
+    ready = line.ends[-1] if line.ends else 0.0
+    for channel, number in line.gets[len(line.ends)]:
+        arrival = channel.arrival(number, line)
+        if arrival is None:
+            channel.waiting = True
+            return None
+        ready = max(ready, arrival)
+    return ready
+
+
+def _compute(line: _Line, start: float, times: Times) -> Iterator[int]:
+    """Run the next compute of a line; yield the ranks that have waited for what it sends."""
+    n = len(line.ends)
+    line.starts.append(start)
+    line.ends.append(start + times.compute_s(line.tasks[n]))
+    for channel in line.gives[n]:
+        channel.sent.append(line.ends[n])
+        if channel.waiting:
+            channel.waiting = False
+            yield channel.receiver
+
+
+def _is_unfinished(line: _Line) -> bool:
     return len(line.ends) < len(line.tasks)
 
 
