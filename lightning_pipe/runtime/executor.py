@@ -122,9 +122,7 @@ class Executor:
         self._check(program)
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
-        self._slices.clear()
-        self._exchange.begin(program, recorder)
-        self._gradients.begin(recorder)
+        self._begin(program, recorder)
         results: dict[str, list[Piece]] = defaultdict(list)
         for instruction in program.ranks[self.rank]:
             at(instruction)
@@ -161,6 +159,12 @@ class Executor:
         yield from self._exchange.finish()
         collected = {name: tuple(pieces) for name, pieces in results.items()}
         return Outcome(collected, recorder.timeline(), recorder.memory())
+
+    def _begin(self, program: VerifiedProgram, recorder: Recorder) -> None:
+        """Forget what an earlier program has left."""
+        self._slices.clear()
+        self._exchange.begin(program, recorder)
+        self._gradients.begin(recorder)
 
     def _saved_bytes(self) -> int:
         """Return what the stages of this rank keep for I and W; memory that several share counts once."""
