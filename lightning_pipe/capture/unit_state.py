@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -30,20 +30,25 @@ def tensors_in(value: Any, *, objects: bool = False, depth: int = 0) -> Iterator
     """Yield the tensors in nested collections and data classes; with `objects`, also in attributes of other objects."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (str, bytes, nn.Module, type)) or value is None:
         return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, objects=objects, depth=depth)
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        for item in value:
-            yield from tensors_in(item, objects=objects, depth=depth)
-    elif is_dataclass(value):
-        for item in fields(value):
-            yield from tensors_in(getattr(value, item.name, None), objects=objects, depth=depth)
-    elif objects and depth < _DEEPEST and not callable(value):
-        for item in list(getattr(value, "__dict__", {}).values()):
-            yield from tensors_in(item, objects=objects, depth=depth + 1)
+    items = _items(value)
+    if items is None and objects and depth < _DEEPEST and not callable(value):
+        items, depth = list(getattr(value, "__dict__", {}).values()), depth + 1
+    for item in items or ():
+        yield from tensors_in(item, objects=objects, depth=depth)
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """Return what a collection or a data class holds; None for another object."""
+    if isinstance(value, (str, bytes, nn.Module, type)) or value is None:
+        return ()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if is_dataclass(value):
+        return [getattr(value, item.name, None) for item in fields(value)]
+    return None
 
 
 @dataclass(frozen=True)
