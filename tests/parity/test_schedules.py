@@ -24,13 +24,17 @@ def layout_of(devices: int) -> str:
     return "-".join("1" * devices)
 
 
+def trained(name: str, schedule: str, devices: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return losses and parameters of a pipeline on so many devices."""
+    module = make_module(name).train()
+    return train(module, name, pipeline(module, name, layout=layout_of(devices), schedule=schedule), steps=STEPS)
+
+
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("schedule", ONE_WAY)
 @pytest.mark.parametrize("name", MODULES)
 def test_training_is_accumulation_bit_for_bit(name, schedule, devices):
-    module = make_module(name).train()
-    update = pipeline(module, name, layout=layout_of(devices), schedule=schedule)
-    losses, parameters = train(module, name, update, steps=STEPS)
+    losses, parameters = trained(name, schedule, devices)
     expected_losses, expected_parameters = expected(name, accumulation, steps=STEPS)
     assert [float(loss) for loss in losses] == [float(loss) for loss in expected_losses]
     for parameter, value in expected_parameters.items():
@@ -41,9 +45,7 @@ def test_training_is_accumulation_bit_for_bit(name, schedule, devices):
 @pytest.mark.parametrize("schedule", BOTH_WAYS)
 @pytest.mark.parametrize("name", MODULES)
 def test_two_pipes_with_the_same_weights_train_as_one_device(name, schedule, devices):
-    module = make_module(name).train()
-    update = pipeline(module, name, layout=layout_of(devices), schedule=schedule)
-    losses, parameters = train(module, name, update, steps=STEPS)
+    losses, parameters = trained(name, schedule, devices)
     expected_losses, expected_parameters = expected(name, accumulation, steps=STEPS)
     for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
         torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")
