@@ -27,7 +27,7 @@ from lightning_pipe.capture.record import Ref, StepRecord
 from lightning_pipe.capture.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
-from lightning_pipe.capture.replay_values import leaf_size, size_of
+from lightning_pipe.capture.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.trace import Request
@@ -40,7 +40,7 @@ from lightning_pipe.core.published_layers import Layer, Layers
 from lightning_pipe.core.published_layers import Output as LayerOutput
 from lightning_pipe.errors import PlanError
 
-LOSS, TAPE, TANGENT = "loss", "tape", "tangent"
+TAPE, TANGENT = "tape", "tangent"
 
 
 class Replay:

@@ -13,6 +13,8 @@ from lightning_pipe.capture.record import Ref
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.units import Output
 
+LOSS = "loss"  # value name of the loss of a replayed step
+
 
 def size_of(output: Output, samples: int) -> tuple[int, ...]:
     """Return the shape of an output for a number of samples."""
@@ -53,5 +55,5 @@ def lifted(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
     """Return what the step returned with references in the place of tensors; the loss is named `loss`."""
     original = output.get("loss") if isinstance(output, dict) and loss is not None else output
     return apply_to_collection(
-        output, torch.Tensor, lambda t: Ref("loss") if loss is not None and t is original else recording.ref(t)
+        output, torch.Tensor, lambda t: Ref(LOSS) if loss is not None and t is original else recording.ref(t)
     )

@@ -14,20 +14,21 @@ Legend: a piece is what one play of the last stage said.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.record import LogCall, MetricCall, MetricValue, Ref, StepRecord
+from lightning_pipe.capture.replay_values import LOSS
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.strategy.control import Control
 
 Words: TypeAlias = tuple[int, int, int, Recording]  # micro-batch, first sample, samples, what was said
 Key: TypeAlias = tuple[str, ...]
-LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -68,25 +69,14 @@ def combined(words: Sequence[Words], *, device: torch.device) -> tuple[StepRecor
     merger = _Merger(order, device)
     calls = tuple(merger.call(key, pieces) for key in order)
     returned = merger.value([piece.recording.returned for piece in pieces], pieces)
-    loss = LOSS if any(LOSS in _names(piece.recording.returned) for piece in pieces) else None
+    loss = LOSS if any(_holds_loss(piece.recording.returned) for piece in pieces) else None
     return StepRecord(calls, loss, returned, ()), merger.values
 
 
-def _names(returned: Any) -> list[str]:
+def _holds_loss(returned: Any) -> bool:
     found: list[str] = []
-    _walk(returned, lambda ref: found.append(ref.name))
-    return found
-
-
-def _walk(value: Any, visit: Callable[[Ref], None]) -> None:
-    if isinstance(value, Ref):
-        visit(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _walk(item, visit)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _walk(item, visit)
+    apply_to_collection(returned, Ref, lambda ref: found.append(ref.name))
+    return LOSS in found
 
 
 def _on_host(recording: Recording) -> Recording:
