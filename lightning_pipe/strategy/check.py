@@ -157,9 +157,9 @@ def differences(
             kept.restore()
             _move(module, device)
             results, gradients = _run_captured(captured, request, copies(), samples=samples, key=key)
-            if line := wrong_answer(captured.record, results):
+            if (guard := wrong_answer(captured.record, results)) is not None:
                 raise Incomparable(
-                    f"the question at {line} has another answer for the first samples than for the batch"
+                    f"the question at {guard.line} has another answer for the first samples than for the batch"
                 )
             loss = results[captured.record.loss or ""]
             assert isinstance(loss, torch.Tensor), "the loss is a tensor"

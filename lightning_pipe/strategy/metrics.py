@@ -17,7 +17,7 @@ import torchmetrics
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
-from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized, StepRecord
+from lightning_pipe.capture.record import Guard, LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized, StepRecord
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.parts import Content
 
@@ -80,19 +80,18 @@ def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> 
             return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
 
 
-def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> str:
-    """Return the line of the first question whose answer is not the one that the step was captured with, "" if none."""
-    return next((guard.line for guard in record.guards if float(values[guard.ref.name]) > 0), "")
+def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> Guard | None:
+    """Return the first question whose answer is not the one that the step was captured with, None if all are."""
+    return next((guard for guard in record.guards if float(values[guard.ref.name]) > 0), None)
 
 
 def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
-    for guard in record.guards:
-        if float(values[guard.ref.name]) > 0:
-            raise PipelineError(
-                f"The step was captured with the answer {guard.expected} to the question at {guard.line}; for this "
-                "batch the answer is another one, so the captured graph does not hold. Compute both branches with "
-                "torch.where, or raise in the branch that is an error."
-            )
+    if (guard := wrong_answer(record, values)) is not None:
+        raise PipelineError(
+            f"The step was captured with the answer {guard.expected} to the question at {guard.line}; for this "
+            "batch the answer is another one, so the captured graph does not hold. Compute both branches with "
+            "torch.where, or raise in the branch that is an error."
+        )
 
 
 class MetricsAlone:

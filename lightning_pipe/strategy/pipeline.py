@@ -186,9 +186,11 @@ class Pipeline:
         step, sizes = self._step(call, samples)
         before = Before(self._weights) if step.capture.record.guards and self._config.capture == "auto" else None
         ran = self._run(step, sizes, call, turn)
-        if before is not None and (line := wrong_answer(ran.record, ran.values)):
+        if before is not None and (guard := wrong_answer(ran.record, ran.values)) is not None:
             before.restore()
-            log.info("%s is replayed from now on: the answer to the question at %s has changed.", call.method, line)
+            log.info(
+                "%s is replayed from now on: the answer to the question at %s has changed.", call.method, guard.line
+            )
             step, sizes = self._replayed(call, samples)
             ran = self._run(step, sizes, call, turn)
         if call.method == TRAINING:
