@@ -7,7 +7,7 @@ program. Where both stages are on one rank the values go into the mailbox direct
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -72,6 +72,9 @@ class Exchange:
             packed(to_tensor(content, device=self._device), self._split.values[name])
             for name, content in self._parts(message).items()
         ]
+        self._post(send, tensors)
+
+    def _post(self, send: Send, tensors: list[torch.Tensor]) -> None:
         self._let_go()
         self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
 
@@ -79,14 +82,18 @@ class Exchange:
         """Post the receiving of a message for a stage of this rank."""
         message = receive.message
         names = self._stages[message.target].program.receives[message.direction, message.source]
-        values = [self._split.values[name] for name in names]
-        buffers = tuple(buffer_for(value, len(message.samples), device=self._device) for value in values)
-        views = [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
+        buffers, views = self._buffers(names, len(message.samples))
         handle = self._transport.receive(views, peer=receive.peer)
         self._posted[receive] = self._recorder.mark()
         self._let_go()
         self._receives.append((receive, handle))
         self._mailbox.put(Letter(message, receive.peer, buffers, handle))
+
+    def _buffers(self, names: Sequence[str], samples: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """Allocate what a message of these values fills, and return it with what travels of it."""
+        values = [self._split.values[name] for name in names]
+        buffers = tuple(buffer_for(value, samples, device=self._device) for value in values)
+        return buffers, [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
 
     def _let_go(self) -> None:
         """Forget what has landed: its handles keep memory."""
@@ -131,6 +138,22 @@ class Exchange:
             yield Wait(handle, send)
         self._sends.clear()
 
+    def give_up(self, rest: Sequence[Send | Recv]) -> Walk[None]:
+        """Bring everything under way to rest: post the ends that are missing, with nothing in them, and wait for all.
+
+        Args:
+            rest: these ends (`schedule.giving_up`).
+        """
+        for end in rest:
+            match end:
+                case Send(message):
+                    names = self._stages[message.source].program.sends[message.direction, message.target]
+                    self._post(end, self._buffers(names, len(message.samples))[1])
+                case Recv():
+                    self.receive(end)
+        yield from self.finish_sends()
+        yield from self._finish_receives()
+
     def finish(self) -> Walk[None]:
         """Wait until everything posted has really happened.
 
@@ -138,9 +161,7 @@ class Exchange:
             PipelineError: if a message was received that no compute has taken, or a value is still held.
         """
         yield from self.finish_sends()
-        for receive, handle in self._receives:
-            yield Wait(Landing(handle), receive)
-        self._receives.clear()
+        yield from self._finish_receives()
         letters = [str(Recv(letter.message, letter.sender)) for letter in self._mailbox.left()]
         values = [f"stage {number}, {name}" for number, stage in self._stages.items() for name in stage.left()]
         if letters or values:
@@ -148,6 +169,11 @@ class Exchange:
                 f"Rank {self._transport.rank} ended its program with letters {letters} and values {values} unused. "
                 "The program and the split do not fit each other."
             )
+
+    def _finish_receives(self) -> Walk[None]:
+        for receive, handle in self._receives:
+            yield Wait(Landing(handle), receive)
+        self._receives.clear()
 
     def _expected_sends(self, stage: int) -> Sends:
         program = self._program

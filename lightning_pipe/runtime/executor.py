@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -36,6 +37,7 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import BatchError, PipelineError, ProgramError
+from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchange import Exchange
 from lightning_pipe.runtime.gradients import Gradients
 from lightning_pipe.runtime.job import Job, Outcome, Piece
@@ -45,6 +47,17 @@ from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Walk, drive, drive_together
 from lightning_pipe.runtime.watch import Unwatched, Watch
+from lightning_pipe.schedule.giving_up import after_forwards, first_backward, left_over
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What one run of a program has with it: the batch, who is told, and the results so far."""
+
+    job: Job
+    recorder: Recorder
+    at: Callable[[Instruction], None]
+    results: dict[str, list[Piece]]
 
 
 class Executor:
@@ -90,6 +103,7 @@ class Executor:
         record: bool = False,
         record_memory: bool = False,
         watch: Watch | None = None,
+        ahead: Ahead | None = None,
     ) -> Outcome:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -100,13 +114,14 @@ class Executor:
             record_memory: whether to return a timeline and what the stages kept over time; counting takes time of the
                 host, so such a run is slower.
             watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
+            ahead: for a rank that begins before all others have ended the step before, on all ranks or on none.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
         """
         watch = watch or Unwatched()
         with watch.program(job.step):
-            walk = self.walk(program, job, record=record, record_memory=record_memory, at=watch.at)
+            walk = self.walk(program, job, record=record, record_memory=record_memory, at=watch.at, ahead=ahead)
             return drive(walk, wait=watch.wait)
 
     def walk(
@@ -117,26 +132,45 @@ class Executor:
         record: bool = False,
         record_memory: bool = False,
         at: Callable[[Instruction], None] = lambda instruction: None,
+        ahead: Ahead | None = None,
     ) -> Walk[Outcome]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         self._check(program)
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
         self._begin(program, recorder)
-        results: dict[str, list[Piece]] = defaultdict(list)
-        for instruction in program.ranks[self.rank]:
-            at(instruction)
+        course = _Course(job, recorder, at, results=defaultdict(list))
+        line = program.ranks[self.rank]
+        asked = first_backward(line)
+        told = max(asked, after_forwards(line))
+        yield from self._follow(line[:asked], course)
+        if ahead is not None and not (yield from ahead.holds()):
+            yield from self._exchange.give_up(left_over(program)[self.rank])
+            return Outcome({}, recorder.timeline(), given_up=True)
+        yield from self._follow(line[asked:told], course)
+        if ahead is not None:
+            ahead.forwarded(course.results)
+        yield from self._follow(line[told:], course)
+        yield from self._exchange.finish()
+        collected = {name: tuple(pieces) for name, pieces in course.results.items()}
+        return Outcome(collected, recorder.timeline(), recorder.memory())
+
+    def _follow(self, line: Sequence[Instruction], course: _Course) -> Walk[None]:
+        """Run instructions one after another."""
+        recorder = course.recorder
+        for instruction in line:
+            course.at(instruction)
             started = recorder.mark()
             match instruction:
                 case Load():
-                    self._load(instruction, job)
+                    self._load(instruction, course.job)
                     recorder.add(instruction, started)
                 case Recv():
                     self._exchange.receive(instruction)
                 case Compute():
                     yield from self._exchange.collect(instruction)
                     started = recorder.mark()
-                    self._compute(instruction, job, results)
+                    self._compute(instruction, course.job, course.results)
                     recorder.add(instruction, started)
                     recorder.note_memory()
                     self._exchange.hand_over(instruction)
@@ -156,9 +190,6 @@ class Executor:
                     _refuse_offloads((instruction.stage,))
                 case _:
                     assert_never(instruction)
-        yield from self._exchange.finish()
-        collected = {name: tuple(pieces) for name, pieces in results.items()}
-        return Outcome(collected, recorder.timeline(), recorder.memory())
 
     def _begin(self, program: VerifiedProgram, recorder: Recorder) -> None:
         """Forget what an earlier program has left."""

@@ -52,8 +52,10 @@ class Outcome:
         timeline: events of this rank, empty unless recorded.
         memory: (time, bytes held by the stages of this rank from then on), on the clock of the timeline; empty unless
             recorded.
+        given_up: whether the program was left before the first backward, since the step before it was not right.
     """
 
     results: Mapping[str, tuple[Piece, ...]]
     timeline: Timeline
     memory: tuple[tuple[float, int], ...] = ()
+    given_up: bool = False

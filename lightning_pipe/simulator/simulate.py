@@ -12,7 +12,7 @@ Assumptions:
                of its Evict; I (or B) waits for the end of the Fetch
     Send       keeps its rank busy while it posts (`Prices.post_s`)
     Step       waits for the computes and reductions of all ranks, since the results of a batch (loss, logged values)
-               are exchanged before any optimizer steps
+               are exchanged before any optimizer steps; for those of its own rank where ranks run ahead
 
 Loading, posting of receives and freeing take no time. The result is the longest path through the program: every
 instruction is visited once.
@@ -23,6 +23,7 @@ Legend: s stage, m micro-batch, r rank.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias
@@ -48,14 +49,19 @@ Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-bat
 Work: TypeAlias = tuple[int, int, int]  # rank, stage, micro-batch
 
 
-def simulate(program: VerifiedProgram, prices: Prices) -> Timeline:
+def simulate(program: VerifiedProgram, prices: Prices, *, begins: Sequence[float] | None = None) -> Timeline:
     """Return the time of every instruction of a program.
 
     The events of a message are the same on both ends: from the start of its move to its end.
+
+    Args:
+        program: what runs.
+        prices: what it costs.
+        begins: when each rank begins, if ranks run ahead (`simulator.ahead`); else all begin at zero, and step together.
     """
-    run = _Run(program, prices)
+    run = _Run(program, prices, begins or (0.0,) * len(program.ranks))
     run.computes_and_messages()
-    run.reductions_and_steps()
+    run.reductions_and_steps(together=begins is None)
     return Timeline(tuple(event for line in run.events for event in sorted(line, key=attrgetter("start"))))
 
 
@@ -72,11 +78,11 @@ class _Channel:
 class _Run:
     """Clocks of the ranks and of the channels while the program runs."""
 
-    def __init__(self, program: VerifiedProgram, prices: Prices) -> None:
+    def __init__(self, program: VerifiedProgram, prices: Prices, begins: Sequence[float]) -> None:
         self.events: list[list[Event]] = [[] for _ in program.ranks]
         self._program = program
         self._prices = prices
-        self._clock = [0.0] * len(program.ranks)
+        self._clock = [*begins]
         self._position = [0] * len(program.ranks)
         self._channels: dict[Channel, _Channel] = defaultdict(_Channel)
         self._arrivals: dict[Use, list[tuple[_Channel, int]]] = defaultdict(list)
@@ -174,7 +180,7 @@ class _Run:
     def _transfer_s(self, message: Message, ranks: Channel) -> float:
         return self._prices.transfer_s(message, *ranks)
 
-    def reductions_and_steps(self) -> None:
+    def reductions_and_steps(self, *, together: bool) -> None:
         free = [0.0] * len(self._clock)
         for bucket, posted in sorted(self._posted.items()):
             start = max(*posted.values(), *(free[rank] for rank in posted))
@@ -184,6 +190,7 @@ class _Run:
                 self.events[rank].append(Event(rank, Reduce(bucket), start, end))
         if not (self._program.training and self._program.synchronise):
             return
-        start = max(*self._clock, *free)
-        for rank in range(len(self._clock)):
+        last = max(*self._clock, *free)
+        for rank, done in enumerate(self._clock):
+            start = last if together else max(done, free[rank])
             self.events[rank].append(Event(rank, Step(), start, start + self._prices.step_s(rank)))

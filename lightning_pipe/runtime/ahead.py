@@ -1,0 +1,33 @@
+"""What does a rank do differently that begins a batch before all others have ended theirs?
+
+It learns late whether the optimizer step before was right, and says early what its forwards gave, so that nobody waits
+for the end of its program:
+
+    F F F | F I W I W ...        | before the first backward: was the step right? If not, every rank gives the program up
+    F F F   F I W I W |          | behind the last forward (and the question): results are handed out
+
+The question comes after the warm-up because its answer needs the end of the step before on all ranks, which on the last
+ranks is up to a pipeline's depth later (optimizer post-validation, after Qi et al. 2023, "Zero Bubble Pipeline
+Parallelism", section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_pipe.runtime.job import Piece
+from lightning_pipe.runtime.waiting import Walk
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How one program is run by a rank that is ahead of others.
+
+    Attributes:
+        holds: waits for the answer whether the step before was right, and returns it; the same on all ranks.
+        forwarded: takes the results of all forwards of this rank, as soon as there are all.
+    """
+
+    holds: Callable[[], Walk[bool]]
+    forwarded: Callable[[Mapping[str, Sequence[Piece]]], None]

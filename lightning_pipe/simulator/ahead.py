@@ -1,0 +1,59 @@
+"""How long does a step take if ranks run ahead? The time from step to step once steps follow each other evenly.
+
+Every rank steps when its own gradients are complete, and begins the next batch at once. So a rank that began a batch
+early ends it early, and the time of a step is no longer that from the first begin to the last end: zero-bubble
+schedules then take as long as one device computes (Qi et al. 2023, section 4).
+
+    rank 0 | F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3       ZB-H2, 4 micro-batches:
+    rank 1 |  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3    12 instead of 13 units
+
+Left out: the question before the first backward of a batch, whether the step before was right. Its answer needs the end
+of that step on all ranks; the first micro-batch has gone through all stages by then, so it has come as a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_pipe.core.prices import Prices
+from lightning_pipe.core.program import Step, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.simulator.simulate import simulate
+
+_ROUNDS = 8  # steps after which they are even enough
+_EVEN = 1e-9  # relative difference between steps that are even
+
+
+def steps_ahead(program: VerifiedProgram, prices: Prices, steps: int) -> Iterator[Timeline]:
+    """Yield the timelines of steps that follow each other, each rank going on as soon as it has stepped.
+
+    Args:
+        program: what runs in every step; one that steps.
+        prices: what it costs.
+        steps: how many.
+    """
+    begins: Sequence[float] = (0.0,) * len(program.ranks)
+    for _ in range(steps):
+        timeline = simulate(program, prices, begins=begins)
+        yield timeline
+        begins = ends(timeline)
+
+
+def ends(timeline: Timeline) -> tuple[float, ...]:
+    """Return when each rank has stepped."""
+    found = {event.rank: event.end for event in timeline.events if isinstance(event.instruction, Step)}
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def period(program: VerifiedProgram, prices: Prices) -> float:
+    """Return the seconds from the end of a step to the end of the next, once steps are even."""
+    before: tuple[float, ...] = ()
+    seconds = 0.0
+    for timeline in steps_ahead(program, prices, _ROUNDS):
+        now = ends(timeline)
+        lasted = [end - start for start, end in zip(before, now, strict=True)] if before else []
+        seconds = max(now) - max(before, default=0.0)
+        if lasted and max(lasted) - min(lasted) <= _EVEN * seconds:
+            break
+        before = now
+    return seconds
