@@ -3,8 +3,8 @@
 It learns late whether the optimizer step before was right, and says early what its forwards gave, so that nobody waits
 for the end of its program:
 
-    F F F | F I W I W ...        | before the first backward: was the step right? If not, every rank gives the program up
-    F F F   F I W I W |          | behind the last forward (and the question): results are handed out
+    F F F | F I W I W ...    before the first backward: was the step right? If not, all ranks give the program up
+    F F F   F I W I W | ...  behind the last forward (and the question): results are handed out
 
 The question comes after the warm-up because its answer needs the end of the step before on all ranks, which on the last
 ranks is up to a pipeline's depth later (optimizer post-validation, after Qi et al. 2023, "Zero Bubble Pipeline

@@ -57,7 +57,7 @@ def simulate(program: VerifiedProgram, prices: Prices, *, begins: Sequence[float
     Args:
         program: what runs.
         prices: what it costs.
-        begins: when each rank begins, if ranks run ahead (`simulator.ahead`); else all begin at zero, and step together.
+        begins: when each rank begins, where ranks run ahead (`simulator.ahead`); else all begin and step together.
     """
     run = _Run(program, prices, begins or (0.0,) * len(program.ranks))
     run.computes_and_messages()
