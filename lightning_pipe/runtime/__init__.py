@@ -9,7 +9,7 @@
     outcome = executor.run(program, Job(leaves, cut, offsets, weight, seed, step), watch=watch)    executor.py, job.py
     results = Results(split, layout, transport=transport, device=device)                           results.py
     with watch.program(step):
-        collected = drive(results.collect(program, outcome, names, votes={}), wait=watch.wait)     waiting.py
+        collected = drive(results.collect(program, outcome.results, names, votes={}), wait=watch.wait)     waiting.py
 
 In one process and thread: `Hub().endpoint(rank)` is the transport of a rank, `run_together(executors, program, jobs)`
 runs a program, `drive_together([results.collect(...), ...])` gives the outputs to all ranks.

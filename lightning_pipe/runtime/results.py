@@ -11,13 +11,14 @@ the split. Then every rank combines the same pieces in the same order, in the ty
     same   the first
 
     results = Results(split, layout, transport=transport, device=device)
-    collected = drive(results.collect(program, outcome, names, votes={"stop": 0.0}), wait=watch.wait)
+    collected = drive(results.collect(program, outcome.results, names, votes={"stop": 0.0}), wait=watch.wait)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -25,11 +26,11 @@ from lightning_pipe.capture.stage_program import Split, Value
 from lightning_pipe.core.program import Layout, Program, Samples
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.groups import everyone
-from lightning_pipe.runtime.job import Outcome, Piece
+from lightning_pipe.runtime.job import Piece
 from lightning_pipe.runtime.parts import Content, combine, from_tensor, to_tensor
 from lightning_pipe.runtime.transport.collectives import as_bytes
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Wait, Walk
+from lightning_pipe.runtime.waiting import Done, Wait, Walk
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Collected:
     votes: Mapping[str, float]
 
 
+_Slice: TypeAlias = tuple[str, int, Samples]  # name of an output, micro-batch, samples
+
+
 @dataclass(frozen=True)
 class _Place:
     """One slice of one value: what it is called, which samples it has, and which rank has it."""
@@ -55,6 +59,10 @@ class _Place:
     microbatch: int
     samples: Samples
     rank: int
+
+    @property
+    def slice(self) -> _Slice:
+        return self.value.name, self.microbatch, self.samples
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,6 +81,15 @@ class _Place:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class _Letter:
+    """Contents under way: those of `places`, in their order, in one tensor."""
+
+    places: tuple[_Place, ...]
+    content: torch.Tensor
+    wait: Wait
+
+
 class Results:
     """Exchange the outputs of programs.
 
@@ -81,41 +98,67 @@ class Results:
         layout: ranks of each stage.
         transport: the group of all ranks must be open.
         device: where values live.
+        carrier: the device from which the transport takes values; by default the same.
     """
 
-    def __init__(self, split: Split, layout: Layout, *, transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self,
+        split: Split,
+        layout: Layout,
+        *,
+        transport: Transport,
+        device: torch.device,
+        carrier: torch.device | None = None,
+    ) -> None:
         self._split = split
         self._layout = layout
         self._transport = transport
         self._device = device
+        self._carrier = carrier or device
         self._group = everyone(layout)
 
     def collect(
-        self, program: Program, outcome: Outcome, names: Sequence[str], *, votes: Mapping[str, float] | None = None
+        self,
+        program: Program,
+        pieces: Mapping[str, Sequence[Piece]],
+        names: Sequence[str],
+        *,
+        votes: Mapping[str, float] | None = None,
     ) -> Walk[Collected]:
-        """Return the coroutine that gives every rank all pieces of the named outputs and their combination.
+        """Post what this rank has, and return the coroutine that gives all pieces of the outputs and their combination.
 
         Args:
             program: the program that was run.
-            outcome: what this rank has after it.
+            pieces: what this rank's forwards gave.
             names: the wanted outputs, the same on all ranks.
             votes: numbers to be summed over ranks, under the same names on all of them.
 
         Raises:
-            PipelineError: if an output cannot be put together from its pieces.
+            PipelineError: from the coroutine, if an output cannot be put together from its pieces.
         """
-        own = {(name, p.microbatch, p.samples): p.content for name, ps in outcome.results.items() for p in ps}
+        own = {(name, p.microbatch, p.samples): p.content for name, ps in pieces.items() for p in ps}
         places = [place for name in dict.fromkeys(names) for place in self._places(name, program)]
-        scalars = [place for place in places if place.is_scalar]
-        tensors = [place for place in places if not place.is_scalar]
-        found, summed = yield from self._sum(scalars, own, votes or {})
-        found |= yield from self._broadcast(tensors, own)
-        pieces: dict[str, tuple[Piece, ...]] = {
-            name: tuple(Piece(p.microbatch, p.samples, found[p]) for p in places if p.value.name == name)
-            for name in names
-        }
-        values = {name: self._combined(self._split.values[name], pieces[name], program) for name in names}
-        return Collected(values, pieces, summed)
+        sums = self._sum([place for place in places if place.is_scalar], own, votes or {})
+        sent = self._sent([place for place in places if not place.is_scalar], own)
+        return self._collected(program, places, sums, sent, sorted(votes or {}))
+
+    def _collected(
+        self, program: Program, places: Sequence[_Place], sums: _Letter, sent: Sequence[_Letter], votes: Sequence[str]
+    ) -> Walk[Collected]:
+        yield sums.wait
+        numbers = sums.content.cpu()
+        found = {place: from_tensor(numbers[i].to(place.dtype), place.value) for i, place in enumerate(sums.places)}
+        for letter in sent:
+            yield letter.wait
+            counts = [place.byte_count for place in letter.places]
+            for place, content in zip(letter.places, torch.split(letter.content, counts), strict=True):
+                found[place] = content.clone().view(place.dtype).view(place.shape)  # a clone: bytes may lie askew
+        pieces: dict[str, list[Piece]] = {}
+        for place in places:
+            pieces.setdefault(place.value.name, []).append(Piece(place.microbatch, place.samples, found[place]))
+        values = {name: self._combined(self._split.values[name], own, program) for name, own in pieces.items()}
+        counted = dict(zip(votes, numbers[len(sums.places) :].tolist(), strict=True))
+        return Collected(values, {name: tuple(own) for name, own in pieces.items()}, counted)
 
     def _places(self, name: str, program: Program) -> Iterator[_Place]:
         """List the slices of an output in order of micro-batch and samples."""
@@ -126,40 +169,33 @@ class Results:
                 if len(samples):
                     yield _Place(self._split.values[name], microbatch, samples, rank)
 
-    def _sum(
-        self, places: Sequence[_Place], own: Mapping[tuple[str, int, Samples], Content], votes: Mapping[str, float]
-    ) -> Walk[tuple[dict[_Place, Content], dict[str, float]]]:
-        slots = torch.zeros(len(places) + len(votes), dtype=torch.float64, device=self._device)
-        for slot, place in enumerate(places):
-            if place.rank == self._transport.rank:
-                slots[slot] = own[place.value.name, place.microbatch, place.samples]
+    def _sum(self, places: Sequence[_Place], own: Mapping[_Slice, Content], votes: Mapping[str, float]) -> _Letter:
+        """Post one sum of the slots of scalars and of votes."""
+        slots = torch.zeros(len(places) + len(votes), dtype=torch.float64, device=self._carrier)
+        mine = [slot for slot, place in enumerate(places) if place.rank == self._transport.rank]
+        if mine:
+            numbers = [to_tensor(own[places[slot].slice], device=self._device).double() for slot in mine]
+            slots[mine] = torch.stack(numbers).to(self._carrier)
         for slot, name in enumerate(sorted(votes), start=len(places)):
             slots[slot] = votes[name]
-        if len(self._group) > 1:
-            yield Wait(self._transport.all_reduce(slots, group=self._group), "the results of the step")
-        numbers = slots.cpu()
-        contents = {p: from_tensor(numbers[slot].to(p.dtype), p.value) for slot, p in enumerate(places)}
-        return contents, dict(zip(sorted(votes), numbers[len(places) :].tolist(), strict=True))
+        handle = self._transport.all_reduce(slots, group=self._group) if len(self._group) > 1 else Done()
+        return _Letter(tuple(places), slots, Wait(handle, "the results of the step"))
 
-    def _broadcast(
-        self, places: Sequence[_Place], own: Mapping[tuple[str, int, Samples], Content]
-    ) -> Walk[dict[_Place, Content]]:
-        found: dict[_Place, Content] = {}
+    def _sent(self, places: Sequence[_Place], own: Mapping[_Slice, Content]) -> tuple[_Letter, ...]:
+        """Post the bytes of other tensors, one broadcast per rank that has some."""
+        letters = []
         for rank in sorted({place.rank for place in places}):
-            theirs = [place for place in places if place.rank == rank]
-            counts = [place.byte_count for place in theirs]
+            theirs = tuple(place for place in places if place.rank == rank)
             if rank == self._transport.rank:
-                contents = [own[p.value.name, p.microbatch, p.samples] for p in theirs]
-                tensors = [to_tensor(content, device=self._device).contiguous() for content in contents]
-                packed = torch.cat([as_bytes(tensor) for tensor in tensors])
+                contents = [to_tensor(own[place.slice], device=self._device) for place in theirs]
+                packed = torch.cat([as_bytes(content.contiguous()) for content in contents]).to(self._carrier)
             else:
-                packed = torch.empty(sum(counts), dtype=torch.uint8, device=self._device)
-            if len(self._group) > 1:
-                handle = self._transport.broadcast(packed, source=rank, group=self._group)
-                yield Wait(handle, f"the results of rank {rank}")
-            for place, content in zip(theirs, torch.split(packed, counts), strict=True):
-                found[place] = content.clone().view(place.dtype).view(place.shape)  # a clone, as bytes may lie askew
-        return found
+                count = sum(place.byte_count for place in theirs)
+                packed = torch.empty(count, dtype=torch.uint8, device=self._carrier)
+            alone = len(self._group) == 1
+            handle = Done() if alone else self._transport.broadcast(packed, source=rank, group=self._group)
+            letters.append(_Letter(theirs, packed, Wait(handle, f"the results of rank {rank}")))
+        return tuple(letters)
 
     def _combined(self, value: Value, pieces: Sequence[Piece], program: Program) -> Content:
         """Combine the pieces of one output, in order."""

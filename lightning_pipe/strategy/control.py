@@ -14,7 +14,7 @@ import torch
 
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Handle, Wait
+from lightning_pipe.runtime.waiting import Done, Handle, Wait
 
 T = TypeVar("T")
 
@@ -34,8 +34,14 @@ class Control:
         self._transport = transport
         self._wait = wait
         self._everyone = tuple(range(ranks))
+        self._leaving: list[tuple[Handle, torch.Tensor]] = []
         if transport is not None:
             transport.open(channels=[(r, 0) for r in range(1, ranks)], groups=[self._everyone])
+
+    @property
+    def transport(self) -> Transport | None:
+        """Return what carries host tensors, with a group of all ranks; None with a single rank."""
+        return self._transport
 
     def broadcast(self, value: T, *, source: int, what: str) -> T:
         """Return the value of rank `source` on every rank."""
@@ -69,11 +75,24 @@ class Control:
             self._finish(self._transport.broadcast(tensor, source=source, group=self._everyone), what)
         return tensor
 
+    def tell(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
+        """Do as `copy` does, but let the source go on at once."""
+        if self._transport is None or self.rank != source:
+            return self.copy(tensor, source=source, what=what)
+        self._leaving = [(handle, kept) for handle, kept in self._leaving if not handle.landed()]
+        self._leaving.append((self._transport.broadcast(tensor, source=source, group=self._everyone), tensor))
+        return tensor
+
     def sum(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """Add the host tensors of all ranks, in place, and return the sum."""
-        if self._transport is not None:
-            self._finish(self._transport.all_reduce(tensor, group=self._everyone), what)
+        self._wait(self.begin_sum(tensor, what=what))
         return tensor
+
+    def begin_sum(self, tensor: torch.Tensor, *, what: str) -> Wait:
+        """Begin to add the host tensors of all ranks, in place; who waits has the sum."""
+        if self._transport is None:
+            return Wait(Done(), what)
+        return Wait(self._transport.all_reduce(tensor, group=self._everyone), what)
 
     def to_first(self, value: T | None, *, source: int, what: str) -> T | None:
         """Bring an object of rank `source` to rank 0; the other ranks are not concerned and get None."""

@@ -227,7 +227,7 @@ class Pipeline:
             outcome = step.executor.run(
                 program, job, record=turn.record, record_memory=turn.measure_memory, watch=self._links.watch
             )
-        collected = drive(step.results.collect(program, outcome, step.names), wait=self._links.watch.wait)
+        collected = drive(step.results.collect(program, outcome.results, step.names), wait=self._links.watch.wait)
         record, values = step.capture.record, collected.values
         if isinstance(step.capture, Replay):
             words = gathered(step.capture.said(), self._plan_now.layout.stages[-1], self._links.control)

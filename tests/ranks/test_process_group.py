@@ -49,7 +49,7 @@ def gradients_and_loss_of_a_program(case: Case) -> tuple[dict[str, torch.Tensor 
     outcome = executor.run(program, job_of(case))
     loss = capture.record.loss
     results = Results(split, case.layout, transport=transport, device=CPU)
-    collected = drive(results.collect(program, outcome, [loss]), wait=Unwatched().wait)
+    collected = drive(results.collect(program, outcome.results, [loss]), wait=Unwatched().wait)
     transport.close()
     owned = {name for stage in executor.stages.values() for name in stage.program.gradients.values()}
     return {name: p.grad for name, p in module.named_parameters() if name in owned}, collected.values[loss]

@@ -36,7 +36,7 @@ def collect(value: Value, stages: tuple[tuple[int, ...], ...], content: object) 
                     pieces.append(Piece(microbatch, samples, content(part)))
         outcome = Outcome({value.name: tuple(pieces)} if pieces else {}, Timeline(()))
         results = Results(split, layout, transport=hub.endpoint(rank), device=CPU)
-        walks.append(results.collect(program, outcome, [value.name], votes={"stop": float(rank), "skip": 1.0}))
+        walks.append(results.collect(program, outcome.results, [value.name], votes={"stop": float(rank), "skip": 1.0}))
     return drive_together(walks)
 
 
