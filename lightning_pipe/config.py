@@ -47,6 +47,8 @@ class DappleConfig:
         capture: route by which the step becomes stages: "joint" as one graph, "replay" by running its Python on every
             rank, "auto" the first that can.
         check: whether the captured step is compared with the plain one before training, on the first micro-batch.
+        post_validation: whether a rank goes on to the next batch before the others have ended theirs, and looks later
+            whether its optimizer step was right (clipping by norm): zero-bubble schedules then have no bubble.
         batch_dim: dimension of the batch's tensors along which samples lie.
         seed: seed of the random numbers inside the step; None takes torch's own seed.
         exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
@@ -73,6 +75,7 @@ class DappleConfig:
     cache: str | None = None
     capture: str = "auto"
     check: bool = True
+    post_validation: bool = False
     batch_dim: int = 0
     seed: int | None = None
     exact_ties: bool = False
@@ -197,6 +200,7 @@ _RULES = {
     "cache": _Rule(str, "the path of a directory, or 'off'"),
     "capture": _choice(("auto", "joint", "replay")),
     "check": _Rule(bool, "true or false"),
+    "post_validation": _Rule(bool, "true or false"),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),
     "exact_ties": _Rule(bool, "true or false"),

@@ -21,6 +21,7 @@
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
 * `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
+* `Tensor._version`: counts how often a tensor was written to.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -270,3 +271,8 @@ def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedE
 def is_profiling() -> bool:
     """Say whether a profiler runs in this thread."""
     return torch.autograd._profiler_enabled()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to."""
+    return tensor._version

@@ -49,6 +49,7 @@ class Turn:
         synchronise: whether gradients are summed over ranks.
         record: whether a timeline is wanted.
         measure_memory: whether memory is measured, which makes the step slow.
+        stop: whether this rank is asked to stop; where ranks run ahead, all hear of it with the results.
     """
 
     tensors: tuple[Content | None, ...]
@@ -57,6 +58,7 @@ class Turn:
     synchronise: bool = True
     record: bool = False
     measure_memory: bool = False
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Ran:
         held: (time, bytes that the stages of this rank held from then on), if memory was measured.
         peak_bytes: most bytes that tensors of this rank took beyond what was there before, if memory was measured.
         state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
+        stop: whether any rank was asked to stop; None if the results did not say it.
     """
 
     record: StepRecord
@@ -84,3 +87,4 @@ class Ran:
     held: tuple[tuple[float, int], ...] = ()
     peak_bytes: int | None = None
     state_bytes: int = 0
+    stop: bool | None = None

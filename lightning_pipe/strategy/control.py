@@ -27,12 +27,15 @@ class Control:
         rank: this rank.
         ranks: number of ranks.
         wait: waits for a handle, with a deadline.
+
+    Attributes:
+        rank, ranks, wait: as given.
     """
 
     def __init__(self, transport: Transport | None, *, rank: int, ranks: int, wait: Callable[[Wait], None]) -> None:
         self.rank, self.ranks = rank, ranks
         self._transport = transport
-        self._wait = wait
+        self.wait = wait
         self._everyone = tuple(range(ranks))
         self._leaving: list[tuple[Handle, torch.Tensor]] = []
         if transport is not None:
@@ -85,7 +88,7 @@ class Control:
 
     def sum(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """Add the host tensors of all ranks, in place, and return the sum."""
-        self._wait(self.begin_sum(tensor, what=what))
+        self.wait(self.begin_sum(tensor, what=what))
         return tensor
 
     def begin_sum(self, tensor: torch.Tensor, *, what: str) -> Wait:
@@ -122,7 +125,7 @@ class Control:
         return _unpack(content)
 
     def _finish(self, handle: Handle, what: str) -> None:
-        self._wait(Wait(handle, what))
+        self.wait(Wait(handle, what))
 
 
 def _pack(value: Any) -> bytes:

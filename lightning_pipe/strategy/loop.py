@@ -11,15 +11,30 @@ Lightning does 1 after the training step; nothing else differs.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_pipe.strategy.lightning_private import AutomaticOptimization, Closure
 
 
 class PipelineOptimization(AutomaticOptimization):
-    """Lightning's automatic optimization with gradients zeroed before the step that makes new ones."""
+    """Lightning's automatic optimization with gradients zeroed before the step that makes new ones.
+
+    Args:
+        trainer: the trainer.
+        before_zeroing: called before the optimizer zeroes gradients.
+    """
+
+    def __init__(self, trainer: pl.Trainer, *, before_zeroing: Callable[[], None]) -> None:
+        super().__init__(trainer)
+        self._before_zeroing = before_zeroing
+
+    def _optimizer_zero_grad(self, batch_idx: int, optimizer: Optimizer) -> None:
+        self._before_zeroing()
+        super()._optimizer_zero_grad(batch_idx, optimizer)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_gradients = self._make_zero_grad_fn(batch_idx, optimizer)

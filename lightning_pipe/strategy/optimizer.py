@@ -29,6 +29,11 @@ class Groups:
         self._optimizer = optimizer
         self._weights = weights
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return the user's optimizer."""
+        return self._optimizer
+
     def follow(self) -> None:
         """Hold the parameters that the module has now: real ones, or stand-ins without state."""
         for group in self._optimizer.param_groups:

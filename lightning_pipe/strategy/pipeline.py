@@ -10,7 +10,6 @@ ranks together.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +33,6 @@ from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
-from lightning_pipe.runtime.job import Job
-from lightning_pipe.runtime.memory import PeakMemory, state_bytes
-from lightning_pipe.runtime.waiting import drive
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.check import check_captured
 from lightning_pipe.strategy.costs import Costs
@@ -44,8 +40,9 @@ from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
+from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.routes import captured_by, told
-from lightning_pipe.strategy.said import combined, gathered
+from lightning_pipe.strategy.runner import Runner
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader, texts, without_texts
 from lightning_pipe.strategy.undo import Before
@@ -76,6 +73,7 @@ class Pipeline:
         weights: where parameters live.
         contexts: step method -> context that the step runs in (autocast, no_grad).
         device: where this rank computes.
+        later: looks whether optimizer steps were right; None where ranks wait for each other.
     """
 
     def __init__(
@@ -87,6 +85,7 @@ class Pipeline:
         weights: Weights,
         contexts: Contexts,
         device: torch.device,
+        later: PostValidation | None = None,
     ) -> None:
         self._modules = tuple(module.modules())
         self._module, self._config, self._links, self._weights = module, config, links, weights
@@ -96,9 +95,8 @@ class Pipeline:
         self._proposal: Planned | None = None
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
-        self._seed = 0
-        self._trained = 0
-        self._reduced = False
+        self._later = later
+        self._runner = Runner(links, weights=weights, later=later, batch_dim=config.batch_dim, device=device)
 
     @property
     def planned(self) -> tuple[Plan, Graph] | None:
@@ -138,7 +136,7 @@ class Pipeline:
         control, config = self._links.control, self._config
         self._given = control.agreed(lambda: given_plan(config), source=0, what="the plan file")
         mine = torch.initial_seed() if config.seed is None else config.seed
-        self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
+        self._runner.seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         samples = self.samples(call.structure)
         captured = self._capture(call, self._first_slice(samples))
         graph = captured.capture.graph
@@ -169,7 +167,7 @@ class Pipeline:
             cuts = self._cuts(captured.capture.graph)
         if call.method == TRAINING and config.check:
             first = max(slices(plan.layout, self._sizes(captured.capture, samples)[:1]))
-            check_captured(captured, call, samples=first, control=control, seed=self._seed)
+            check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout)
         self._steps[self._key(call)] = [step]
@@ -194,56 +192,14 @@ class Pipeline:
             step, sizes = self._replayed(call, samples)
             ran = self._run(step, sizes, call, turn)
         if call.method == TRAINING:
-            self._trained += 1
-            self._reduced = turn.synchronise
+            self._runner.note_trained(synchronised=turn.synchronise)
         return ran
 
     def _run(self, step: Step, sizes: tuple[int, ...], call: Call, turn: Turn) -> Ran:
-        """Run a captured step on a batch."""
-        training = call.method == TRAINING
-        program = step.program(sizes, synchronise=turn.synchronise, training=training)
-        step.refresh(self._trained)
-        if training and self._reduced:
-            step.keep_sums_once()
-        dim, structure = self._config.batch_dim, call.structure
-        job = Job(
-            leaves=turn.tensors,
-            cut=structure.cut(dim) if self._divisible(structure) else (False,) * len(turn.tensors),
-            offsets=tuple(sum(sizes[:m]) for m in range(len(sizes))),
-            weight=turn.weight,
-            seed=self._seed,
-            step=turn.number,
-            batch_dim=dim,
-        )
-        peak = PeakMemory(self._device) if turn.measure_memory else None
-        before = (
-            state_bytes([*self._weights.parameters.values(), *self._weights.buffers.values()])
-            if peak is not None
-            else 0
-        )
-        if isinstance(step.capture, Replay):
-            step.capture.begin(call.arguments)
-        with peak or contextlib.nullcontext():
-            outcome = step.executor.run(
-                program, job, record=turn.record, record_memory=turn.measure_memory, watch=self._links.watch
-            )
-        collected = drive(step.results.collect(program, outcome.results, step.names), wait=self._links.watch.wait)
-        record, values = step.capture.record, collected.values
-        if isinstance(step.capture, Replay):
-            words = gathered(step.capture.said(), self._plan_now.layout.stages[-1], self._links.control)
-            record, said = combined(words, device=self._device)
-            values = {**values, **said}
-        return Ran(
-            record,
-            values,
-            sum(sizes),
-            step.capture.graph.fingerprint,
-            program,
-            outcome.timeline,
-            outcome.memory,
-            peak.bytes if peak is not None else None,
-            before,
-        )
+        structure = call.structure
+        is_cut = self._divisible(structure)
+        cut = structure.cut(self._config.batch_dim) if is_cut else (False,) * len(turn.tensors)
+        return self._runner.run(step, call, turn, sizes=sizes, cut=cut)
 
     def _replayed(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
         """Capture a step by replay, in the place of how it was captured before."""
@@ -307,6 +263,8 @@ class Pipeline:
         )
 
     def _capture(self, call: Call, samples: int, *, symbolic: bool = True, route: str | None = None) -> Captured:
+        if self._later is not None:
+            self._later.settle()
         answers, reader = call.answers, Reader()
         request = Request(
             module=self._module,
@@ -347,13 +305,15 @@ class Pipeline:
 
     def _build(self, captured: Captured, cuts: tuple[int, ...]) -> Step:
         agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
+        is_replay = isinstance(captured.capture, Replay)
         return Step(
             captured,
             captured.capture.split(cuts, exact_ties=self._config.exact_ties),
-            plan=in_turns(self._plan_now) if isinstance(captured.capture, Replay) else self._plan_now,
+            plan=in_turns(self._plan_now) if is_replay else self._plan_now,
             links=self._links,
             weights=self._weights,
             device=self._device,
+            early=self._later is not None and captured.request.method == TRAINING and not is_replay,
         )
 
     def _cuts(self, graph: Graph) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """How are gradients clipped when no rank has all of them? With the norm that one device would compute.
 
-Every parameter's norm travels once, in its place in the optimizer's order; then each rank combines all of them exactly
-as `torch.nn.utils.clip_grad_norm_` does. A parameter that several ranks hold counts once. Clipping by value concerns
-every element for itself and needs nothing.
+Every parameter's norm travels once, in its place in the optimizer's order (`norms`). A parameter that several ranks
+hold counts once. Clipping by value concerns every element for itself and needs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pipe.strategy.control import Control
+from lightning_pipe.strategy.norms import Norms
 from lightning_pipe.strategy.optimizer import Groups
+from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.weights import Weights
 
 
@@ -25,10 +26,20 @@ class Clipper:
         weights: which of them are here.
         control: to the other ranks.
         device: where the norms are combined, on all ranks alike.
+        later: looks at the norm after the step; None waits for it.
     """
 
-    def __init__(self, groups: Groups, *, weights: Weights, control: Control, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        weights: Weights,
+        control: Control,
+        device: torch.device,
+        later: PostValidation | None = None,
+    ) -> None:
         self._groups, self._weights, self._control, self._device = groups, weights, control, device
+        self._later = later
 
     def install(self, plugin: Precision) -> None:
         """Replace the plug-in's clipping by norm; everything else of it stays."""
@@ -42,22 +53,26 @@ class Clipper:
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Scale the gradients of this rank so that the norm of all is at most `clip_val`."""
         here = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grads_with_norm_(here, float(clip_val), self.total_norm())
-
-    def total_norm(self) -> torch.Tensor:
-        """Return the norm of all gradients, the same on all ranks."""
-        parameters = self._groups.parameters()
         if self._control.ranks == 1:
-            return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norms, present = torch.zeros(2, len(parameters), dtype=torch.float64)
+            torch.nn.utils.clip_grad_norm_(here, clip_val)
+            return
+        norms = self.post_norms()
+        if self._later is not None and self._later.goes_on(self._groups.optimizer, float(clip_val), norms):
+            return
+        self._control.wait(norms.wait)
+        torch.nn.utils.clip_grads_with_norm_(here, float(clip_val), norms.total())
+
+    def post_norms(self) -> Norms:
+        """Begin to tell all ranks the norms of the gradients of all."""
+        parameters = self._groups.parameters()
+        table = torch.zeros(2, len(parameters), dtype=torch.float64)
         mine = [(k, p.grad) for k, p in enumerate(parameters) if p.grad is not None and self._speaks(p)]
         if mine:
             places = [k for k, _ in mine]
             own = [torch.nn.utils.get_total_norm([gradient]).to(torch.float64) for _, gradient in mine]
-            norms[places], present[places] = torch.stack(own).cpu(), 1.0
-        norms, present = self._control.sum(torch.stack([norms, present]), what="the norms of all gradients")
-        found = [n.to(self._device, p.dtype) for n, here, p in zip(norms, present, parameters, strict=True) if here]
-        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros((), device=self._device)
+            table[0, places], table[1, places] = torch.stack(own).cpu(), 1.0
+        wait = self._control.begin_sum(table, what="the norms of all gradients")
+        return Norms(table, tuple(parameter.dtype for parameter in parameters), self._device, wait)
 
     def _speaks(self, parameter: torch.Tensor) -> bool:
         name = self._weights.name_of(parameter)

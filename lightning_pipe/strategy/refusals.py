@@ -98,6 +98,20 @@ def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.Lightn
         )
 
 
+def refuse_post_validation(module: pl.LightningModule) -> None:
+    """Check that an optimizer step can be taken back and taken again.
+
+    Raises:
+        UnsupportedError: naming the hook that stands in the way.
+    """
+    for hook in ("configure_gradient_clipping", "optimizer_step"):
+        if is_overridden(hook, module, pl.LightningModule):
+            raise UnsupportedError(
+                f"{type(module).__name__} overrides {hook}, but with post_validation=True an optimizer step may be "
+                "taken back and taken again without this hook. Remove one of them."
+            )
+
+
 def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:
     for kind in type(callback).__mro__:
         if kind.__name__ in _CALLBACKS and kind.__module__.startswith("lightning.pytorch.callbacks"):

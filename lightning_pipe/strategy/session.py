@@ -37,6 +37,7 @@ from lightning_pipe.strategy.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.optimizer import Groups
 from lightning_pipe.strategy.peek import look_where_iterated, peek
 from lightning_pipe.strategy.pipeline import Pipeline
+from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.precision import Clipper
 from lightning_pipe.strategy.recording import Recording
 from lightning_pipe.strategy.weights import Weights
@@ -52,6 +53,9 @@ class Session:
         feed: who loads.
         plugin: precision of the trainer.
         device: where this rank computes.
+
+    Attributes:
+        stop: whether the results of the last batch said that a rank is asked to stop; None if they did not say.
     """
 
     def __init__(
@@ -67,10 +71,22 @@ class Session:
         self._module, self._config, self._links, self._feed = module, config, links, feed
         self._plugin, self._device = plugin, device
         self.weights = Weights(module, links.control)
+        self._later = (
+            PostValidation(links.control.wait, is_last=lambda: _is_last_batch(module.trainer))
+            if config.post_validation and links.control.ranks > 1
+            else None
+        )
+        self.stop: bool | None = None
         self.groups: list[Groups] = []
         self._optimizers: list[Optimizer] = []
         self._pipeline = Pipeline(
-            module, config=config, links=links, weights=self.weights, contexts=_contexts(plugin), device=device
+            module,
+            config=config,
+            links=links,
+            weights=self.weights,
+            contexts=_contexts(plugin),
+            device=device,
+            later=self._later,
         )
         self._metrics = MetricsAlone(module)
         self._shared: tuple[Any, Structure] | None = None
@@ -91,8 +107,25 @@ class Session:
             self._recording = Recording(self._config, device=self._device, optimizers=optimizers)
         self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
         for groups in self.groups:
-            clipper = Clipper(groups, weights=self.weights, control=self._links.control, device=self._device)
+            clipper = Clipper(
+                groups, weights=self.weights, control=self._links.control, device=self._device, later=self._later
+            )
             clipper.install(self._plugin)
+
+    def put_gradients_aside(self) -> None:
+        """Keep the gradients of an optimizer step that may be wrong from being zeroed."""
+        if self._later is not None:
+            self._later.put_gradients_aside()
+
+    @property
+    def steps_taken_back(self) -> int:
+        """Return how many optimizer steps were taken back."""
+        return 0 if self._later is None else self._later.taken_back
+
+    def settle(self) -> None:
+        """Have weights that stay, before anybody else reads them."""
+        if self._later is not None:
+            self._later.settle()
 
     def look_ahead(self, trainer: pl.Trainer) -> None:
         """Plan for the first training batch, if there is one.
@@ -155,11 +188,13 @@ class Session:
             synchronise=synchronise,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
+            stop=bool(getattr(self._module.trainer, "received_sigterm", False)),
         )
         present = tuple(tensors) if self._feed.loads else None
         assert self.plan is not None, "planned above"
         holder = self.plan.layout.stages[0][0]
         ran = self._pipeline.run(Call(method, structure, arguments, tensors=present, holder=holder), turn)
+        self.stop = ran.stop
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module)
@@ -174,6 +209,7 @@ class Session:
             self._tell(self._recording)
         self._recording = None
         if healthy:
+            self.settle()
             self.weights.restore()
         else:
             self.weights.forget()
@@ -223,6 +259,11 @@ class Session:
             write_trace(Path(self._config.trace), recorded, found)
         if self._config.report is not None:
             write_report(Path(self._config.report), planned, recorded, found)
+
+
+def _is_last_batch(trainer: pl.Trainer) -> bool:
+    """Say whether something else follows than the next training batch: the end of the epoch, or of the training."""
+    return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1
 
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:

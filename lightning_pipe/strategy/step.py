@@ -57,12 +57,25 @@ class Step:
         links: to the other ranks.
         weights: where parameters live.
         device: where this rank computes.
+        early: whether results are exchanged while a program runs, beside its messages.
+
+    Attributes:
+        early: as given.
     """
 
     def __init__(
-        self, captured: Captured, split: Split, *, plan: Plan, links: Links, weights: Weights, device: torch.device
+        self,
+        captured: Captured,
+        split: Split,
+        *,
+        plan: Plan,
+        links: Links,
+        weights: Weights,
+        device: torch.device,
+        early: bool = False,
     ) -> None:
         check_slices(split, plan.layout)
+        self.early = early
         self.capture, self.split = captured.capture, split
         self.names = outputs(captured.capture.record)
         self._captured = captured
@@ -76,7 +89,12 @@ class Step:
         )
         transport = links.transport
         self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=self.capture.record.loss)
-        self.results = Results(split, plan.layout, transport=transport, device=device)
+        beside = links.control.transport if early else None
+        self.results = (
+            Results(split, plan.layout, transport=transport, device=device)
+            if beside is None
+            else Results(split, plan.layout, transport=beside, device=device, carrier=torch.device("cpu"))
+        )
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
 
     def misfit(self, template: Any) -> str:

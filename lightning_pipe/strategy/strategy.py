@@ -38,6 +38,7 @@ from lightning_pipe.strategy.refusals import (
     refuse,
     refuse_optimizers,
     refuse_parameters,
+    refuse_post_validation,
     warn_of_partial_gradients,
 )
 from lightning_pipe.strategy.session import Session
@@ -106,6 +107,11 @@ class DappleStrategy(ParallelStrategy):
     def comparison(self) -> Comparison | None:
         """Return how the first steps of the last fit went beside their prediction; on rank 0, once it is known."""
         return None if self._session is None else self._session.comparison
+
+    @property
+    def steps_taken_back(self) -> int:
+        """Return how many optimizer steps of the last fit were taken back and taken again (`post_validation`)."""
+        return 0 if self._session is None else self._session.steps_taken_back
 
     @property
     def root_device(self) -> torch.device:
@@ -188,6 +194,8 @@ class DappleStrategy(ParallelStrategy):
             self._install_loop(trainer)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
+            if self.config.post_validation:
+                refuse_post_validation(module)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
@@ -195,16 +203,23 @@ class DappleStrategy(ParallelStrategy):
             warn_of_partial_gradients(trainer, module)
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
-        loop = PipelineOptimization(trainer)
+        assert self._session is not None, "set up before"
+        loop = PipelineOptimization(trainer, before_zeroing=self._session.put_gradients_aside)
         before = private.swap_optimization(trainer, loop)
         loop.optim_progress = before.optim_progress
-        private.replace_sigterm_broadcast(trainer, lambda stops: self.reduce_boolean_decision(stops, all=False))
+        private.replace_sigterm_broadcast(trainer, self._any_rank_stops)
 
         def undo() -> None:
             private.swap_optimization(trainer, before)
             private.restore_sigterm_broadcast(trainer)
 
         self._undo_loop = undo
+
+    def _any_rank_stops(self, stops: bool) -> bool:
+        """Say whether a rank is asked to stop: as the results of the last batch said, if they did."""
+        if self._session is not None and self._session.stop is not None:
+            return self._session.stop
+        return self.reduce_boolean_decision(stops, all=False)
 
     def on_train_start(self) -> None:
         """Give loaders the state that a checkpoint has for them; Lightning has loaded it since we asked for data."""
@@ -275,6 +290,7 @@ class DappleStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self._session is None:
             return self.lightning_module.state_dict()
+        self._session.settle()
         with self._session.weights.whole():
             return self.lightning_module.state_dict()
 
@@ -282,6 +298,7 @@ class DappleStrategy(ParallelStrategy):
         """Return the state of the optimizer on rank 0, as on a single device."""
         if self._session is None or self._links is None or optimizer not in self.optimizers:
             return super().optimizer_state(optimizer)
+        self._session.settle()
         groups = self._session.groups[self.optimizers.index(optimizer)]
         return groups.gather(self._links.control)
 

@@ -1,0 +1,45 @@
+"""What is the norm of all gradients, when every rank has some? Combined as `torch.nn.utils.clip_grad_norm_` does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipe.runtime.waiting import Wait
+
+_ROUNDINGS = 16  # roundings by which a norm may differ from the exact one, as a device computes it
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of the gradients of all ranks, which may be under way.
+
+    Attributes:
+        table: on the host in float64: by parameter its norm, then whether it has a gradient; shape [2, parameters].
+        types: element type of every parameter.
+        device: where they are combined.
+        wait: until they are there.
+    """
+
+    table: torch.Tensor
+    types: tuple[torch.dtype, ...]
+    device: torch.device
+    wait: Wait
+
+    def _found(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+        norms, present = self.table
+        return [(norm, kind) for norm, here, kind in zip(norms, present, self.types, strict=True) if here]
+
+    def total(self) -> torch.Tensor:
+        """Return the norm of all gradients, as one device would compute it."""
+        found = [norm.to(self.device, kind) for norm, kind in self._found()]
+        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros((), device=self.device)
+
+    def are_below(self, limit: float) -> bool:
+        """Say whether surely nothing has to be clipped: the same on all ranks, whatever their devices."""
+        found = self._found()
+        rounding = max((torch.finfo(kind).eps for _, kind in found), default=0.0)
+        total = math.hypot(*(float(norm) for norm, _ in found))
+        return total * (1 + _ROUNDINGS * rounding) < limit  # not if it is no number

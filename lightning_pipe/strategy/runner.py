@@ -1,0 +1,141 @@
+"""How does a captured step run on one batch? As a verified program, whose results every rank gets.
+
+Where ranks run ahead (`post_validation`), a program may be given up because the optimizer step before was wrong; then
+that is taken again, and the batch begun again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import torch
+
+from lightning_pipe.capture.replay import Replay
+from lightning_pipe.core.program import VerifiedProgram
+from lightning_pipe.runtime.ahead import Ahead
+from lightning_pipe.runtime.job import Job, Outcome
+from lightning_pipe.runtime.memory import PeakMemory, state_bytes
+from lightning_pipe.runtime.results import Collected
+from lightning_pipe.runtime.waiting import Walk, drive
+from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
+from lightning_pipe.strategy.links import Links
+from lightning_pipe.strategy.post_validation import PostValidation
+from lightning_pipe.strategy.said import combined, gathered
+from lightning_pipe.strategy.step import Step
+from lightning_pipe.strategy.undo import Before
+from lightning_pipe.strategy.weights import Weights
+
+
+class Runner:
+    """Run the captured steps of one module on one rank.
+
+    Args:
+        links: to the other ranks.
+        weights: where parameters live.
+        later: looks whether optimizer steps were right; None where ranks wait for each other.
+        batch_dim: dimension of the batch's tensors along which samples lie.
+        device: where this rank computes.
+
+    Attributes:
+        seed: seed of random numbers.
+    """
+
+    def __init__(
+        self, links: Links, *, weights: Weights, later: PostValidation | None, batch_dim: int, device: torch.device
+    ) -> None:
+        self._links, self._weights, self._later = links, weights, later
+        self._batch_dim, self._device = batch_dim, device
+        self.seed = 0
+        self._trained = 0
+        self._reduced = False
+
+    def run(self, step: Step, call: Call, turn: Turn, *, sizes: tuple[int, ...], cut: tuple[bool, ...]) -> Ran:
+        """Run a captured step on a batch.
+
+        Args:
+            step: the step.
+            call: the call.
+            turn: the batch.
+            sizes: samples of its micro-batches.
+            cut: which leaves of the batch are cut into samples.
+        """
+        training = call.method == TRAINING
+        program = step.program(sizes, synchronise=turn.synchronise, training=training)
+        if self._later is not None and not step.early:
+            self._later.settle()
+        step.refresh(self._trained)
+        if training and self._reduced:
+            step.keep_sums_once()
+        job = Job(
+            leaves=turn.tensors,
+            cut=cut,
+            offsets=tuple(sum(sizes[:m]) for m in range(len(sizes))),
+            weight=turn.weight,
+            seed=self.seed,
+            step=turn.number,
+            batch_dim=self._batch_dim,
+        )
+        peak = PeakMemory(self._device) if turn.measure_memory else None
+        before = self._state_bytes() if turn.measure_memory else 0
+        if isinstance(step.capture, Replay):
+            step.capture.begin(call.arguments)
+        with peak or contextlib.nullcontext():
+            outcome, results = self._follow(step, program, job, turn)
+        collected = drive(results, wait=self._links.watch.wait)
+        record, values = step.capture.record, collected.values
+        if isinstance(step.capture, Replay):
+            words = gathered(step.capture.said(), program.layout.stages[-1], self._links.control)
+            record, said = combined(words, device=self._device)
+            values = {**values, **said}
+        return Ran(
+            record,
+            values,
+            sum(sizes),
+            step.capture.graph.fingerprint,
+            program,
+            outcome.timeline,
+            outcome.memory,
+            peak.bytes if peak is not None else None,
+            before,
+            collected.votes["stop"] > 0 if step.early else None,
+        )
+
+    def note_trained(self, *, synchronised: bool) -> None:
+        """Remember that a training step has run."""
+        self._trained += 1
+        self._reduced = synchronised
+
+    def _follow(self, step: Step, program: VerifiedProgram, job: Job, turn: Turn) -> tuple[Outcome, Walk[Collected]]:
+        """Run a program; return what this rank has then, and the coroutine that gives what all have."""
+        run = partial(
+            step.executor.run,
+            program,
+            job,
+            record=turn.record,
+            record_memory=turn.measure_memory,
+            watch=self._links.watch,
+        )
+        if not step.early:
+            outcome = run()
+            return outcome, step.results.collect(program, outcome.results, step.names)
+        later, results = self._later, list[Walk[Collected]]()
+        assert later is not None, "only ranks that run ahead exchange results early"
+        ahead = Ahead(
+            later.holds,
+            lambda pieces: results.append(
+                step.results.collect(program, pieces, step.names, votes={"stop": float(turn.stop)})
+            ),
+        )
+        before = Before(self._weights) if later.pending else None
+        outcome = run(ahead=ahead)
+        if outcome.given_up:
+            assert before is not None, "only a step that is pending can be wrong"
+            later.redo()
+            before.restore()
+            outcome = run(ahead=ahead)
+        return outcome, results[0]
+
+    def _state_bytes(self) -> int:
+        kept = 0 if self._later is None else self._later.bytes
+        return kept + state_bytes([*self._weights.parameters.values(), *self._weights.buffers.values()])
