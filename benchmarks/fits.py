@@ -29,9 +29,14 @@ def fit(
 
 
 def fit_module(
-    module: pl.LightningModule, data: Iterable[Any], strategy: Strategy | str, *, callback: pl.Callback | None = None
+    module: pl.LightningModule,
+    data: Iterable[Any],
+    strategy: Strategy | str,
+    *,
+    callback: pl.Callback | None = None,
+    **options: Any,
 ) -> None:
-    """Fit a module for an epoch, quietly; on all ranks of the process group together."""
+    """Fit a module for an epoch, quietly; on all ranks of the process group together. Options are the trainer's."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_RANK="0")
     for name in ("lightning.pytorch", "lightning_pipe"):
@@ -48,5 +53,6 @@ def fit_module(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(module, data)

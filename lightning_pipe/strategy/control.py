@@ -37,7 +37,7 @@ class Control:
         self._transport = transport
         self.wait = wait
         self._everyone = tuple(range(ranks))
-        self._leaving: list[tuple[Handle, torch.Tensor]] = []
+        self._leaving: list[Handle] = []
         if transport is not None:
             transport.open(channels=[(r, 0) for r in range(1, ranks)], groups=[self._everyone])
 
@@ -79,11 +79,19 @@ class Control:
         return tensor
 
     def tell(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
-        """Do as `copy` does, but let the source go on at once."""
-        if self._transport is None or self.rank != source:
-            return self.copy(tensor, source=source, what=what)
-        self._leaving = [(handle, kept) for handle, kept in self._leaving if not handle.landed()]
-        self._leaving.append((self._transport.broadcast(tensor, source=source, group=self._everyone), tensor))
+        """Do as `copy` does, but let the source go on at once, and every other rank as soon as it has its copy.
+
+        A broadcast would not: ranks pass it on to each other, so the first waits for the last.
+        """
+        if self._transport is None:
+            return tensor
+        others = [rank for rank in self._everyone if rank != source]
+        self._transport.open(channels=[(source, rank) for rank in others], groups=[])
+        if self.rank == source:
+            self._leaving = [handle for handle in self._leaving if not handle.landed()]
+            self._leaving += [self._transport.send([tensor], peer=rank) for rank in others]
+        else:
+            self._finish(self._transport.receive([tensor], peer=source), what)
         return tensor
 
     def sum(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:

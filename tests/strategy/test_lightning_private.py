@@ -30,7 +30,7 @@ def test_private_names_of_lightning_are_in_one_file() -> None:
 
 def test_the_loop_of_a_batch_hangs_where_we_put_ours() -> None:
     trainer = make_trainer("auto")
-    before = private.swap_optimization(trainer, loop := PipelineOptimization(trainer))
+    before = private.swap_optimization(trainer, loop := PipelineOptimization(trainer, before_zeroing=lambda: None))
     assert type(before) is private.AutomaticOptimization
     assert trainer.fit_loop.epoch_loop.automatic_optimization is loop
     assert private.swap_optimization(trainer, before) is loop

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.errors import PipeError, UnsupportedError
 from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
@@ -192,7 +192,7 @@ def failing_fit(kind: type[Net]) -> str:
     trainer = make_trainer(
         dapple(layout="1-1", microbatches=2, post_validation=True), max_epochs=1, gradient_clip_val=1e6
     )
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(PipeError) as caught:
         trainer.fit(kind().double(), loader(CALM))
     return f"{type(caught.value).__name__}: {caught.value}"
 
