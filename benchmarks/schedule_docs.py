@@ -109,11 +109,17 @@ def _section(name: str, one: Shown) -> Iterator[str]:
     stages = len(one.stages(0))
     yield (
         f"**{CASE.devices} devices, {CASE.microbatches} micro-batches**, {stages} stage{'s' * (stages > 1)} per device:"
-        f" makespan {one.timeline.makespan:g}, idle with flush {one.idle:g}, bubble {one.bubble:.1%}; devices keep "
+        f" makespan {one.timeline.makespan:g}{_without_flush(one)}, idle with flush {one.idle:g}, bubble "
+        f"{one.bubble:.1%}; devices keep "
         f"{', '.join(map(str, one.kept))} micro-batches of all their stages, at most {max(one.shares):g} of their "
         f"share; {'one copy' if one.copies == 1 else f'{one.copies:g} copies'} of the parameters.\n"
     )
     yield f"```text\n{one.drawing}\n```\n"
+
+
+def _without_flush(one: Shown) -> str:
+    is_shorter = one.ahead_s < one.timeline.makespan * (1 - 1e-9)
+    return f" ({one.ahead_s:g} from step to step [without a flush](#steps-without-a-flush))" if is_shorter else ""
 
 
 def _source(name: str) -> tuple[str, ...]:

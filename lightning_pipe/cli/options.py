@@ -110,6 +110,7 @@ class WishedOptions(StepOptions):
     schedule: str | None = option(None, "order of the computes, or a CSV file of one; null leaves it to the planner")
     chunks: int | None = option(None, "stages per device; null leaves it to the planner")
     warmup: str | None = option(None, "warm-up of 1F1B: pa, pb, 1f1b*, a depth, or 'warmup=\"4,3,2,1\"'")
+    post_validation: bool = option(False, "whether ranks go on to the next batch without waiting for each other")
     least_samples: int = option(1, "fewest samples of a micro-batch for which a replica may be used")
     reliefs: tuple[str, ...] = option((), "what may be done with saved tensors: [recompute,offload]")
 

@@ -1,5 +1,7 @@
 """What is a planner asked on the command line? A published profile or a captured model, on devices that may not exist.
 
+With post_validation it is supposed that gradients are clipped by norm, so that ranks keep what takes a step back.
+
 What is left out: the seconds of the optimizer step (its state counts), and what the runtime adds to every compute and
 message, which only ranks that exist can measure.
 """
@@ -26,7 +28,8 @@ def problem_of(options: StepOptions) -> Problem:
     """
     cluster = _cluster(options)
     graph, profile, samples = _step(options, cluster)
-    return Problem(graph, profile, cluster, options.samples or samples, wishes=options.wishes)
+    problem = Problem(graph, profile, cluster, options.samples or samples, wishes=options.wishes)
+    return problem.ahead(takes_back=True) if options.config.post_validation else problem
 
 
 def _step(options: StepOptions, cluster: Cluster) -> tuple[Graph, Profile, int]:

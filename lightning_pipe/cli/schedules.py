@@ -36,14 +36,15 @@ from lightning_pipe.schedule.torch_csv import (
     write_csv_with_communication,
 )
 from lightning_pipe.schedule.verify import verify
-from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
+from lightning_pipe.simulator import UnitPrices, memory_curves, period, simulate
 
 _MOST_COLUMNS = 10_000
 # Broken into lines, so that there is room for why there is none.
 _HEADINGS = (
-    "stages per\ndevice",
+    "chunks",
     "makespan",
-    "idle\nwith flush",
+    "without\nflush",
+    "idle",
     "bubble",
     "kept,\nby device",
     "most\nshares",
@@ -111,6 +112,7 @@ class Shown:
         program: the proved program of this order.
         timeline: when it runs.
         kept: most micro-batches that each device keeps at once, those of all its stages added.
+        ahead_s: seconds from step to step if no device waits for the others in between.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Shown:
     program: VerifiedProgram
     timeline: Timeline
     kept: tuple[int, ...]
+    ahead_s: float
 
     @property
     def layout(self) -> Layout:
@@ -180,7 +183,8 @@ def _simulated(name: str, order: Order, layout: Layout, options: SchedulesOption
     program = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, split=not options.fused))
     timeline = simulate(program, prices)
     curves = memory_curves(timeline, program=program, prices=prices)
-    return Shown(name, order, program, timeline, tuple(curve.peak_in_flight for curve in curves))
+    kept = tuple(curve.peak_in_flight for curve in curves)
+    return Shown(name, order, program, timeline, kept, period(program, prices))
 
 
 def _is_file(schedule: str) -> bool:
@@ -253,6 +257,7 @@ def _summary(found: Mapping[str, Shown | str], width: int) -> str:
             name,
             str(max(len(one.stages(rank)) for rank in range(devices))),
             f"{one.timeline.makespan:.4g} s",
+            f"{one.ahead_s:.4g} s",
             f"{one.idle:.4g} s",
             f"{one.bubble:.1%}",
             " ".join(map(str, one.kept)),

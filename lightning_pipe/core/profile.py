@@ -22,12 +22,20 @@ class OptimizerProfile:
         seconds_per_tensor: seconds per parameter tensor.
         fixed_s: seconds of a step without parameters.
         state_bytes_per_byte: bytes of state per byte of parameters (2.0 for Adam in the parameters' own type).
+        takes_back: whether the last step can be taken back: parameters, state and gradients before it are kept too.
     """
 
     seconds_per_byte: float = 0.0
     seconds_per_tensor: float = 0.0
     fixed_s: float = 0.0
     state_bytes_per_byte: float = 0.0
+    takes_back: bool = False
+
+    @property
+    def held_bytes_per_byte(self) -> float:
+        """Return the bytes of state, and of what is kept to take a step back, per byte of parameters."""
+        state = self.state_bytes_per_byte
+        return 2 * state + 2 if self.takes_back else state
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How long does the optimizer step of a rank take, and how big is its state?
 
     seconds = (fixed + bytes x seconds per byte + tensors x seconds per tensor) / speed of the device
-    bytes   = bytes x state bytes per byte
+    bytes   = bytes x held bytes per byte
 
 over the trained parameters that the rank holds, each once. Affine, as measured (`core.profile.OptimizerProfile`).
 
@@ -30,4 +30,4 @@ def step_s(profile: OptimizerProfile, parameter_bytes: Sequence[int], *, speed: 
 
 def optimizer_state_bytes(profile: OptimizerProfile, parameter_bytes: Sequence[int]) -> int:
     """Return the bytes of the optimizer's state."""
-    return round(sum(parameter_bytes) * profile.state_bytes_per_byte)
+    return round(sum(parameter_bytes) * profile.held_bytes_per_byte)

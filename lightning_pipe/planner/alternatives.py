@@ -31,8 +31,8 @@ def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> li
     """
     return [
         _alternative("this plan", "plan", best, problem.cluster),
-        *_one_device(problem),
-        *_data_parallel(problem),
+        *_one_device(problem.waiting),
+        *_data_parallel(problem.waiting),
         *_runner_up(problem, best, others),
         *_variants(problem, best, others),
     ]

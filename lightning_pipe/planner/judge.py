@@ -30,7 +30,7 @@ from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import needs_times, order_of, planned_order, with_order
 from lightning_pipe.schedule.verify import verify
-from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
+from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulate
 
 _WHOLE = 20_000  # instructions up to which a program is judged with all its ranks, some 0.4 seconds
 
@@ -47,6 +47,7 @@ class Judged:
         timeline: predicted times of these ranks.
         curves: predicted memory of every rank of the plan.
         representatives: for every rank of the plan, the rank of the program that does the same at the same time.
+        ahead_s: seconds from step to step where ranks do not wait for each other; None where they do.
     """
 
     plan: Plan
@@ -56,11 +57,12 @@ class Judged:
     timeline: Timeline
     curves: tuple[MemoryCurve, ...]
     representatives: tuple[int, ...]
+    ahead_s: float | None = None
 
     @property
     def step_s(self) -> float:
         """Return the predicted seconds of a batch, optimizer step included."""
-        return self.timeline.makespan
+        return self.timeline.makespan if self.ahead_s is None else self.ahead_s
 
     @cached_property
     def bubble(self) -> float:
@@ -96,6 +98,7 @@ class Judge:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
+        self._runs_ahead = problem.runs_ahead and problem.training
         self.pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
         self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...]], PlanPrices] = {}
 
@@ -124,12 +127,13 @@ class Judge:
             part = whole(prices.layout, sizes)
         with without_collection():  # programs have no cycles
             program = self._program(plan, part, prices)
+            ahead_s = period(program, prices) if self._runs_ahead else None
             timeline = simulate(program, prices)
             curves = memory_curves(timeline, program=program, prices=prices)
         used = frozenset(part.representatives)
         events = tuple(event for event in timeline.events if event.rank in used)  # others only step
         found = tuple(curves[rank] for rank in part.representatives)
-        return Judged(plan, cuts, program, prices, Timeline(events), found, part.representatives)
+        return Judged(plan, cuts, program, prices, Timeline(events), found, part.representatives, ahead_s)
 
     def _program(self, plan: Plan, part: Fold, prices: PlanPrices) -> VerifiedProgram:
         training = self._problem.training

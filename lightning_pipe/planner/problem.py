@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
@@ -53,6 +53,7 @@ class Problem:
         samples: samples of a batch.
         training: whether the step has a backward and ends with an optimizer step.
         wishes: what is decided already.
+        runs_ahead: whether ranks go on to the next batch without waiting for each other.
     """
 
     graph: Graph
@@ -61,6 +62,18 @@ class Problem:
     samples: int
     training: bool = True
     wishes: Wishes = ANYTHING
+    runs_ahead: bool = False
+
+    @property
+    def waiting(self) -> Problem:
+        """Return the problem of ranks that wait for each other after every batch."""
+        optimizer = replace(self.profile.optimizer, takes_back=False)
+        return replace(self, profile=replace(self.profile, optimizer=optimizer), runs_ahead=False)
+
+    def ahead(self, *, takes_back: bool) -> Problem:
+        """Return the problem of ranks that run ahead, and may have to take optimizer steps back."""
+        optimizer = replace(self.profile.optimizer, takes_back=takes_back)
+        return replace(self, profile=replace(self.profile, optimizer=optimizer), runs_ahead=True)
 
 
 _NOMINAL_MEMORY = 1 << 62  # nothing is known, so nothing is too big

@@ -85,6 +85,10 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
 
 
 def _outlined(problem: Problem, planner: str) -> list[Judged]:
+    """Return the plans of outlines: 1F1B, which gains nothing if ranks run ahead, so they are looked for as if not."""
+    if problem.runs_ahead:
+        judge = Judge(problem)
+        return [judge.judge(one.plan) for one in _outlined(replace(problem, runs_ahead=False), planner)]
     match planner:
         case "auto" if problem.wishes.replicas is not None:
             return auto(problem, {"uniform": uniform})

@@ -63,6 +63,7 @@ class Costs:
         given: Plan | None,
         optimizers: Sequence[Optimizer],
         training: bool,
+        takes_back: bool = False,
     ) -> Problem | None:
         """Return what a planner is asked, on rank 0; None elsewhere.
 
@@ -72,6 +73,7 @@ class Costs:
             given: the plan, if the user has given one.
             optimizers: what will step.
             training: whether the step has a backward.
+            takes_back: whether an optimizer step may have to be taken back, if ranks run ahead.
 
         Raises:
             ClusterError: if the cluster file is wrong or has another number of devices.
@@ -81,8 +83,13 @@ class Costs:
         described = control.agreed(self._given_cluster, source=0, what="the cluster file")
         if described is not None:
             problem = replace(problem, cluster=described)
+        is_ahead = self._config.post_validation and training and control.ranks > 1 and not isinstance(capture, Replay)
+
+        def asked(problem: Problem) -> Problem:
+            return problem.ahead(takes_back=takes_back) if is_ahead else problem
+
         if not self._measures(training):
-            return problem if control.rank == 0 else None
+            return asked(problem) if control.rank == 0 else None
         started = time.perf_counter()
         facts = self._facts()
         measured = self._probed(facts)
@@ -106,7 +113,7 @@ class Costs:
             "post_s": measured.post_s,
             "post_s_per_byte": measured.post_s_per_byte,
         }
-        return replace(problem, profile=replace(profile, **runtime))
+        return asked(replace(problem, profile=replace(profile, **runtime)))
 
     def _measures(self, training: bool) -> bool:
         """Say whether anything is measured: not for evaluation, nor where there is nothing to plan."""

@@ -85,7 +85,8 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
     prices = price(problem.graph, planned.cuts, layout, profile=problem.profile, cluster=problem.cluster)
     if set(program.traffic.edges) != set(prices.traffic.edges):
         return None
-    predicted = simulate(program, prices)
+    begins = (0.0,) * len(program.ranks) if problem.runs_ahead else None
+    predicted = simulate(program, prices, begins=begins)
     curves = memory_curves(predicted, program=program, prices=prices)
     expected = [Memory(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
     comparison = compare(

@@ -146,6 +146,7 @@ class Pipeline:
             given=self._given,
             optimizers=optimizers,
             training=call.method == TRAINING,
+            takes_back=self._clips_by_norm,
         )
         candidates: list[Judged] = []  # on rank 0
 
@@ -319,6 +320,11 @@ class Pipeline:
     def _cuts(self, graph: Graph) -> tuple[int, ...]:
         assert self._planned is not None, "planned before anything is run"
         return cut_other(graph, planned=self._planned.graph, cuts=self._planned.cuts)
+
+    @property
+    def _clips_by_norm(self) -> bool:
+        trainer = self._module.trainer
+        return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
 
     @property
     def _plan_now(self) -> Plan:
