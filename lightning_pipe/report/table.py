@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.program import Compute
+from lightning_pipe.core.program import AnyCompute
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PlanError
 from lightning_pipe.units import format_bytes, format_seconds
@@ -131,7 +131,7 @@ def timeline_table(timeline: Timeline, *, width: int = WIDTH) -> str:
 
 def _seconds(timeline: Timeline, rank: int, kind: str) -> float:
     computes = ((event, event.instruction) for event in timeline.computes(rank))
-    return sum(e.end - e.start for e, compute in computes if isinstance(compute, Compute) and compute.kind == kind)
+    return sum(e.end - e.start for e, compute in computes if isinstance(compute, AnyCompute) and compute.kind == kind)
 
 
 def text_of(table: Table, width: int) -> str:

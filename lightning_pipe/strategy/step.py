@@ -28,7 +28,7 @@ from lightning_pipe.runtime.results import Results
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import planned_order
+from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.text import format_program
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.strategy.links import Links
@@ -100,6 +100,7 @@ class Step:
                     traffic=self.split.traffic,
                     training=training,
                     synchronise=synchronise and training,
+                    join=planned_join(plan),
                 )
             )
             agree(self._links, {"program": format_program(program)})

@@ -24,7 +24,7 @@ from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import planned_order
+from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.verify import verify
 from models.parity import make_loader, make_module
 
@@ -123,7 +123,7 @@ def pipeline(
         tensors, structure = flatten(batch)
         sizes = microbatch_sizes(structure.samples(), MICROBATCHES)
         order = planned_order(plan, microbatches=len(sizes))
-        program = verify(lower(order, layout=plan.layout, sizes=sizes, traffic=split.traffic))
+        program = verify(lower(order, layout=plan.layout, sizes=sizes, traffic=split.traffic, join=planned_join(plan)))
         job = Job(
             tuple(tensors), structure.cut(), tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED, step=number
         )
