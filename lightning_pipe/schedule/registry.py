@@ -201,6 +201,12 @@ def join_of(schedule: str, options: Options) -> int:
     return most_joined(options) if schedule == "2bp" else 1
 
 
+def joined(plan: Plan) -> Plan | None:
+    """Return a plan with W of as many micro-batches as there are in one product; None if its schedule joins none."""
+    can_join = plan.schedule == "2bp"
+    return replace(plan, options={**plan.options, "join": plan.microbatches}) if can_join else None
+
+
 def needs_times(plan: Plan) -> bool:
     """Say whether the order of a plan is still to be decided by times."""
     return not plan.order and isinstance(SCHEDULES.get(plan.schedule), TimedSchedule)
