@@ -100,7 +100,14 @@ def problem_of(name: str, *, ranks: int, wishes: Wishes, dropout: float = 0.0) -
 
 
 def pipeline(
-    module: pl.LightningModule, name: str, *, layout: str, schedule: str, dropout: float = 0.0, weights: Weights = ()
+    module: pl.LightningModule,
+    name: str,
+    *,
+    layout: str,
+    schedule: str,
+    dropout: float = 0.0,
+    weights: Weights = (),
+    join: int = 1,
 ) -> Update:
     """Programs on ranks of one process; gradients are brought to `module`, parameters back to the ranks."""
     capture = captured(name, dropout)
@@ -109,7 +116,8 @@ def pipeline(
     problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
     plan = propose(problem, "uniform")[0].plan
     stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
-    plan = replace(plan, stages=tuple(replace(stage, weights=own) for stage, own in stages))
+    options = {"join": join} if join > 1 else plan.options
+    plan = replace(plan, options=options, stages=tuple(replace(stage, weights=own) for stage, own in stages))
     split = capture.split(resolve(plan, capture.graph, ranks=sum(replicas)), exact_ties=True)
     check_slices(split, plan.layout)
     hub, modules = Hub(), [copy.deepcopy(module) for _ in range(sum(replicas))]
