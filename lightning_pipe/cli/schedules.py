@@ -177,8 +177,8 @@ def shown(name: str, options: SchedulesOptions) -> Shown:
 
 
 def _simulated(name: str, order: Order, layout: Layout, options: SchedulesOptions) -> Shown:
-    sizes, stages, prices = (1,) * microbatches_of(order), len(layout.stages), _prices(layout, options)
-    traffic, join = replace(chain(stages), joinable=tuple(range(stages))), join_of(name, options.options)
+    sizes, traffic, prices = (1,) * microbatches_of(order), chain(len(layout.stages)), _prices(layout, options)
+    join = join_of(name, options.options)
     program = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, split=not options.fused, join=join))
     timeline = simulate(program, prices)
     curves = memory_curves(timeline, program=program, prices=prices)

@@ -2,7 +2,11 @@
 
 Source: Rae, Lee and Richings 2024, "2BP: 2-Stage Backpropagation" (W is its backward-p2). A device keeps what W needs
 of all micro-batches whose I has run: with "end" of all of them, whatever the base order keeps. The time is that of
-sending the input gradient before W in the base order, which `lower` does in every order; "idle" uses what is left.
+sending the input gradient before W in the base order, which `lower` does in every order; "idle" uses what is left. As
+in the paper, W of several micro-batches that follow each other can be one product of their concatenated samples, which
+takes less time where micro-batches are small: `join` says of how many at most. A stage whose W mixes samples (batch
+statistics), or needs a number made of one micro-batch, computes them one by one all the same; the table of the plan
+says which do.
 """
 
 from __future__ import annotations
@@ -33,10 +37,7 @@ def two_bp(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> 
         3 |  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 
     Any layout that the base schedule takes. The paper runs 1F1B with as many micro-batches as devices, and with twice
-    as many, and computes the weight gradients of all of them as one product of their concatenated samples: with `join`
-    a stage does so for that many micro-batches at a time, where W of them follow each other. Stages whose weight half
-    mixes samples (batch statistics) or needs a number made of one micro-batch compute them one by one all the same;
-    the plan's report names them.
+    as many, and computes W of all of them at once.
 
     Args:
         layout: ranks of each stage.

@@ -22,9 +22,7 @@ TWO = Layout(((0,), (1,)))
 
 def program_of(join: int, *, layout: Layout = TWO, sizes: tuple[int, ...] = (2,) * 5, delay: str = "end") -> Program:
     order = order_of("2bp", layout=layout, microbatches=len(sizes), options={"delay": delay, "join": join})
-    stages = len(layout.stages)
-    traffic = replace(chain(stages), joinable=tuple(range(stages)))
-    return lower(order, layout=layout, sizes=sizes, traffic=traffic, join=join)
+    return lower(order, layout=layout, sizes=sizes, traffic=chain(len(layout.stages)), join=join)
 
 
 def weight_halves(line: tuple[Instruction, ...]) -> str:
