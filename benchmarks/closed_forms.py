@@ -20,6 +20,7 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.chain import chain
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import join_of
 from lightning_pipe.schedule.times import Times
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
@@ -55,7 +56,8 @@ def program_of(row: Row, *, split: bool = True) -> VerifiedProgram:
     """Return the proved program of a row; its B are one compute if they are not split."""
     layout = row.layout
     traffic = chain(len(layout.stages))
-    return verify(lower(row.order, layout=layout, sizes=(1,) * row.m, traffic=traffic, split=split))
+    join = join_of(row.schedule, row.options)
+    return verify(lower(row.order, layout=layout, sizes=(1,) * row.m, traffic=traffic, split=split, join=join))
 
 
 def run(row: Row, model: str = SPLIT, *, latency: float = 0.0) -> Timeline:

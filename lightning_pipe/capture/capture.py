@@ -17,6 +17,7 @@ from torch import fx
 
 from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.operations import operations_of, tensors_of
 from lightning_pipe.capture.record import StepRecord
@@ -141,7 +142,7 @@ def canonical_names(module: pl.LightningModule) -> dict[str, str]:
 
 def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str]) -> Graph:
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    described = operations_of(joint, kinds, aliases)
+    described = operations_of(joint, kinds, aliases, joining(joint, kinds, flow))
     costs = _costs(described.operations, len(kinds.placed))
     placed = zip(kinds.placed, costs, strict=True)
     parameter_bytes = {aliases[f]: _bytes(nodes[n]) for n, f in joint.parameters.items()}

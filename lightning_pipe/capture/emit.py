@@ -7,7 +7,7 @@ functions of the number of samples, random nodes draw from their key.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -76,7 +76,7 @@ class Emitter:
         made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
         for output, source in copied.items():
             made[output] = graph.call_function(torch.ops.aten.clone.default, (made[source],))
-        wanted = sorted(names | self._repeated_inputs(names, outputs), key=self._order.__getitem__)
+        wanted = sorted(names | self.repeated_by(names, outputs), key=self._order.__getitem__)
         for name in wanted:
             if name not in made:
                 made[name] = self._copy(self._nodes[name], graph, made, samples, key)
@@ -87,7 +87,9 @@ class Emitter:
             run = functools.partial(_undisturbed_run, run, self._device)
         return Half(tuple(inputs), tuple(outputs), run)
 
-    def _repeated_inputs(self, names: set[str], outputs: Sequence[str]) -> set[str]:
+    def repeated_by(self, names: Iterable[str], outputs: Sequence[str] = ()) -> set[str]:
+        """Return the repeated nodes that a function which computes these nodes, and returns these, computes too."""
+        names = set(names)
         found: set[str] = {name for name in outputs if name in self._repeated}
         pending = [n.name for name in names | found for n in self._nodes[name].all_input_nodes]
         while pending:

@@ -155,7 +155,13 @@ def _depends(size: Any, joint: JointGraph) -> bool:
 
 
 def _sample_dims(node: fx.Node, joint: JointGraph) -> list[int]:
-    return [d for d, size in enumerate(_tensor_shape(node)) if _depends(size, joint)]
+    return dims_with_samples(node.meta.get("val"), joint)
+
+
+def dims_with_samples(value: Any, joint: JointGraph) -> list[int]:
+    """List the dimensions of a traced value whose size depends on the number of samples; none if it is no tensor."""
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return [d for d, size in enumerate(shape) if _depends(size, joint)]
 
 
 def _has_samples(node: fx.Node, joint: JointGraph) -> bool:

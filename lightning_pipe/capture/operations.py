@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.assign import Kinds, positions, sums_gradients
+from lightning_pipe.capture.joining import Joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.torch_private import is_backward, operator_name, shares_memory_with
@@ -32,13 +33,16 @@ class Operations:
     updates: tuple[tuple[int, str], ...]
 
 
-def operations_of(joint: JointGraph, kinds: Kinds, aliases: Mapping[str, str]) -> Operations:
+def operations_of(joint: JointGraph, kinds: Kinds, aliases: Mapping[str, str], joining: Joining) -> Operations:
     """Describe a joint graph.
 
     Args:
+        joint: the graph.
+        kinds: its nodes by kind.
         aliases: parameter name -> canonical name.
+        joining: what a joined W can read and run.
     """
-    return _Description(joint, kinds, aliases).all()
+    return _Description(joint, kinds, aliases, joining).all()
 
 
 def operation_nodes(joint: JointGraph) -> Iterator[fx.Node]:
@@ -56,8 +60,8 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 class _Description:
-    def __init__(self, joint: JointGraph, kinds: Kinds, aliases: Mapping[str, str]) -> None:
-        self._joint, self._kinds, self._aliases = joint, kinds, aliases
+    def __init__(self, joint: JointGraph, kinds: Kinds, aliases: Mapping[str, str], joining: Joining) -> None:
+        self._joint, self._kinds, self._aliases, self._joining = joint, kinds, aliases, joining
         self._sizes = Sizes(joint)
         self._places = positions(joint, kinds)
         self._nodes = list(operation_nodes(joint))
@@ -101,6 +105,7 @@ class _Description:
             view=shares_memory_with(node) is not None,
             flops=_flops(node, self._sizes, self._joint.samples),
             touched_bytes=self._touched(node),
+            joinable=node.name in self._joining.operations,
         )
 
     def _phase(self, node: fx.Node) -> Phase:
@@ -120,7 +125,8 @@ class _Description:
         shared = shares_memory_with(_source(node)) if node.op == "call_function" else None
         base = self._index.get(shared.name, -1) if shared is not None else -1
         self._index[node.name] = len(self._made)
-        self._made.append(Tensor(node.name, maker, base, per_sample, fixed, shared is not None and base < 0))
+        of_state, joinable = shared is not None and base < 0, node.name in self._joining.values
+        self._made.append(Tensor(node.name, maker, base, per_sample, fixed, of_state, joinable))
 
     def _touched(self, node: fx.Node) -> int:
         tensors = [t for n in [node, *node.all_input_nodes] for t in tensors_of(n)]

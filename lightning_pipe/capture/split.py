@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -19,6 +19,7 @@ from torch import fx
 from lightning_pipe.capture.assign import Kinds, assign, partial_sums
 from lightning_pipe.capture.emit import Emitter
 from lightning_pipe.capture.flow import Flow, value
+from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.stage_program import Half, Split, StageProgram
@@ -83,6 +84,7 @@ class Splitter:
         self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
         self._exact_ties = exact_ties
         self._sizes = Sizes(joint)
+        self._joining = joining(joint, kinds, flow)
         self._nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
         self._emitter = Emitter(joint, repeated=kinds.repeated, device=device)
         self._state = set(joint.parameters) | set(joint.buffers)
@@ -201,6 +203,9 @@ class Splitter:
         input_grad = self._backward(input_names, input_outputs, renamed)
         weight_outputs = [n for n in own.gradients if n in weight_names or n in received]
         weight_grad = self._backward(weight_names, weight_outputs, renamed)
+        if weight_grad is not None and self._is_joinable(weight_grad, weight_names, own):
+            along = {n: dim for n, dim in self._joining.along.items() if n in weight_grad.inputs}
+            weight_grad = replace(weight_grad, along=along)
         halves = [h for h in (forward, input_grad, weight_grad) if h is not None]
         read = {n for h in halves for n in h.inputs}
         return StageProgram(
@@ -218,6 +223,13 @@ class Splitter:
             gradients=dict(own.gradients),
             results=tuple(own.results),
         )
+
+    def _is_joinable(self, half: Half, names: list[str], own: _Needs) -> bool:
+        """Say whether W of several micro-batches can be one: see `joining`."""
+        joining, run = self._joining, {*names, *self._emitter.repeated_by(names)}
+        early = {parameter for name, parameter in own.gradients.items() if name not in half.outputs}
+        waits = early & {own.gradients[name] for name in half.outputs}  # for another term, made by I
+        return not waits and run <= joining.operations and set(half.inputs) <= joining.values | self._state
 
     def _halves(self, own: _Needs) -> tuple[list[str], list[str]]:
         """Separate the backward nodes that are needed for what is sent from the others; drop those nobody needs."""
@@ -288,8 +300,10 @@ class Splitter:
         sizes = {self._aliases[f]: _bytes(self._nodes[n]) for n, f in self._joint.parameters.items()}
         buckets = tuple(Bucket(stages, sum(sizes[p] for p in names)) for stages, names in groups.items())
         owners = {n: program.stage for program in programs for n in program.results}
-        loads = (0,)
-        return Split(programs, values, Traffic(edges, buckets, loads), tuple(map(tuple, groups.values())), owners)
+        weights = [(program.stage, program.weight_grad) for program in programs]
+        joinable = tuple(stage for stage, half in weights if half is not None and half.along is not None)
+        traffic = Traffic(edges, buckets, joinable=joinable)
+        return Split(programs, values, traffic, tuple(map(tuple, groups.values())), owners)
 
     def _edge(self, direction: Pass, source: int, target: int, names: list[str]) -> Edge:
         lines = [self._sizes.line(self._nodes[name]) for name in names]

@@ -69,11 +69,14 @@ class Half:
         inputs: names of the values it takes, in order.
         outputs: names of the values it returns, in order.
         run: `run(samples, key, *inputs) -> outputs`; `samples` is the number of samples of its slice.
+        along: the inputs that are put together where W of several micro-batches is one, with the dimension (others are
+            the same for every micro-batch); None if this half cannot be one for several micro-batches.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     run: Callable[..., tuple[torch.Tensor | int, ...]]
+    along: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Split:
     Attributes:
         stages: one program per stage.
         values: every value that crosses stages or is a result, by name.
-        traffic: edges with bytes, gradient buckets, loading stages.
+        traffic: edges with bytes, gradient buckets, loading stages, stages whose weight halves can be joined.
         bucket_parameters: canonical parameter names of each bucket of `traffic.buckets`.
         owners: result value name -> stage that produces it.
     """

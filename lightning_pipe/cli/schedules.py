@@ -27,6 +27,7 @@ from lightning_pipe.report.table import text_of
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.chain import chain
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import join_of
 from lightning_pipe.schedule.times import Times, unit_times
 from lightning_pipe.schedule.torch_csv import (
     layout_of,
@@ -180,7 +181,8 @@ def shown(name: str, options: SchedulesOptions) -> Shown:
 
 def _simulated(name: str, order: Order, layout: Layout, options: SchedulesOptions) -> Shown:
     sizes, traffic, prices = (1,) * microbatches_of(order), chain(len(layout.stages)), _prices(layout, options)
-    program = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, split=not options.fused))
+    join = join_of(name, options.options)
+    program = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, split=not options.fused, join=join))
     timeline = simulate(program, prices)
     curves = memory_curves(timeline, program=program, prices=prices)
     kept = tuple(curve.peak_in_flight for curve in curves)

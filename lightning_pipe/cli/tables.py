@@ -15,6 +15,7 @@ from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import plan_table
 from lightning_pipe.report.table import WIDTH, text_of
+from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.units import format_bytes, format_seconds
 
 _NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
@@ -24,7 +25,9 @@ def stage_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
     """Return the stages of a plan with their shares of the seconds."""
     largest = max(microbatch_sizes(problem.samples, judged.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
-    return plan_table(judged.plan, replace(problem.graph, samples=problem.samples), seconds=seconds, width=width)
+    joinable = judged.program.traffic.joinable if planned_join(judged.plan) > 1 else None
+    graph = replace(problem.graph, samples=problem.samples)
+    return plan_table(judged.plan, graph, seconds=seconds, joinable=joinable, width=width)
 
 
 def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:

@@ -66,6 +66,7 @@ class Operation:
         view: whether its result is a view of its input, so that it moves no data.
         flops: floating point operations for the captured samples (0 where none are counted).
         touched_bytes: bytes read and written for the captured samples.
+        joinable: whether a weight half with it can run once on the samples of several micro-batches.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Operation:
     view: bool = False
     flops: int = 0
     touched_bytes: int = 0
+    joinable: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Tensor:
         bytes_per_sample: bytes that every sample adds.
         fixed_bytes: bytes that do not depend on the samples.
         of_state: whether it is a view of a parameter, a buffer or a constant, which has the memory where it is made.
+        joinable: whether the tensors of several micro-batches can be put together to that of all their samples (one
+            after the other, or the same for all).
     """
 
     name: str
@@ -102,6 +106,7 @@ class Tensor:
     bytes_per_sample: float
     fixed_bytes: int
     of_state: bool = False
+    joinable: bool = False
 
     def size(self, samples: int) -> int:
         """Return the bytes for this many samples."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lightning_pipe.core.program import Compute, Message, Pass, Program
+from lightning_pipe.core.program import AnyCompute, Message, Pass, Program
 
 
 class Prices(Protocol):
     """Seconds and bytes of the parts of a program."""
 
-    def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
-        """Return the seconds of a compute on `samples` samples."""
+    def compute_s(self, compute: AnyCompute, rank: int, samples: int) -> float:
+        """Return the seconds of a compute on `samples` samples, those of all its micro-batches."""
         ...
 
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
@@ -56,15 +56,15 @@ class Prices(Protocol):
         """Return the bytes of the step's outputs (loss, logged values) that stay from F to the end of the batch."""
         ...
 
-    def workspace_bytes(self, compute: Compute, samples: int) -> int:
+    def workspace_bytes(self, compute: AnyCompute, samples: int) -> int:
         """Return the most bytes that a compute needs beyond what its stages keep while it runs.
 
         What arrived for it is in them, and the gradients of parameters that it makes, which are then added to those
-        that are there.
+        that are there. Joined W put together what their micro-batches kept, and drop each piece then.
         """
         ...
 
-    def gradient_bytes(self, compute: Compute) -> int:
+    def gradient_bytes(self, compute: AnyCompute) -> int:
         """Return the bytes of gradients that a compute makes of parameters that no other stage holds.
 
         The first time they become the gradients of the parameters, and no memory is needed beside these.

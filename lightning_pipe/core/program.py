@@ -59,8 +59,37 @@ class Compute:
             case "W":
                 return None
 
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Return the micro-batches that it runs: one."""
+        return (self.microbatch,)
+
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, order=True)
+class Joined:
+    """Run the weight halves of several micro-batches of one stage as one W, on all their samples in this order.
+
+    Counts as the W of each of them. Only programs hold it, of stages that `Traffic.joinable` lists; orders do not.
+    """
+
+    stage: int
+    microbatches: tuple[int, ...]
+
+    @property
+    def kind(self) -> ComputeKind:
+        """Return W."""
+        return "W"
+
+    @property
+    def direction(self) -> None:
+        """Return nothing: W neither waits for messages nor makes any."""
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.stage}W{'+'.join(map(str, self.microbatches))}"
 
 
 @dataclass(frozen=True, order=True)
@@ -167,7 +196,8 @@ class Fetch:
         return f"{self.stage}FETCH{self.microbatch}"
 
 
-Instruction: TypeAlias = Compute | Load | Send | Recv | Reduce | Step | Free | Evict | Fetch
+AnyCompute: TypeAlias = Compute | Joined
+Instruction: TypeAlias = Compute | Joined | Load | Send | Recv | Reduce | Step | Free | Evict | Fetch
 Order: TypeAlias = tuple[tuple[Compute, ...], ...]  # computes per rank
 
 
@@ -232,12 +262,21 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a cut makes cross: edges between stages, gradient buckets, stages that read the batch, and that offload."""
+    """What a cut makes cross, and what its stages can do.
+
+    Attributes:
+        edges: what crosses between stages.
+        buckets: gradients that are summed together.
+        loads: stages that read the batch.
+        offloads: stages that offload.
+        joinable: stages whose weight halves of several micro-batches can run as one (`Joined`).
+    """
 
     edges: tuple[Edge, ...]
     buckets: tuple[Bucket, ...]
     loads: tuple[int, ...] = (0,)
     offloads: tuple[int, ...] = ()
+    joinable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_pipe.core.program import Compute, Instruction
+from lightning_pipe.core.program import AnyCompute, Instruction
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Timeline:
     def _computes(self) -> dict[int, tuple[Event, ...]]:
         computes: dict[int, list[Event]] = defaultdict(list)
         for event in self.events:
-            if isinstance(event.instruction, Compute):
+            if isinstance(event.instruction, AnyCompute):
                 computes[event.rank].append(event)
         return {rank: tuple(events) for rank, events in computes.items()}
 

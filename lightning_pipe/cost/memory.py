@@ -9,6 +9,9 @@ of a view counted once, under its base:
     I          peak, with the gradients that arrived: all of `saved` is there as well until I ends
     W          peak: all of `kept` is there as well; with the gradients of parameters, which are all there at its end
 
+    joined W   W on all samples, and beside it one copy of each input with samples, made in their order; its pieces are
+               dropped then (the memory that several are views of, with the last of them)
+
 Left out: fragmentation, and the pieces of a value that is joined from several messages.
 """
 
@@ -70,18 +73,20 @@ class Live:
     Attributes:
         per_sample, fixed: bytes made and still needed, per sample and besides.
         scratch: bytes of the operations themselves; None where they are not known.
+        begin: where the operations begin.
     """
 
     per_sample: NDArray[np.float64]
     fixed: NDArray[np.float64]
     scratch: Scratch | None
+    begin: int = 0
 
     def peak(self, samples: int) -> int:
         """Return the most bytes at once."""
         needed = self.per_sample * samples + self.fixed
         if self.scratch is not None:
             own = self.scratch(samples)
-            needed[: len(own)] += own
+            needed[self.begin : self.begin + len(own)] += own
         return round(float(needed.max(initial=0.0)))
 
 
@@ -170,6 +175,35 @@ class Memory:
             copied_bytes=work.saved_state,
         )
 
+    def joined(self, work: StageWork, live: Live) -> Live:
+        """Follow the copies that a joined W makes of its inputs, without the pieces that are dropped, then W itself.
+
+        Args:
+            work: the stage.
+            live: its weight half.
+        """
+        tensors, made = self._graph.tensors, {t for o in work.weight_grad.operations for t in self._makes[o]}
+        reads = sorted({t for o in work.weight_grad.operations for t in self._graph.operations[o].reads} - made)
+        copied = [t for t in reads if tensors[t].bytes_per_sample]
+        kept = frozenset(work.kept)
+        lasts = {memory: i for i, t in enumerate(copied) if (memory := self._behind(t, kept)) >= 0}
+        copies = np.zeros(len(copied) + 1)
+        pieces = np.zeros(len(copied) + 1)
+        for i, t in enumerate(copied):
+            copies[i:] += tensors[t].bytes_per_sample
+        for memory, i in lasts.items():
+            pieces[i + 1 :] += tensors[memory].bytes_per_sample
+        beside = copies - pieces
+        per_sample = np.concatenate([beside[:-1], live.per_sample + beside[-1]])
+        fixed = np.concatenate([np.zeros(len(copied)), live.fixed])
+        return Live(per_sample, fixed, live.scratch, begin=len(copied))
+
+    def _behind(self, tensor: int, kept: frozenset[int]) -> int:
+        """Return the memory behind a tensor among what a stage keeps for W; -1 if something else holds it too."""
+        while tensor >= 0 and tensor not in kept:
+            tensor = self._graph.tensors[tensor].base
+        return tensor
+
     def _due(self, work: StageWork) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """Return the terms of the gradients that are complete after I, and after W, by parameter."""
         terms: dict[str, list[int]] = defaultdict(list)
@@ -221,7 +255,7 @@ class StageMemory:
     kept: Amount
     results: Amount
     given: tuple[Amount, Amount]
-    live: tuple[Live, ...]
+    live: tuple[Live, Live, Live]
     gradients: tuple[int, ...]
     copied_bytes: int
 

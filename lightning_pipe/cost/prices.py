@@ -8,6 +8,7 @@
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
     step        `cost.optimizer`
     swap        the link between a device and its host, both directions at once and beside all else
+    joined W    as W on the samples of all its micro-batches: one call, and the profiled seconds at (or beyond) them
     bytes       `cost.memory`; every rank holds all buffers
 
 Left out: that computes of ranks which share a host may slow each other down, and that a device may not follow its one
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import Compute, ComputeKind, Layout, Message, Pass, Program, Traffic
+from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Memory, StageMemory, state_bytes
@@ -140,7 +141,12 @@ class PlanPrices:
         self._cuts, self._reliefs = tuple(cuts), tuple(reliefs) or (KEEP,) * len(self.works)
         leaving = [r.offloaded.intersection(work.saved) for work, r in zip(self.works, self._reliefs, strict=True)]
         self._offloaded = tuple(pricer.memory.amount(sorted(memories)) for memories in leaving)
-        self.traffic = replace(pricer.traffic(cuts), offloads=tuple(s for s, found in enumerate(leaving) if found))
+        traffic = pricer.traffic(cuts)
+        self.traffic = replace(
+            traffic,
+            offloads=tuple(s for s, found in enumerate(leaving) if found),
+            joinable=tuple(s for s in traffic.joinable if not self._reliefs[s].recomputed),
+        )
         self.layout = layout
         self._pricer, self._profile, self._cluster = pricer, pricer.profile, pricer.cluster
         self._times = {(s, kind): times for s, work in enumerate(self.works) for kind, times in self._halves(work)}
@@ -151,7 +157,7 @@ class PlanPrices:
         sent = pricer.cutter.sent(cuts) if len(self.traffic.edges) > len({e[:2] for e in self._edges}) else {}
         self._sent = {key: pricer.memory.amount(tensors) for key, tensors in sent.items()}
         self._compute_s: dict[tuple[int, ComputeKind, int], float] = {}
-        self._workspace: dict[tuple[int, ComputeKind, int], int] = {}
+        self._workspace: dict[tuple[int, ComputeKind, int, bool], int] = {}
         self._transfer_s: dict[tuple[tuple[int, int, int], int, int, int], float] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
 
@@ -161,8 +167,8 @@ class PlanPrices:
         f, i, w = (self._pricer.seconds[list(half.operations)].sum(axis=0) for half in halves)
         return [("F", f), ("I", i), ("W", w), ("B", i + w)]
 
-    def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
-        """Return the seconds of a compute on `samples` samples."""
+    def compute_s(self, compute: AnyCompute, rank: int, samples: int) -> float:
+        """Return the seconds of a compute on `samples` samples, those of all its micro-batches."""
         key = (compute.stage, compute.kind, samples)
         if key not in self._compute_s:
             times = self._times[compute.stage, compute.kind]
@@ -223,14 +229,22 @@ class PlanPrices:
         """Return the bytes of the step's outputs that a stage makes."""
         return self.memory(stage).results(samples)
 
-    def workspace_bytes(self, compute: Compute, samples: int) -> int:
+    def workspace_bytes(self, compute: AnyCompute, samples: int) -> int:
         """Return the most bytes that a compute needs beyond what its stages keep while it runs."""
-        key = (compute.stage, compute.kind, samples)
+        is_joined = isinstance(compute, Joined)
+        key = (compute.stage, compute.kind, samples, is_joined)
         if key not in self._workspace:
-            self._workspace[key] = self.memory(compute.stage).workspace(compute.kind, samples)
+            self._workspace[key] = self._needed(compute, samples)
         return self._workspace[key]
 
-    def gradient_bytes(self, compute: Compute) -> int:
+    def _needed(self, compute: AnyCompute, samples: int) -> int:
+        memory = self.memory(compute.stage)
+        if not isinstance(compute, Joined):
+            return memory.workspace(compute.kind, samples)
+        _, _, weight_grad = memory.live
+        return max(0, self._pricer.memory.joined(self.works[compute.stage], weight_grad).peak(samples))
+
+    def gradient_bytes(self, compute: AnyCompute) -> int:
         """Return the bytes of gradients that a compute makes of parameters that no other stage holds."""
         return self.memory(compute.stage).gradient_bytes(compute.kind)
 

@@ -210,7 +210,22 @@ class _Cut:
             )
             for (source, direction, target), tensors in sorted(crossing.items())
         )
-        return Traffic(edges, self._buckets())
+        return Traffic(edges, self._buckets(), joinable=self._joinable())
+
+    def _joinable(self) -> tuple[int, ...]:
+        """Return the stages whose weight halves of several micro-batches can run as one (`capture.joining`)."""
+        operations, tensors = self._tables.unjoined
+        weight = self._runs & (self._half == _WEIGHT) & (self._stage != _NOWHERE)
+        users, repeats = self._tables.repeats
+        made_there = (self._home[self._read] == self._stage[self._readers]) & weight[self._tables.maker[self._read]]
+        made_there &= self._tables.maker[self._read] >= 0
+        apart = [
+            self._stage[weight & operations],
+            self._stage[users[weight[users] & operations[repeats]]],
+            self._stage[self._readers[weight[self._readers] & ~made_there & tensors[self._read]]],
+            np.array([self._home[t] for t in self._waiting()], dtype=np.int64),
+        ]
+        return tuple(sorted({*self._stage[weight].tolist()}.difference(*(found.tolist() for found in apart))))
 
     def sent(self) -> dict[tuple[int, Pass], tuple[int, ...]]:
         found: dict[tuple[int, Pass], dict[int, None]] = defaultdict(dict)

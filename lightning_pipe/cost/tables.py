@@ -26,6 +26,7 @@ class Tables:
 
     Attributes:
         at, reach, backward, repeated: over operations, as `core.graph.Operation` says.
+        unjoined: operations and tensors that no joined W can run, and read.
         sums: operations that only add terms of a gradient, in order.
         maker, base, of_state, per_sample, fixed: over tensors, as `core.graph.Tensor` says.
         makes: over operations, the tensors that each makes.
@@ -46,6 +47,10 @@ class Tables:
         self.backward = np.array([operation.phase == "backward" for operation in operations], dtype=bool)
         self.repeated = np.array([operation.phase == "repeated" for operation in operations], dtype=bool)
         self.sums = [o for o, operation in enumerate(operations) if operation.adds_terms]
+        self.unjoined = (
+            np.array([not operation.joinable for operation in operations], dtype=bool),
+            np.array([not tensor.joinable for tensor in tensors], dtype=bool),
+        )
         self.maker = numbers(tensor.maker for tensor in tensors)
         self.base = numbers(tensor.base for tensor in tensors)
         self.of_state = np.array([tensor.of_state for tensor in tensors], dtype=bool)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.program import Compute, Reduce, Send
+from lightning_pipe.core.program import AnyCompute, Reduce, Send
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.explain import Alternative, Kind
@@ -94,7 +94,7 @@ def _hidden_s(judged: Judged) -> float:
     events = [event for event in judged.timeline.events if event.rank == judged.representatives[0]]
     sums_s = sum(e.end - e.start for e in events if isinstance(e.instruction, Reduce))
     backward_s = sum(
-        e.end - e.start for e in events if isinstance(e.instruction, Compute) and e.instruction.kind != "F"
+        e.end - e.start for e in events if isinstance(e.instruction, AnyCompute) and e.instruction.kind != "F"
     )
     total = sum(bucket.bytes for bucket in judged.program.traffic.buckets)
     last = min(1.0, _DDP_BUCKET_BYTES / total) if total else 1.0

@@ -24,7 +24,7 @@ from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.outline import stage_plans
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
-from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule
+from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule, joined
 from lightning_pipe.schedule.shapes import Device
 from lightning_pipe.schedule.text import parse_order
 from lightning_pipe.schedule.torch_csv import layout_of
@@ -194,9 +194,22 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
             continue
         left -= length
         one = judge.judge(draft.plan(problem))
-        is_short = one.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
-        judged.append(relieve(problem, one, judge=judge) if is_short else one)
+        for candidate in (one, *_joined(one, judge)):
+            is_short = candidate.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
+            judged.append(relieve(problem, candidate, judge=judge) if is_short else candidate)
     return sorted(judged, key=lambda one: one.rank(problem.cluster))
+
+
+_WORTH = 0.01  # of the step, that joined W must save: they add gradients in another order, and need copies
+
+
+def _joined(one: Judged, judge: Judge) -> Iterator[Judged]:
+    """Yield a plan with W of several micro-batches as one product, where that can be done and is worth it."""
+    plan = joined(one.plan) if one.program.traffic.joinable else None
+    if plan is not None and plan.microbatches > 1:
+        found = judge.judge(plan)
+        if found.step_s < one.step_s * (1 - _WORTH):
+            yield found
 
 
 _ROWS = 2  # rows of devices of plans on which drafts are made

@@ -28,7 +28,7 @@ from lightning_pipe.planner.resolve import resolve, resolve_reliefs
 from lightning_pipe.planner.times import times_of
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import needs_times, order_of, planned_order, with_order
+from lightning_pipe.schedule.registry import needs_times, order_of, planned_join, planned_order, with_order
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulate
 
@@ -146,6 +146,7 @@ class Judge:
                 traffic=prices.traffic,
                 training=training,
                 synchronise=training,
+                join=planned_join(plan),
             )
         )
 

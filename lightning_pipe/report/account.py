@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, ComputeKind, Fetch, Pass, Recv, Step
+from lightning_pipe.core.program import AnyCompute, Compute, ComputeKind, Fetch, Pass, Recv, Step
 from lightning_pipe.core.timeline import Event, Timeline
 
 Link: TypeAlias = tuple[int, int]  # stage that sends, stage that receives
@@ -49,7 +49,7 @@ class Gap:
         link: where the value came from that was made last; None if the compute needs no message.
     """
 
-    compute: Compute
+    compute: AnyCompute
     first: bool
     late: float
     transfer: float
@@ -115,7 +115,7 @@ def _account(rank: int, events: list[Event], interval: tuple[float, float], mess
     gaps: list[Gap] = []
     start, end = interval
     for event in sorted(events, key=lambda event: event.start):
-        if isinstance(event.instruction, Compute):
+        if isinstance(event.instruction, AnyCompute):
             gaps.append(messages.gap(event, since=start, first=not gaps))
             computes[event.instruction.stage, event.instruction.kind] += event.end - event.start
             start = event.end
@@ -148,7 +148,7 @@ class _Messages:
     def gap(self, event: Event, *, since: float, first: bool) -> Gap:
         """Return what happened from `since` until the start of a compute."""
         compute, start = event.instruction, event.start
-        assert isinstance(compute, Compute)
+        assert isinstance(compute, AnyCompute)
         received = self._needed_by(compute, event.rank)
         made, link = max(((self._made_at(receive), _link(receive)) for receive in received), default=(since, None))
         arrived = max((receive.end for receive in received), default=since)
@@ -157,12 +157,13 @@ class _Messages:
         back = min(max(self._back(compute, event.rank), there), start)
         return Gap(compute, first, ready - since, there - ready, back - there, start - back, link)
 
-    def _back(self, compute: Compute, rank: int) -> float:
+    def _back(self, compute: AnyCompute, rank: int) -> float:
         """Return when what a compute needs from the host was back; minus infinity if it needs nothing from there."""
-        fetched = self._fetched if compute.direction == "B" else {}
-        return fetched.get((rank, compute.stage, compute.microbatch), -math.inf)
+        if compute.direction != "B":
+            return -math.inf
+        return self._fetched.get((rank, compute.stage, compute.microbatch), -math.inf)
 
-    def _needed_by(self, compute: Compute, rank: int) -> list[Event]:
+    def _needed_by(self, compute: AnyCompute, rank: int) -> list[Event]:
         if compute.direction is None:
             return []
         return self._received.get((rank, compute.stage, compute.direction, compute.microbatch), [])

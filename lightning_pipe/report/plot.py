@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning_pipe.core.program import Compute, Evict, Fetch, Reduce, Step
+from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Joined, Reduce, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report.account import mean_bubble, step_interval
@@ -182,8 +182,9 @@ def _bars(events: Sequence[Event], stages: Sequence[int], *, start: float, scale
     for event in events:
         left, width = (event.start - start) * scale, (event.end - event.start) * scale
         match event.instruction:
-            case Compute(stage, kind, microbatch):
-                yield _Bar(left, width, _paler(COLOURS[kind], stages.index(stage)), str(microbatch))
+            case Compute() | Joined() as compute:
+                colour = _paler(COLOURS[compute.kind], stages.index(compute.stage))
+                yield _Bar(left, width, colour, "+".join(map(str, compute.microbatches)))
             case Step():
                 yield _Bar(left, width, STEP)
             case Reduce():
@@ -208,7 +209,7 @@ def _number(axes: Axes, bars: Sequence[_Bar], lane: int) -> None:
 
 def _stages(timeline: Timeline, rank: int) -> list[int]:
     computes = [event.instruction for event in timeline.computes(rank)]
-    return sorted({compute.stage for compute in computes if isinstance(compute, Compute)})
+    return sorted({compute.stage for compute in computes if isinstance(compute, AnyCompute)})
 
 
 def _lane_name(timeline: Timeline, rank: int) -> str:
@@ -235,7 +236,7 @@ def _legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     instructions = [event.instruction for timeline in timelines for event in timeline.events]
-    kinds = {instruction.kind for instruction in instructions if isinstance(instruction, Compute)}
+    kinds = {instruction.kind for instruction in instructions if isinstance(instruction, AnyCompute)}
     patches = [Patch(color=COLOURS[kind], label=f"{kind}  {MEANINGS[kind]}") for kind in COLOURS if kind in kinds]
     if any(isinstance(instruction, Reduce) for instruction in instructions):
         patches.append(Patch(color=REDUCE, label="sum of gradients"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.program import Compute
+from lightning_pipe.core.program import AnyCompute
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PlanError
 from lightning_pipe.units import format_bytes, format_seconds
@@ -20,7 +20,14 @@ from lightning_pipe.units import format_bytes, format_seconds
 WIDTH = 140  # characters; long names are cut to fit
 
 
-def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = None, width: int = WIDTH) -> str:
+def plan_table(
+    plan: Plan,
+    graph: Graph,
+    *,
+    seconds: Sequence[float] | None = None,
+    joinable: Collection[int] | None = None,
+    width: int = WIDTH,
+) -> str:
     """Return the stages of a plan as a table.
 
     Args:
@@ -28,6 +35,7 @@ def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = No
         graph: the graph that it cuts.
         seconds: seconds of every node of the graph, forward and backward; without them shares of cost are those of
             floating point operations, or of bytes touched where none were counted.
+        joinable: stages whose W of several micro-batches can be one product, if the plan wants that; None if not.
         width: characters per line.
 
     Raises:
@@ -43,6 +51,8 @@ def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = No
     relieved = any(stage.recompute or stage.offload for stage in plan.stages)
     if relieved:
         table.add_column("not kept")
+    if joinable is not None:
+        table.add_column("W")
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         nodes = graph.nodes[start:stop]
         table.add_row(
@@ -54,6 +64,7 @@ def plan_table(plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = No
             f"{sum(costs[start:stop]) / (sum(costs) or 1.0):.1%}",
             _samples(plan, stage, graph.samples),
             *([_not_kept(plan.stages[stage])] if relieved else []),
+            *(["joined" if stage in joinable else "one by one"] if joinable is not None else []),
         )
     return text_of(table, width)
 
@@ -131,7 +142,7 @@ def timeline_table(timeline: Timeline, *, width: int = WIDTH) -> str:
 
 def _seconds(timeline: Timeline, rank: int, kind: str) -> float:
     computes = ((event, event.instruction) for event in timeline.computes(rank))
-    return sum(e.end - e.start for e, compute in computes if isinstance(compute, Compute) and compute.kind == kind)
+    return sum(e.end - e.start for e, compute in computes if isinstance(compute, AnyCompute) and compute.kind == kind)
 
 
 def text_of(table: Table, width: int) -> str:

@@ -7,7 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, Evict, Fetch, Free, Instruction, Load, Recv, Reduce, Send, Step
+from lightning_pipe.core.program import (
+    AnyCompute,
+    Compute,
+    Evict,
+    Fetch,
+    Free,
+    Instruction,
+    Joined,
+    Load,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+)
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report.account import step_interval
 
@@ -101,8 +114,8 @@ def _threads(events: Sequence[Event]) -> list[list[Event]]:
 def _category(instruction: Instruction) -> tuple[str, str]:
     """Return the category of an instruction and the lane that it is drawn on."""
     match instruction:
-        case Compute(_, kind, _):
-            return kind, "compute"
+        case Compute() | Joined():
+            return instruction.kind, "compute"
         case Load():
             return "load", "compute"
         case Send():
@@ -153,6 +166,6 @@ def _cells(events: tuple[Event, ...], origin: float, unit: float, many: bool) ->
     return cells
 
 
-def _compute(event: Event) -> Compute:
-    assert isinstance(event.instruction, Compute), "only computes are drawn"
+def _compute(event: Event) -> AnyCompute:
+    assert isinstance(event.instruction, AnyCompute), "only computes are drawn"
     return event.instruction

@@ -23,11 +23,13 @@ from typing_extensions import assert_never
 
 from lightning_pipe.capture.stage_program import RandomKey, Split
 from lightning_pipe.core.program import (
+    AnyCompute,
     Compute,
     Evict,
     Fetch,
     Free,
     Instruction,
+    Joined,
     Layout,
     Load,
     Recv,
@@ -174,6 +176,10 @@ class Executor:
                     recorder.add(instruction, started)
                     recorder.note_memory()
                     self._exchange.hand_over(instruction)
+                case Joined():
+                    self._join(instruction, job)
+                    recorder.add(instruction, started)
+                    recorder.note_memory()
                 case Send():
                     self._exchange.send(instruction)
                     recorder.add(instruction, started)
@@ -226,12 +232,21 @@ class Executor:
     def _compute(self, compute: Compute, job: Job, results: dict[str, list[Piece]]) -> None:
         stage = self.stages[compute.stage]
         samples = self._exchange.local(compute.stage, compute.microbatch)
-        share = len(samples) / self._exchange.batch_samples
-        key = RandomKey(job.seed, job.step, compute.microbatch, samples.start)
         with _named(f"Rank {self.rank} failed at {compute}"):
-            stage.compute(compute.kind, compute.microbatch, Slice(len(samples), key, share * job.weight, job.weight))
+            stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
         for name, content in stage.results(compute.microbatch).items():
             results[name].append(Piece(compute.microbatch, samples, content))
+
+    def _join(self, joined: Joined, job: Job) -> None:
+        with _named(f"Rank {self.rank} failed at {joined}"):
+            self.stages[joined.stage].join(joined.microbatches, self._slice(joined, job))
+
+    def _slice(self, compute: AnyCompute, job: Job) -> Slice:
+        """Return the samples of a compute; a joined W draws no random numbers, so its key does not matter."""
+        parts = [self._exchange.local(compute.stage, microbatch) for microbatch in compute.microbatches]
+        samples = sum(map(len, parts))
+        key = RandomKey(job.seed, job.step, compute.microbatches[0], parts[0].start)
+        return Slice(samples, key, samples / self._exchange.batch_samples * job.weight, job.weight)
 
     def _finish_batch(self, recorder: Recorder) -> Walk[None]:
         yield from self._exchange.finish_sends()

@@ -10,6 +10,7 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
     stage.begin(sends, training)                            which messages will be fetched by `outgoing`
     stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
     stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
+    stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
     stage.outgoing(direction, target, m)                    contents to be sent
     stage.results(m), stage.free(m)
 
@@ -122,6 +123,31 @@ class Stage:
                     self._input_half(microbatch, slice_)
                     self._weight_half(microbatch, slice_)
 
+    def join(self, microbatches: Sequence[int], slice_: Slice) -> None:
+        """Run the weight halves of several micro-batches as one; `slice_` has the samples and weights of them all."""
+        name = f"PP:{self.program.stage}W{'+'.join(map(str, microbatches))}"
+        half = self.program.weight_grad
+        assert half is not None and half.along is not None, "a verified program joins W only where that can be done"
+        with torch.no_grad(), torch.profiler.record_function(name):
+            first = self._held[microbatches[0]]
+            given = [value for value in half.inputs if value in first and value not in self.program.tangents]
+            held = {value: self._together(value, half.along, microbatches) for value in given}
+            self._differentiate("W", half, held, slice_)
+        for microbatch in microbatches:
+            self._pending[microbatch] = ()
+            self._drop(microbatch)
+
+    def _together(self, value: str, along: Mapping[str, int], microbatches: Sequence[int]) -> Content:
+        """Return the content of an input of W for all samples of several micro-batches, and drop its pieces."""
+        pieces = [self._held[microbatch][value] for microbatch in microbatches]
+        if value not in along:
+            return pieces[0]
+        for microbatch in microbatches:
+            if value not in self._to_be_sent(microbatch):
+                del self._held[microbatch][value]
+        tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
+        return torch.cat(tensors, dim=along[value])
+
     def outgoing(self, direction: Pass, target: int, microbatch: int) -> dict[str, Content]:
         """Return the values of one message in their order; after the last message that needs them they are dropped."""
         held = self._held[microbatch]
@@ -188,14 +214,17 @@ class Stage:
         self._drop(microbatch)
 
     def _half(self, kind: ComputeKind, half: Half, microbatch: int, slice_: Slice) -> None:
-        held = self._held[microbatch]
+        self._differentiate(kind, half, self._held[microbatch], slice_)
+        self._pending[microbatch] = tuple(later for later in self._pending[microbatch] if later is not half)
+        self._drop(microbatch)
+
+    def _differentiate(self, kind: ComputeKind, half: Half, held: dict[str, Content], slice_: Slice) -> None:
+        """Run a half on what is held, to which its outputs are added, and add up the gradients of parameters."""
         held.update(self._tangents(half, slice_))
         inputs = self._inputs(half, held)
         self._run(half, inputs, held, slice_)
         state = [content for name, content in zip(half.inputs, inputs, strict=True) if name not in held]
         self._accumulate(self._due[kind], held, kept=[*held.values(), *state])
-        self._pending[microbatch] = tuple(later for later in self._pending[microbatch] if later is not half)
-        self._drop(microbatch)
 
     def _run(self, half: Half, inputs: Sequence[Content], held: dict[str, Content], slice_: Slice) -> None:
         outputs = half.run(slice_.samples, slice_.key, *inputs)
@@ -236,14 +265,16 @@ class Stage:
     def _drop(self, microbatch: int) -> None:
         """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""
         held = self._held[microbatch]
-        needed = self._awaited(microbatch)
-        for direction, target in self.program.sends:
-            if (direction, target, microbatch) in self._sends:
-                needed.update(self.program.sends[direction, target])
+        needed = self._awaited(microbatch) | self._to_be_sent(microbatch)
         for name in [name for name in held if name not in needed]:
             del held[name]
         if not held:
             del self._held[microbatch]
+
+    def _to_be_sent(self, microbatch: int) -> set[str]:
+        """Return the names of the values of messages that are not posted yet."""
+        edges = (edge for edge in self.program.sends if (*edge, microbatch) in self._sends)
+        return {name for edge in edges for name in self.program.sends[edge]}
 
     def _awaited(self, microbatch: int) -> set[str]:
         """Return the names that pending halves read, and those of gradients that wait for W."""

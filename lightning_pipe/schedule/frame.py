@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_pipe.core.program import Compute, Edge, Layout, Program, Traffic
+from lightning_pipe.core.program import AnyCompute, Edge, Layout, Program, Traffic
 from lightning_pipe.errors import ProgramError
 
 
@@ -20,7 +20,7 @@ def check_frame(program: Program) -> None:
         raise ProgramError(f"found instructions for {len(program.ranks)} ranks; the layout has {program.layout.ranks}")
     for rank, line in enumerate(program.ranks):
         for instruction in line:
-            if isinstance(instruction, Compute):
+            if isinstance(instruction, AnyCompute):
                 _check_range(instruction, rank, program)
 
 
@@ -77,11 +77,13 @@ def _check_traffic(traffic: Traffic, *, stages: int) -> None:
         raise ProgramError(f"stages {traffic.loads} read the batch; the layout has {stages} stages")
     if not all(0 <= stage < stages for stage in traffic.offloads):
         raise ProgramError(f"stages {traffic.offloads} offload; the layout has {stages} stages")
+    if not all(0 <= stage < stages for stage in traffic.joinable):
+        raise ProgramError(f"stages {traffic.joinable} can join W; the layout has {stages} stages")
 
 
-def _check_range(compute: Compute, rank: int, program: Program) -> None:
+def _check_range(compute: AnyCompute, rank: int, program: Program) -> None:
     stages, microbatches = len(program.layout.stages), len(program.sizes)
-    if not (0 <= compute.stage < stages and 0 <= compute.microbatch < microbatches):
+    if not (0 <= compute.stage < stages and all(0 <= m < microbatches for m in compute.microbatches)):
         raise ProgramError(f"rank {rank}, {compute}: there are {stages} stages and {microbatches} micro-batches")
 
 

@@ -26,7 +26,7 @@ from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
 from lightning_pipe.schedule.text import format_order, parse_order
 from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.two_bp import two_bp
+from lightning_pipe.schedule.two_bp import most_joined, two_bp
 from lightning_pipe.schedule.zero_bubble import zb_h1, zb_h2
 from lightning_pipe.schedule.zero_bubble_v import zb_v
 from lightning_pipe.schedule.zero_bubble_v_greedy import zb_v_greedy
@@ -181,6 +181,30 @@ def planned_order(plan: Plan, *, microbatches: int) -> Order:
             "the plan, or remove `order` if its schedule may decide."
         )
     return without_padding(order, microbatches)
+
+
+def planned_join(plan: Plan) -> int:
+    """Return how many micro-batches' W may be one product under a plan, for `lower`; 1 for none.
+
+    Raises:
+        ConfigError: as `join_of`.
+    """
+    return join_of(plan.schedule, plan.options)
+
+
+def join_of(schedule: str, options: Options) -> int:
+    """Return how many micro-batches' W may be one product under the named schedule, for `lower`; 1 for none.
+
+    Raises:
+        ConfigError: if an option of a schedule that can join is unknown or unreadable.
+    """
+    return most_joined(options) if schedule == "2bp" else 1
+
+
+def joined(plan: Plan) -> Plan | None:
+    """Return a plan with W of as many micro-batches as there are in one product; None if its schedule joins none."""
+    can_join = plan.schedule == "2bp"
+    return replace(plan, options={**plan.options, "join": plan.microbatches}) if can_join else None
 
 
 def needs_times(plan: Plan) -> bool:

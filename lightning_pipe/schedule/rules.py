@@ -8,6 +8,7 @@ traffic); it is stated here only. Lowering places instructions by it and `verify
     I(s, m) | F(s, m)                                   | every B edge's gradients    | its gradients on every B edge
     W(s, m) | I(s, m)                                   |                             |
     B(s, m) | as I; counts as I followed by W           | as I                        | as I
+    Joined  | as W(s, m) of each of its micro-batches   |                             |
 
 A replica needs exactly the samples that it computes, so an edge between stages with unequal replicas is one message per
 overlapping pair (producer replica, consumer replica). Where both are the same rank there is no message: the producing
@@ -25,9 +26,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_pipe.core.program import (
+    AnyCompute,
     Bucket,
     Compute,
     ComputeKind,
+    Joined,
     Layout,
     Load,
     Message,
@@ -39,6 +42,7 @@ from lightning_pipe.core.program import (
     Traffic,
 )
 
+HALVES: tuple[ComputeKind, ...] = ("I", "W")  # of B
 PRODUCER: dict[Pass, ComputeKind] = {"F": "F", "B": "I"}
 
 Peers: TypeAlias = dict[int, tuple[tuple[int, Samples], ...]]  # by rank: the other rank and the samples that cross
@@ -171,13 +175,14 @@ def _grouped(triples: Iterable[tuple[int, int, Samples]]) -> Peers:
     return {rank: tuple(peers) for rank, peers in groups.items()}
 
 
-def halves(compute: Compute) -> Iterator[Compute]:
-    """Yield the computes that a compute counts as: B is I, then W; every other is itself."""
-    if compute.kind != "B":
+def halves(compute: AnyCompute) -> Iterator[Compute]:
+    """Yield the computes that one counts as: B is I, then W; `Joined` the W of each micro-batch; others are itself."""
+    if isinstance(compute, Joined):
+        yield from (Compute(compute.stage, "W", microbatch) for microbatch in compute.microbatches)
+    elif compute.kind == "B":
+        yield from (Compute(compute.stage, half, compute.microbatch) for half in HALVES)
+    else:
         yield compute
-        return
-    yield Compute(compute.stage, "I", compute.microbatch)
-    yield Compute(compute.stage, "W", compute.microbatch)
 
 
 def holders(bucket: Bucket, *, layout: Layout) -> frozenset[int]:

@@ -8,6 +8,7 @@
     bucket 0 bytes=100
     loads 0
     offloads 0                             only where stages offload
+    joinable 0 1                           only where stages can join W of several micro-batches
     training true
     synchronise true
     rank 0: 0LOAD0 0F0 0SEND_F0>1@2[0:1] …
@@ -32,6 +33,7 @@ from lightning_pipe.core.program import (
     Fetch,
     Free,
     Instruction,
+    Joined,
     Layout,
     Load,
     Message,
@@ -52,6 +54,7 @@ T = TypeVar("T")
 _SAMPLES = r"\[(\d+):(\d+)\]"
 _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
     (re.compile(r"(\d+)([FBIW])(\d+)"), lambda s, k, m: Compute(int(s), cast(ComputeKind, k), int(m))),
+    (re.compile(r"(\d+)W(\d+(?:\+\d+)+)"), lambda s, ms: Joined(int(s), tuple(map(int, ms.split("+"))))),
     (re.compile(r"(\d+)LOAD(\d+)"), lambda s, m: Load(int(s), int(m))),
     (
         re.compile(rf"(\d+)SEND_([FB])(\d+)>(\d+)@(\d+){_SAMPLES}"),
@@ -67,7 +70,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
     (re.compile(r"(\d+)EVICT(\d+)"), lambda s, m: Evict(int(s), int(m))),
     (re.compile(r"(\d+)FETCH(\d+)"), lambda s, m: Fetch(int(s), int(m))),
 )
-_EXAMPLES = "2F0, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1, STEP, 2FREE0, 2EVICT0, 2FETCH0"
+_EXAMPLES = "2F0, 2W0+1, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1, STEP, 2FREE0, 2EVICT0, 2FETCH0"
 
 
 def parse(text: str) -> Instruction:
@@ -120,6 +123,7 @@ def format_program(program: Program) -> str:
         *(f"bucket {','.join(map(str, bucket.stages))} bytes={bucket.bytes}" for bucket in traffic.buckets),
         _line("loads", map(str, traffic.loads)),
         *([_line("offloads", map(str, traffic.offloads))] if traffic.offloads else []),
+        *([_line("joinable", map(str, traffic.joinable))] if traffic.joinable else []),
         f"training {str(program.training).lower()}",
         f"synchronise {str(program.synchronise).lower()}",
         *(_line(f"rank {rank}:", map(str, line)) for rank, line in enumerate(program.ranks)),
@@ -165,6 +169,7 @@ def parse_program(text: str) -> Program:
             tuple(_bucket(bucket) for bucket in fields["bucket"]),
             _only("loads", fields, _integers),
             _only("offloads", fields, _integers) if fields["offloads"] else (),
+            _only("joinable", fields, _integers) if fields["joinable"] else (),
         ),
         training=_only("training", fields, _flag),
         synchronise=_only("synchronise", fields, _flag),
@@ -180,6 +185,7 @@ _HEADS = (
     "bucket",
     "loads",
     "offloads",
+    "joinable",
     "training",
     "synchronise",
     "rank",

@@ -26,6 +26,7 @@ from typing import TypeAlias, cast
 from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
+    Joined,
     Layout,
     Message,
     Order,
@@ -257,6 +258,8 @@ def _check_expressible(program: Program) -> None:
         raise ProgramError(f"the stages {tied[0]} share parameters; torch sums the gradients of one stage at a time")
     if traffic.offloads:
         raise ProgramError(f"the stages {list(traffic.offloads)} offload; torch has no action for it")
+    if joined := [one for line in program.ranks for one in line if isinstance(one, Joined)]:
+        raise ProgramError(f"the program joins weight halves ({joined[0]}); torch has no action for it")
 
 
 def _with_communication(program: Program, rank: int) -> Iterator[str]:

@@ -2,7 +2,11 @@
 
 Source: Rae, Lee and Richings 2024, "2BP: 2-Stage Backpropagation" (W is its backward-p2). A device keeps what W needs
 of all micro-batches whose I has run: with "end" of all of them, whatever the base order keeps. The time is that of
-sending the input gradient before W in the base order, which `lower` does in every order; "idle" uses what is left.
+sending the input gradient before W in the base order, which `lower` does in every order; "idle" uses what is left. As
+in the paper, W of several micro-batches that follow each other can be one product of their concatenated samples, which
+takes less time where micro-batches are small: `join` says of how many at most. A stage whose W mixes samples (batch
+statistics), or needs a number made of one micro-batch, computes them one by one all the same; the table of the plan
+says which do.
 """
 
 from __future__ import annotations
@@ -33,25 +37,44 @@ def two_bp(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> 
         3 |  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 
     Any layout that the base schedule takes. The paper runs 1F1B with as many micro-batches as devices, and with twice
-    as many. Weight gradients of several micro-batches are computed one by one here, not as one larger product.
+    as many, and computes W of all of them at once.
 
     Args:
         layout: ranks of each stage.
         microbatches: number of micro-batches, at least 1.
         options: `base`: "1f1b" (default) or "gpipe". `delay`: "end" (default) runs all W after all else; "idle" runs
             one whenever the rank would wait if F, I and W took equally long and messages no time, the rest at the end.
+            `join`: most micro-batches whose W is one product, 1 (default) for none. It does not change the order; see
+            `schedule.lower.join`.
 
     Raises:
         ConfigError: if an option is unknown or unreadable, or there is no micro-batch.
     """
-    read = read_options(options, schedule="2bp", defaults={"base": "1f1b", "delay": "end"})
+    read = _read(options)
     delays = {"end": _at_the_end, "idle": _while_waiting}
+    most_joined(options)
     base, delay = _choice("base", read["base"], BASES), _choice("delay", read["delay"], delays)
     lines = [
         [Compute(c.stage, "I", c.microbatch) if c.kind == "B" else c for c in line]
         for line in BASES[base](layout, microbatches)
     ]
     return delays[delay](lines, layout)
+
+
+def most_joined(options: Options) -> int:
+    """Return how many micro-batches' W may be one product.
+
+    Raises:
+        ConfigError: if an option is unknown or unreadable.
+    """
+    join = _read(options)["join"]
+    if not isinstance(join, int) or join < 1:
+        raise ConfigError(f"schedule '2bp': found join {join!r}; expected a number of micro-batches from 1")
+    return join
+
+
+def _read(options: Options) -> dict[str, int | str]:
+    return read_options(options, schedule="2bp", defaults={"base": "1f1b", "delay": "end", "join": 1})
 
 
 def _choice(option: str, found: int | str, known: Mapping[str, object]) -> str:

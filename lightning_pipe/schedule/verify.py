@@ -3,7 +3,9 @@
 Laws (the name in the error text is the one in quotes):
 
     "once"        every pass of every stage and micro-batch runs once on every rank with samples of it, and no other:
-                  F, then either I and W or B; F alone in a forward-only program
+                  F, then either I and W or B; F alone in a forward-only program; a joined W is that of each of its
+                  micro-batches
+    "join"        W is joined for two or more micro-batches of a stage that can join them
     "inputs"      a compute runs after its load, after the receives it waits for are posted, and after the computes of
                   the same rank that it needs (F before I before W; local hand-over)
     "messages"    exactly the messages that traffic and layout demand are posted, each once, sends after their compute
@@ -35,6 +37,7 @@ from lightning_pipe.core.program import (
     Fetch,
     Free,
     Instruction,
+    Joined,
     Load,
     Program,
     Recv,
@@ -145,6 +148,8 @@ class _RankCheck:
             match instruction:
                 case Compute():
                     self._compute(instruction)
+                case Joined():
+                    self._joined(instruction)
                 case Load():
                     self._load(instruction)
                 case Send():
@@ -189,6 +194,16 @@ class _RankCheck:
         self._sendable.update(sends)
         self._demand.open_work[compute.stage, compute.microbatch] += len(sends) - len(parts)
         self._open_gradients[compute.stage] -= compute.kind in ("W", "B")
+
+    def _joined(self, joined: Joined) -> None:
+        if joined.stage not in self._program.traffic.joinable:
+            self._refuse(
+                "join", f"W of stage {joined.stage} cannot be joined; joinable: {self._program.traffic.joinable}"
+            )
+        if len(joined.microbatches) < 2:
+            self._refuse("join", f"it has {len(joined.microbatches)} micro-batches; a single W is written alone")
+        for compute in halves(joined):
+            self._compute(compute)
 
     def _why_not(self, compute: Compute) -> str:
         if compute.kind != "F" and not self._program.training:

@@ -7,7 +7,8 @@
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; gradients being
                 reduced, from `Reduce` to `Step`
-    workspace   of each compute, while it runs
+    workspace   of each compute, while it runs; that of a joined W is what it needs beside what is kept of all its
+                micro-batches, which counts until they are freed
 
 Gradients of parameters are in the state from the beginning. What the first backward of a stage makes becomes these
 gradients; what later ones make is memory beside them, until it is added. So the curve holds for a batch that begins
@@ -29,12 +30,14 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
+    AnyCompute,
     Compute,
     ComputeKind,
     Evict,
     Fetch,
     Free,
     Instruction,
+    Joined,
     Message,
     Pass,
     Program,
@@ -191,12 +194,12 @@ class _Rank:
         self._others: dict[Instruction, Event] = {}
         for event in events:
             match event.instruction:
-                case Compute(stage, kind, microbatch):
-                    self._computes[stage, kind, microbatch] = event
+                case Compute() | Joined() as compute:
+                    self._computes |= {(compute.stage, compute.kind, m): event for m in compute.microbatches}
                 case other:
                     self._others[other] = event
         self._amounts: dict[tuple[int, int], _Amounts] = {}
-        self._workspaces: dict[tuple[int, ComputeKind, int], int] = {}
+        self._workspaces: dict[tuple[int, ComputeKind, int, int], int] = {}
 
     def uses(self, moved: Mapping[Move, float], *, first: float) -> Iterator[_Use]:
         """Yield every use.
@@ -210,7 +213,8 @@ class _Rank:
         sent: dict[tuple[int, Pass, int], list[tuple[int, _Use]]] = defaultdict(list)
         for instruction in self._line:
             match instruction:
-                case Compute(stage, kind, microbatch):
+                case Compute() | Joined():
+                    stage, kind, microbatch = instruction.stage, instruction.kind, instruction.microbatches[0]
                     event = self._computes[stage, kind, microbatch]
                     if kind == "F":
                         yield from self._held(stage, microbatch, event)
@@ -279,9 +283,9 @@ class _Rank:
             )
         return self._amounts[key]
 
-    def _workspace(self, compute: Compute, event: Event, *, is_first: bool) -> _Use:
-        samples = len(self._samples(compute.stage, compute.microbatch))
-        key = (compute.stage, compute.kind, samples)
+    def _workspace(self, compute: AnyCompute, event: Event, *, is_first: bool) -> _Use:
+        samples = sum(len(self._samples(compute.stage, microbatch)) for microbatch in compute.microbatches)
+        key = (compute.stage, compute.kind, samples, len(compute.microbatches))
         if key not in self._workspaces:
             self._workspaces[key] = self._prices.workspace_bytes(compute, samples)
         taken_over = self._prices.gradient_bytes(compute) if is_first else 0

@@ -2,7 +2,8 @@
 
 Assumptions:
 
-    rank       runs one compute at a time, in the order of its list; a compute starts when its receives have arrived
+    rank       runs one compute at a time, in the order of its list; a compute starts when its receives have arrived;
+               a joined W is one compute on the samples of all its micro-batches
     channel    (sender, receiver) moves one message at a time in order, from the moment that both ends have posted it;
                channels do not share bandwidth, and moving does not slow computes down
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
@@ -30,10 +31,12 @@ from typing import TypeAlias
 
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
+    AnyCompute,
     Compute,
     Evict,
     Fetch,
     Instruction,
+    Joined,
     Message,
     Pass,
     Recv,
@@ -107,6 +110,8 @@ class _Run:
         match instruction:
             case Compute():
                 return self._compute(instruction, rank)
+            case Joined():
+                self._run(instruction, rank, now)
             case Send(message, peer):
                 channel = self._channels[rank, peer]
                 channel.sends.append((now, instruction))
@@ -142,11 +147,14 @@ class _Run:
                 start = max(start, channel.ends[number])
         if direction == "B":
             start = max(start, self._fetched.get((rank, compute.stage, compute.microbatch), start))
-        samples = self._samples(compute.stage, rank, compute.microbatch)
+        self._run(compute, rank, start)
+        return True
+
+    def _run(self, compute: AnyCompute, rank: int, start: float) -> None:
+        samples = sum(self._samples(compute.stage, rank, microbatch) for microbatch in compute.microbatches)
         end = start + self._prices.compute_s(compute, rank, samples)
         self._clock[rank] = end
         self.events[rank].append(Event(rank, compute, start, end))
-        return True
 
     def _copy(self, swap: Evict | Fetch, rank: int, ready: float) -> float:
         """Move a copy to the host or back once its lane is free; return when it ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipe.core.program import Compute, Message, Pass, Program
+from lightning_pipe.core.program import AnyCompute, Message, Pass, Program
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class UnitPrices:
     offloaded: int = 0
     swap: float = 0.0
 
-    def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
-        """Return the seconds of a compute by its kind."""
+    def compute_s(self, compute: AnyCompute, rank: int, samples: int) -> float:
+        """Return the seconds of a compute by its kind; joined W take as long as one after the other."""
         match compute.kind:
             case "F":
                 return self.forward
             case "I":
                 return self.input_grad
             case "W":
-                return self.weight_grad
+                return self.weight_grad * len(compute.microbatches)
             case "B":
                 return self.input_grad + self.weight_grad
 
@@ -81,11 +81,11 @@ class UnitPrices:
         """Return nothing."""
         return 0
 
-    def workspace_bytes(self, compute: Compute, samples: int) -> int:
+    def workspace_bytes(self, compute: AnyCompute, samples: int) -> int:
         """Return nothing."""
         return 0
 
-    def gradient_bytes(self, compute: Compute) -> int:
+    def gradient_bytes(self, compute: AnyCompute) -> int:
         """Return nothing."""
         return 0
 

@@ -32,6 +32,7 @@ from lightning_pipe.profiler.links import Handle, LinkFacts, computing, probe_li
 from lightning_pipe.profiler.operators import Operators
 from lightning_pipe.profiler.optimizer import profile_optimizer
 from lightning_pipe.runtime.waiting import Wait
+from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.rehearsal import rehearse
 from lightning_pipe.strategy.step import slices
@@ -177,7 +178,9 @@ class Costs:
         """Return the numbers of samples at which operations are timed, rising: those that plans will ask for."""
         config, ranks = self._config, self._links.control.ranks
         if given is not None:
-            asked = slices(given.layout, microbatch_sizes(samples, given.microbatches))
+            sizes = microbatch_sizes(samples, given.microbatches)
+            joined = sum(sizes[: planned_join(given)])
+            asked = slices(given.layout, sizes) | slices(given.layout, (joined,))
         else:
             replicas = config.replicas or (1,) * ranks
             counts = (config.microbatches,) if config.microbatches is not None else (len(replicas), len(replicas) * 8)

@@ -15,7 +15,7 @@ from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
-from lightning_pipe.cost.stage import position_seconds
+from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
@@ -29,6 +29,7 @@ from lightning_pipe.report import (
     plot_memory,
     plot_timeline,
 )
+from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
 from lightning_pipe.strategy.planning import Planned
 from lightning_pipe.strategy.recording import Recorded
@@ -59,17 +60,25 @@ def introduce(planned: Planned, graph: Graph) -> None:
     """
     problem = planned.problem
     if problem.profile.source != "measured":
-        rank_zero_info(plan_table(planned.plan, graph))
+        rank_zero_info(plan_table(planned.plan, graph, joinable=_joinable(planned)))
         return
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
-    rank_zero_info(f"{plan_table(planned.plan, graph, seconds=seconds)}\n\n{reasons(planned)}")
+    table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
+    rank_zero_info(f"{table}\n\n{reasons(planned)}")
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(
             f"The plan is predicted to exceed the memory of a device by {format_bytes(missing)}. Use more devices, "
             "smaller batches, or more micro-batches with schedule='1f1b' and warmup='pa'."
         )
+
+
+def _joinable(planned: Planned) -> tuple[int, ...] | None:
+    """Return the stages that can join W, if the plan wants that."""
+    if planned_join(planned.plan) == 1:
+        return None
+    return Cutter(planned.problem.graph).traffic(planned.cuts).joinable
 
 
 def findings(planned: Planned, recorded: Recorded) -> Findings | None:

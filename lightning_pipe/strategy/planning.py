@@ -16,6 +16,7 @@ from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose as planned
 from lightning_pipe.planner.resolve import check_weights, transfer_cuts
+from lightning_pipe.schedule.registry import planned_join
 
 
 def given_plan(config: DappleConfig) -> Plan | None:
@@ -66,7 +67,8 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> li
     """
     if given is not None:
         return [judge(given, problem)]
-    return planned(replace(problem, wishes=config.wishes), config.planner)
+    found = planned(replace(problem, wishes=config.wishes), config.planner)
+    return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 
 
 def in_turns(plan: Plan) -> Plan:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import Layout, VerifiedProgram
+from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
 from lightning_pipe.runtime.agree import disagreements
 from lightning_pipe.runtime.executor import Executor
@@ -28,7 +29,8 @@ from lightning_pipe.runtime.results import Results
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import planned_order
+from lightning_pipe.schedule.registry import planned_join, planned_order
+from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.text import format_program
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.strategy.links import Links
@@ -108,22 +110,31 @@ class Step:
         """Return the proved program for micro-batches of these sizes, agreed on and connected."""
         key = (sizes, synchronise and training)
         if key not in self._programs:
-            layout, plan = self._plan.layout, self._plan
-            order = planned_order(plan, microbatches=len(sizes)) if training else forward_only(layout, len(sizes))
-            program = verify(
-                lower(
-                    order,
-                    layout=layout,
-                    sizes=sizes,
-                    traffic=self.split.traffic,
-                    training=training,
-                    synchronise=synchronise and training,
+            program = self._lowered(sizes, synchronise, training, join=planned_join(self._plan))
+            if why := next(filter(None, map(self.capture.misfit, joined_samples(program))), ""):
+                rank_zero_warn(
+                    f"W of several micro-batches is not joined, as the graph does not hold for their samples: {why}. "
+                    "Set a smaller `join` in the options of the plan."
                 )
-            )
+                program = self._lowered(sizes, synchronise, training, join=1)
             agree(self._links, {"program": format_program(program)})
             connect(self._links.transport, [program])
             self._programs[key] = program
         return self._programs[key]
+
+    def _lowered(self, sizes: tuple[int, ...], synchronise: bool, training: bool, *, join: int) -> VerifiedProgram:
+        layout, count = self._plan.layout, len(sizes)
+        return verify(
+            lower(
+                planned_order(self._plan, microbatches=count) if training else forward_only(layout, count),
+                layout=layout,
+                sizes=sizes,
+                traffic=self.split.traffic,
+                training=training,
+                synchronise=synchronise and training,
+                join=join,
+            )
+        )
 
     def keep_sums_once(self) -> None:
         """Forget gradients that are sums over ranks already, except on the first rank of each sum."""
@@ -177,6 +188,19 @@ def slices(layout: Layout, sizes: tuple[int, ...]) -> set[int]:
         for replica in range(len(ranks))
     }
     return lengths - {0}
+
+
+def joined_samples(program: Program) -> list[int]:
+    """Return the numbers of samples that joined W have, rising."""
+    flow = Dataflow.of(program)
+    return sorted(
+        {
+            sum(len(flow.samples(one.stage, rank=rank, microbatch=m)) for m in one.microbatches)
+            for rank, line in enumerate(program.ranks)
+            for one in line
+            if isinstance(one, Joined)
+        }
+    )
 
 
 def agree(links: Links, what: Mapping[str, str]) -> None:

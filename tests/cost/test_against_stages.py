@@ -57,12 +57,16 @@ class Tally(TorchDispatchMode):
         self._given = set(given)
         self._made: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+    def watch(self, contents: Iterable[object]) -> None:
+        """Count tensors for as long as they are there."""
+        for tensor in contents:
             if isinstance(tensor, torch.Tensor):
                 ((address, size),) = storages([tensor]).items()
                 self._made.append((weakref.ref(tensor), address, size))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.watch(tree_leaves(out))
         self._made = [entry for entry in self._made if entry[0]() is not None]
         self.peak = max(self.peak, sum({a: n for _, a, n in self._made if a not in self._given}.values()))
         return out

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_pipe.capture import flatten
 from lightning_pipe.core.plan import microbatch_sizes
+from lightning_pipe.core.program import Joined
+from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.problem import Wishes
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.runtime.executor import Executor, run_together
@@ -29,7 +32,21 @@ def test_the_peak_of_the_runtime_is_that_of_the_simulator(schedule):
     ranks = rng.choice((2, 4) if SCHEDULES[schedule].shape is both_ways else (2, 3, 4))
     microbatches, name = rng.randint(2, 8), "gpt_tied"
     problem = problem_of(name, ranks=ranks, wishes=Wishes(microbatches, (1,) * ranks, schedule))
-    judged = propose(problem, "uniform")[0]
+    check_peaks(propose(problem, "uniform")[0], name, microbatches)
+
+
+@pytest.mark.parametrize(
+    "options", [{"join": 2}, {"join": 8}, {"join": 3, "base": "gpipe"}, {"join": 8, "delay": "idle"}]
+)
+def test_so_it_is_with_joined_w(options):
+    problem = problem_of("gpt_tied", ranks=3, wishes=Wishes(5, (1, 1, 1), "2bp"))
+    judged = judge(replace(propose(problem, "uniform")[0].plan, options=options), problem)
+    assert any(isinstance(x, Joined) for line in judged.program.ranks for x in line)
+    check_peaks(judged, "gpt_tied", 5)
+
+
+def check_peaks(judged: Judged, name: str, microbatches: int) -> None:
+    ranks = judged.plan.layout.ranks
     layout, capture = judged.plan.layout, captured(name, 0.0)
     split, hub, module = capture.split(judged.cuts), Hub(), make_module(name).train()
     state = State(

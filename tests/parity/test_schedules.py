@@ -53,6 +53,28 @@ def test_two_pipes_with_the_same_weights_train_as_one_device(name, schedule, dev
         close(parameters[parameter], value, parameter)
 
 
+@pytest.mark.parametrize("layout", ["1-1-1", "2-1"])
+@pytest.mark.parametrize("name", MODULES)
+def test_with_joined_w_too_but_for_the_rounding_of_sums(name, layout):
+    module = make_module(name).train()
+    losses, parameters = train(module, name, pipeline(module, name, layout=layout, schedule="2bp", join=8), steps=STEPS)
+    expected_losses, expected_parameters = expected(name, accumulation, steps=STEPS)
+    for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
+        torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")
+    for parameter, value in expected_parameters.items():
+        close(parameters[parameter], value, parameter)
+
+
+def test_joined_w_draw_the_dropout_of_single_ones():
+    parameters = []
+    for join in (1, 8):
+        module = make_module("gpt_tied", dropout=0.3).train()
+        update = pipeline(module, "gpt_tied", layout="1-1", schedule="2bp", dropout=0.3, join=join)
+        parameters.append(train(module, "gpt_tied", update, steps=2)[1])
+    for name, value in parameters[0].items():
+        close(parameters[1][name], value, name)
+
+
 @pytest.mark.parametrize("schedule", OTHERS)
 def test_dropout_is_that_of_one_device(schedule):
     runs = []

@@ -24,7 +24,7 @@ from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import planned_order
+from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.verify import verify
 from models.parity import make_loader, make_module
 
@@ -100,7 +100,14 @@ def problem_of(name: str, *, ranks: int, wishes: Wishes, dropout: float = 0.0) -
 
 
 def pipeline(
-    module: pl.LightningModule, name: str, *, layout: str, schedule: str, dropout: float = 0.0, weights: Weights = ()
+    module: pl.LightningModule,
+    name: str,
+    *,
+    layout: str,
+    schedule: str,
+    dropout: float = 0.0,
+    weights: Weights = (),
+    join: int = 1,
 ) -> Update:
     """Programs on ranks of one process; gradients are brought to `module`, parameters back to the ranks."""
     capture = captured(name, dropout)
@@ -109,7 +116,8 @@ def pipeline(
     problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
     plan = propose(problem, "uniform")[0].plan
     stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
-    plan = replace(plan, stages=tuple(replace(stage, weights=own) for stage, own in stages))
+    options = {"join": join} if join > 1 else plan.options
+    plan = replace(plan, options=options, stages=tuple(replace(stage, weights=own) for stage, own in stages))
     split = capture.split(resolve(plan, capture.graph, ranks=sum(replicas)), exact_ties=True)
     check_slices(split, plan.layout)
     hub, modules = Hub(), [copy.deepcopy(module) for _ in range(sum(replicas))]
@@ -123,7 +131,7 @@ def pipeline(
         tensors, structure = flatten(batch)
         sizes = microbatch_sizes(structure.samples(), MICROBATCHES)
         order = planned_order(plan, microbatches=len(sizes))
-        program = verify(lower(order, layout=plan.layout, sizes=sizes, traffic=split.traffic))
+        program = verify(lower(order, layout=plan.layout, sizes=sizes, traffic=split.traffic, join=planned_join(plan)))
         job = Job(
             tuple(tensors), structure.cut(), tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED, step=number
         )

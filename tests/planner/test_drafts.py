@@ -8,7 +8,7 @@ import pytest
 
 from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import Compute, Layout
+from lightning_pipe.core.program import Compute, Joined, Layout
 from lightning_pipe.core.serial import from_yaml, to_yaml
 from lightning_pipe.errors import ConfigError, PlanError, ProgramError
 from lightning_pipe.planner.judge import judge
@@ -44,6 +44,29 @@ def test_chunks_are_those_that_are_wished():
     for chunks in (1, 2, 4):
         found = propose(problem(4, Wishes(8, schedule="interleaved", chunks=chunks)), "uniform")[0]
         assert len(found.plan.stages) == 4 * chunks
+
+
+def joining(ranks: int, *, each_s: float, schedule: str | None = "2bp") -> Problem:
+    """Return a problem whose W can be joined, with `each_s` more seconds for every operation, whatever its samples."""
+    asked = problem(ranks, Wishes(8, schedule=schedule), samples=8)
+    operations = tuple(replace(operation, joinable=True) for operation in asked.graph.operations)
+    tensors = tuple(replace(tensor, joinable=True) for tensor in asked.graph.tensors)
+    seconds = tuple(tuple(each_s + time for time in times) for times in asked.profile.seconds)
+    graph = replace(asked.graph, operations=operations, tensors=tensors)
+    return replace(asked, graph=graph, profile=replace(asked.profile, seconds=seconds))
+
+
+def test_w_are_joined_where_that_saves_time():
+    best, *others = propose(joining(4, each_s=1.0), "uniform")
+    assert best.plan.options == {"join": 8}
+    assert any(isinstance(x, Joined) for line in best.program.ranks for x in line)
+    single = judge(replace(best.plan, options={}), joining(4, each_s=1.0))
+    assert best.step_s < single.step_s
+    assert any(other.plan.options == {} for other in others)
+
+
+def test_w_that_take_as_long_joined_stay_apart():
+    assert {one.plan.schedule: one.plan.options for one in propose(joining(4, each_s=0.0), "uniform")} == {"2bp": {}}
 
 
 def test_auto_is_at_least_as_good_as_every_schedule_on_its_own():

@@ -70,6 +70,14 @@ def test_what_is_not_kept_is_counted_where_there_is_any():
     assert "not kept" not in plan_table(PLAN, GRAPH)
 
 
+def test_stages_that_compute_w_one_by_one_are_named_where_w_is_to_be_joined():
+    plan = Plan((StagePlan("", (0,)), StagePlan("model.blocks.1", (1,))), 4, "2bp", {"join": 4})
+    first, second = plan_table(plan, GRAPH, joinable=(1,)).splitlines()[-2:]
+    assert first.endswith("one by one")
+    assert second.endswith("joined")
+    assert "one by one" not in plan_table(plan, GRAPH)
+
+
 def test_replicas_in_turn_take_whole_microbatches():
     plan = Plan((StagePlan("", (0, 1), "microbatches"),), 4)
     assert rows(plan_table(plan, GRAPH))[0][-1] == "3 in turn"

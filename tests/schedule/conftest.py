@@ -30,12 +30,14 @@ class Case:
     synchronise: bool = True
     early_release: bool = True
     split: bool = True
+    join: int = 1  # of all stages but the second
 
     def __str__(self) -> str:
         layout = "-".join("".join(map(str, ranks)) for ranks in self.stages)
         choices = [f"{key}={value}" for key, value in self.options.items()]
         flags = [name for name in ("tied", "training", "synchronise", "early_release", "split") if getattr(self, name)]
         more = [name for name in ("whole", "weights", "offloads") if getattr(self, name)]
+        more += [f"join={self.join}"] if self.join > 1 else []
         return "/".join([layout, "".join(map(str, self.sizes)), self.schedule, *choices, *flags, *more])
 
 
@@ -48,7 +50,8 @@ def traffic_of(case: Case) -> Traffic:
     tied = [(0, count - 1)] if case.tied else []
     buckets = [Bucket(stages, 100) for stages in [*tied, *((s,) for s in range(count))]]
     loads = (0, count - 1) if count > 2 else (0,)
-    return Traffic((*forward, *backward, *skips), tuple(buckets), loads, case.offloads)
+    joinable = tuple(s for s in range(count) if s != 1)
+    return Traffic((*forward, *backward, *skips), tuple(buckets), loads, case.offloads, joinable)
 
 
 @pytest.fixture
@@ -72,6 +75,7 @@ def build() -> Callable[[Case], Program]:
             synchronise=case.synchronise,
             early_release=case.early_release,
             split=case.split,
+            join=case.join,
         )
 
     return build_case
@@ -124,7 +128,13 @@ def every_case() -> list[Case]:
         Case(stages, (3, 3, 2, 1), weights=tuple(tuple(range(len(ranks), 0, -1)) for ranks in stages))
         for stages in LAYOUTS
     ]
-    return [*plain, *whole, *skips, *late, *unsplit, *accumulating, *evaluation, *offloading, *weighted]
+    joining = [
+        Case(stages, (3, 3, 2), whole, schedule="2bp", options={"delay": delay}, join=join)
+        for stages in LAYOUTS
+        for whole in (frozenset[int](), frozenset({0}))
+        for delay, join in (("end", 2), ("end", 9), ("idle", 9))
+    ]
+    return [*plain, *whole, *skips, *late, *unsplit, *accumulating, *evaluation, *offloading, *weighted, *joining]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -148,4 +158,6 @@ SMALL = [
     Case(((0,), (1,), (0,)), (1, 1, 1), offloads=(0,), split=False),
     Case(((0, 1), (2, 3)), (4, 1), weights=((3, 1), (1, 2))),
     Case(((0, 1), (2,), (0,)), (2, 2), skips=((0, 2),), schedule="forward", training=False),
+    Case(((0, 1), (2,)), (3, 1, 2), tied=True, schedule="2bp", join=3),
+    Case(((0,), (1,), (0,)), (1, 1, 1), offloads=(0,), schedule="2bp", options={"base": "gpipe"}, join=2),
 ]

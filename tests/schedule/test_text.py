@@ -14,6 +14,7 @@ from lightning_pipe.core.program import (
     Fetch,
     Free,
     Instruction,
+    Joined,
     Layout,
     Load,
     Message,
@@ -36,6 +37,7 @@ def random_instruction(rng: random.Random) -> Instruction:
     return rng.choice(
         [
             Compute(s, rng.choice("FBIW"), m),
+            Joined(s, tuple(rng.sample(range(99), rng.randint(2, 5)))),
             Load(s, m),
             Send(message, r),
             Recv(message, r),
@@ -65,6 +67,7 @@ def random_program(rng: random.Random) -> Program:
         traffic=Traffic(
             edges,
             tuple(Bucket(tuple(rng.sample(range(5), 2)), rng.randrange(2**40)) for _ in range(rng.randrange(3))),
+            tuple(range(rng.randrange(3))),
             tuple(range(rng.randrange(3))),
             tuple(range(rng.randrange(3))),
         ),

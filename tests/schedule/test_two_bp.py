@@ -37,12 +37,16 @@ def test_f_and_i_keep_the_order_of_the_base_and_the_program_is_proved(layout, ba
     verify(lower(order, layout=layout, sizes=(4,) * 5, traffic=chain(len(layout.stages))))
 
 
+@pytest.mark.parametrize("join", [1, 3, 16])
 @pytest.mark.parametrize("base", BASES)
-def test_all_w_at_the_end_save_a_weight_gradient_per_further_device(base):
-    """Of a fused backward, in any times; for 1F1B with fewer micro-batches too."""
+def test_all_w_at_the_end_save_a_weight_gradient_per_further_device(base, join):
+    """Of a fused backward, in any times; for 1F1B with fewer micro-batches too, and for joined W that take as long."""
     draw = random.Random(0)
     for p, m in ((2, 2), (4, 3), (4, 4), (4, 8), (6, 12)):
-        late, fused = program_of(Row("2bp", p, m, options={"base": base})), program_of(Row(base, p, m), split=False)
+        late, fused = (
+            program_of(Row("2bp", p, m, options={"base": base, "join": join})),
+            program_of(Row(base, p, m), split=False),
+        )
         for _ in range(5):
             f, i, w = (draw.uniform(0.3, 3.0) for _ in range(3))
             times = [simulate(program, UnitPrices(f, i, w)).makespan for program in (fused, late)]

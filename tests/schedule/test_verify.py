@@ -20,6 +20,7 @@ from lightning_pipe.core.program import (
     Fetch,
     Free,
     Instruction,
+    Joined,
     Layout,
     Load,
     Message,
@@ -96,6 +97,8 @@ class Interpreter:
                 state.loaded[s, m] = self.samples(s, m, rank)
             case Compute(s, kind, m):
                 return self.compute(s, kind, m, rank, state)
+            case Joined(s, microbatches):
+                return all(self.compute(s, "W", m, rank, state) for m in microbatches)
             case Send(message, peer):
                 kind = "F" if message.direction == "F" else "I"
                 values = [self.get(state.made, (message.source, kind, message.microbatch, i)) for i in span(message)]
@@ -227,8 +230,8 @@ def random_program(rng: random.Random) -> Program:
     skips = [(a, b) for a in range(count) for b in range(a + 1, count) if b == a + 1 or rng.random() < 0.3]
     edges = [Edge("F", a, b, 1.0) for a, b in skips] + [Edge("B", b, a, 1.0) for a, b in skips if rng.random() < 0.8]
     buckets = [Bucket(tuple(rng.sample(range(count), rng.randint(1, count))), 1) for _ in range(rng.randint(0, 4))]
-    loads, offloads = (tuple(rng.sample(range(count), rng.randint(0, count))) for _ in range(2))
-    traffic = Traffic(tuple(edges), tuple(buckets), loads, offloads)
+    loads, offloads, joinable = (tuple(rng.sample(range(count), rng.randint(0, count))) for _ in range(3))
+    traffic = Traffic(tuple(edges), tuple(buckets), loads, offloads, joinable)
     name, options = rng.choice([("gpipe", {}), *[("1f1b", {"warmup": w}) for w in ("pa", "pb", "1f1b*", 3)]])
     training = rng.random() < 0.8
     return lower(
@@ -242,6 +245,7 @@ def random_program(rng: random.Random) -> Program:
         synchronise=rng.random() < 0.8,
         early_release=rng.random() < 0.7,
         split=rng.random() < 0.8,
+        join=rng.choice((1, 2, 9)),
     )
 
 

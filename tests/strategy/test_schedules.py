@@ -7,9 +7,14 @@ is compared with is the strategy on one device, so that dropout draws the same n
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import pytest
 
+from lightning_pipe.capture import Capture
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.core.serial import save_yaml
+from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.shapes import looping
 from lightning_pipe.schedule.torch_csv import write_csv
@@ -43,6 +48,39 @@ def test_a_schedule_trains_as_one_device_does(schedule):
 def test_two_pipes_on_four_devices_train_as_one_device_does(schedule):
     for found in World(4).run(fit_as_pipeline, case_of("gpt_tied", schedule=schedule)):
         assert_same(found, on_one_device("gpt_tied"), rtol=ROUNDING)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a fit with joined W has run: micro-batches of each, and what was said."""
+
+    fitted: Fitted
+    joined: list[int]
+    said: list[str]
+
+
+def fit_joining(case: Case, most: int) -> Joining:
+    """Fit on all ranks of this world, where graphs hold for so many samples; a worker function."""
+    joined, said, join = [], [], Stage.join
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_pipe.strategy.step.rank_zero_warn", said.append)
+        patch.setattr(Stage, "join", lambda stage, ms, slice_: (joined.append(len(ms)), join(stage, ms, slice_)))
+        patch.setattr(Capture, "misfit", lambda capture, samples: "" if samples <= most else f"{samples} samples")
+        return Joining(fit_as_pipeline(case), joined, said)
+
+
+@pytest.mark.parametrize("most", [8, 7])
+def test_a_plan_that_joins_w_trains_as_one_device_does(most, tmp_path):
+    """Where the graph does not hold for the samples of all micro-batches together, W stay apart, and this is said."""
+    stages = (StagePlan("", (0,)), StagePlan("blocks.1", (1,)))
+    save_yaml(Plan(stages, 3, "2bp", {"join": 3}), tmp_path / "plan.yaml")
+    case = Case("gpt_tied", {"plan": str(tmp_path / "plan.yaml")}, SHORT, dropout=DROPOUT["gpt_tied"])
+    first, second = World(2).run(fit_joining, case, most)
+    for found in (first, second):
+        assert_same(found.fitted, on_one_device("gpt_tied"), rtol=ROUNDING)
+        assert set(found.joined) == {3}  # with `most` of 7 in the last batch, which has 6 samples
+        assert len(found.said) == (most == 7)
+        assert all("the graph does not hold for their samples: 8 samples" in text for text in found.said)
 
 
 def test_the_order_in_a_file_is_run(tmp_path):

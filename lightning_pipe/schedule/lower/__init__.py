@@ -11,6 +11,7 @@ from lightning_pipe.core.program import Layout, Order, Program, Traffic
 from lightning_pipe.schedule.frame import check_frame
 from lightning_pipe.schedule.lower.backward import split_backward
 from lightning_pipe.schedule.lower.gradients import add_reductions
+from lightning_pipe.schedule.lower.join import join_weight_halves
 from lightning_pipe.schedule.lower.loads import add_loads
 from lightning_pipe.schedule.lower.memory import add_frees
 from lightning_pipe.schedule.lower.offload import add_swaps
@@ -31,6 +32,7 @@ def lower(
     synchronise: bool = True,
     early_release: bool = True,
     split: bool = True,
+    join: int = 1,
 ) -> Program:
     """Return the program of an order.
 
@@ -44,6 +46,7 @@ def lower(
         early_release: whether the input gradient leaves before the weight gradient is computed; False only for
             comparison with published fused backwards.
         split: whether B is replaced by I and W; False for stages whose backward is one function.
+        join: micro-batches whose W, where they follow each other, may at most be one (`Joined`); 1 joins none.
 
     Raises:
         ProgramError: if layout, sizes or traffic make no sense, or the order names an unknown stage or micro-batch.
@@ -52,6 +55,7 @@ def lower(
     check_frame(program)
     program = drop_empty_computes(program)
     program = split_backward(program) if split else program
+    program = join_weight_halves(program, most=join)
     program = add_reductions(program)
     program = add_sends(program, early_release=early_release)
     program = add_swaps(program)

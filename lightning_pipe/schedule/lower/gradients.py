@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_pipe.core.program import Compute, Instruction, Program, Reduce
+from lightning_pipe.core.program import AnyCompute, Instruction, Program, Reduce
 from lightning_pipe.schedule.rules import holders
 
 
@@ -54,4 +54,4 @@ def _with_reductions(line: tuple[Instruction, ...], rank: int, shared: Sequence[
 
 def _last_weight_gradients(line: tuple[Instruction, ...]) -> dict[int, int]:
     """Return by stage the position of its last W (or B)."""
-    return {x.stage: i for i, x in enumerate(line) if isinstance(x, Compute) and x.kind in ("W", "B")}
+    return {x.stage: i for i, x in enumerate(line) if isinstance(x, AnyCompute) and x.kind in ("W", "B")}

@@ -5,9 +5,10 @@ What was handed over to another stage of the same rank belongs to that stage and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
-from lightning_pipe.core.program import Compute, Free, Instruction, Program, Send
+from lightning_pipe.core.program import Compute, Free, Instruction, Joined, Program, Send
 
 
 def add_frees(program: Program) -> Program:
@@ -16,19 +17,19 @@ def add_frees(program: Program) -> Program:
 
 
 def _with_frees(line: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    last = {work: i for i, instruction in enumerate(line) if (work := _work(instruction))}
-    ends = {i: Free(*work) for work, i in last.items()}
-    return tuple(
-        out for i, instruction in enumerate(line) for out in ((instruction, ends[i]) if i in ends else (instruction,))
-    )
+    last = {work: i for i, instruction in enumerate(line) for work in _works(instruction)}
+    ends: dict[int, list[Free]] = defaultdict(list)
+    for work, i in last.items():
+        ends[i].append(Free(*work))
+    return tuple(out for i, instruction in enumerate(line) for out in (instruction, *ends.get(i, ())))
 
 
-def _work(instruction: Instruction) -> tuple[int, int] | None:
-    """Return stage and micro-batch whose values an instruction uses."""
+def _works(instruction: Instruction) -> list[tuple[int, int]]:
+    """Return stage and micro-batches whose values an instruction uses."""
     match instruction:
-        case Compute(stage, _, microbatch):
-            return stage, microbatch
+        case Compute() | Joined():
+            return [(instruction.stage, microbatch) for microbatch in instruction.microbatches]
         case Send(message, _):
-            return message.source, message.microbatch
+            return [(message.source, message.microbatch)]
         case _:
-            return None
+            return []

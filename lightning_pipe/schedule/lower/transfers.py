@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, Instruction, Message, Program, Recv, Send
+from lightning_pipe.core.program import AnyCompute, Compute, Instruction, Joined, Message, Program, Recv, Send
 from lightning_pipe.schedule.rules import Dataflow
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
@@ -38,6 +38,8 @@ def _with_sends(line: tuple[Instruction, ...], rank: int, flow: Dataflow, early_
     held: dict[tuple[int, int], tuple[Send, ...]] = {}
     for instruction in line:
         yield instruction
+        if isinstance(instruction, Joined):
+            yield from (send for m in instruction.microbatches for send in held.pop((instruction.stage, m), ()))
         if not isinstance(instruction, Compute):
             continue
         sends = flow.gives(instruction, rank=rank)
@@ -71,9 +73,11 @@ def _sent(program: Program) -> Mapping[Channel, list[Message]]:
 def _with_receives(
     line: tuple[Instruction, ...], rank: int, flow: Dataflow, sent: Mapping[Channel, list[Message]]
 ) -> tuple[Instruction, ...]:
-    computes = [(i, x) for i, x in enumerate(line) if isinstance(x, Compute)]
+    computes = [(i, x) for i, x in enumerate(line) if isinstance(x, AnyCompute)]
     latest: dict[int, dict[Message, tuple[int, Recv]]] = defaultdict(dict)  # by sender, in order of first use
     for number, (_, compute) in enumerate(computes):
+        if isinstance(compute, Joined):
+            continue  # needs no message
         position = computes[max(0, number - AHEAD)][0]  # before which a receive is posted at the latest
         for receive in flow.needs(compute, rank=rank).receives:
             latest[receive.peer][receive.message] = (position, receive)

@@ -1,0 +1,50 @@
+"""When is the weight gradient of several micro-batches one product? Where their W follow each other on a rank.
+
+Source: Rae, Lee and Richings 2024, "2BP: 2-Stage Backpropagation": the delayed backward-p2 of several micro-batches may
+be computed on their concatenated samples. Fewer and larger products take less time where micro-batches are small; the
+concatenated inputs of W take memory beside the single ones, which are dropped one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_pipe.core.program import Compute, Instruction, Joined, Program
+
+
+def join_weight_halves(program: Program, *, most: int) -> Program:
+    """Replace W of one stage that follow each other by `Joined` of at most `most`. Runs when backwards are split.
+
+    W of stages that `Traffic.joinable` does not list stay as they are, and so does a W that is left over alone.
+    """
+    joinable = frozenset(program.traffic.joinable if most > 1 else ())
+    return replace(program, ranks=tuple(tuple(_joined(line, joinable, most)) for line in program.ranks))
+
+
+def _joined(line: tuple[Instruction, ...], joinable: frozenset[int], most: int) -> Iterator[Instruction]:
+    run: list[Compute] = []
+    for instruction in line:
+        weight_half = _weight_half(instruction, joinable)
+        if run and (len(run) == most or weight_half is None or weight_half.stage != run[0].stage):
+            yield _one(run)
+            run = []
+        if weight_half is None:
+            yield instruction
+        else:
+            run.append(weight_half)
+    if run:
+        yield _one(run)
+
+
+def _weight_half(instruction: Instruction, stages: frozenset[int]) -> Compute | None:
+    """Return the instruction if it is W of one of the stages."""
+    match instruction:
+        case Compute(stage, "W", _) if stage in stages:
+            return instruction
+        case _:
+            return None
+
+
+def _one(run: list[Compute]) -> Instruction:
+    return run[0] if len(run) == 1 else Joined(run[0].stage, tuple(compute.microbatch for compute in run))

@@ -1,0 +1,191 @@
+"""Which weight halves are joined, in small steps: those that are give the same gradients, and the traps are not joined.
+
+Every trap is shown to be one: with its rule left out, gradients differ.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cost.test_joined import SIZES, Runs
+from lightning_pipe.capture import Capture, Request, capture_step, flatten, joining
+from lightning_pipe.capture.joining import NOTHING
+
+BATCH, LENGTH, WIDTH = sum(SIZES), 4, 5
+
+
+class Step(pl.LightningModule):
+    """Two linear layers around something special; the loss is a mean, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.double().train()
+
+    def training_step(self, batch, batch_idx):
+        x, rows = batch
+        errors = self.last(self.special(torch.tanh(self.first(x)), rows)).mean(-1) - rows.double()[:, None]
+        return errors.square().mean()
+
+    def special(self, h, rows):
+        return h
+
+
+class Picked(Step):
+    """One position of every sample, by its index in the flattened micro-batch."""
+
+    def special(self, h, rows):
+        index = torch.arange(h.shape[0]) * LENGTH + rows
+        return h.flatten(0, 1)[index][:, None]
+
+
+class Normalised(Step):
+    """Batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH).double()
+
+    def special(self, h, rows):
+        return self.norm(h)
+
+
+class Centred(Step):
+    """A mean over the samples is taken from each."""
+
+    def special(self, h, rows):
+        return h - h.mean(0)
+
+
+class Scaled(Step):
+    """Samples are multiplied by their number."""
+
+    def special(self, h, rows):
+        return h * h.shape[0]
+
+
+class Drifting(Step):
+    """A buffer that every micro-batch overwrites scales the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def special(self, h, rows):
+        scaled = h * self.scale.clone()
+        self.scale.mul_(1.5)
+        return scaled
+
+
+class Weighted(Step):
+    """The mean is over the samples that count, so that it is none over samples."""
+
+    def training_step(self, batch, batch_idx):
+        x, rows = batch
+        mask = (rows > 1).double()
+        errors = self.last(torch.tanh(self.first(x))).mean((1, 2)) ** 2
+        return (errors * mask).sum() / mask.sum().clamp(min=1)
+
+
+class Gathered(Step):
+    """The loss adds a term of the parameters to a sum over samples."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        return self.last(torch.tanh(self.first(x))).square().sum() + self.first.weight.square().sum()
+
+
+class Noisy(Step):
+    """Dropout, which is drawn in F; W reads what it drew."""
+
+    def special(self, h, rows):
+        return F.dropout(h, 0.5)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, LENGTH, (BATCH,), generator=generator)
+
+
+def captured(module: pl.LightningModule) -> Capture:
+    return capture_step(Request(module, "training_step", flatten(batch())[1], samples=SIZES[0]))
+
+
+def difference(module: pl.LightningModule, capture: Capture) -> float:
+    """Return by how much a joined W of the whole step differs from single ones, relative to the largest gradient."""
+    runs = Runs(capture, module, batch(), ())
+    alone, together = runs.gradients(1), runs.gradients(len(SIZES))
+    scale = max(float(gradient.abs().max()) for gradient in alone.values())
+    return max(float((together[key] - gradient).abs().max()) for key, gradient in alone.items()) / scale
+
+
+@pytest.mark.parametrize("step", [Step, Noisy])
+def test_w_of_a_whole_step_is_joined_with_its_tangent(step):
+    module = step()
+    capture = captured(module)
+    assert capture.split(()).traffic.joinable == (0,)
+    assert difference(module, capture) < 1e-12
+
+
+TRAPS = [Picked, Normalised, Centred, Scaled, Drifting, Weighted, Gathered]
+
+
+@pytest.mark.parametrize("step", TRAPS)
+def test_a_trap_is_not_joined(step):
+    assert captured(step()).split(()).traffic.joinable == ()
+
+
+@pytest.mark.parametrize("step", TRAPS)
+def test_a_trap_is_one(step, monkeypatch):
+    """If everything could be read (in rows where there are samples) and run, gradients would differ, or W fail."""
+    module = step()
+
+    def everything(joint, kinds, flow):
+        names = frozenset(node.name for node in joint.module.graph.nodes)
+        before = {f"{name}_before" for name in joint.buffers}
+        return joining.Joining(names | before, {name: where.dim for name, where in flow.samples.items()}, names)
+
+    monkeypatch.setattr("lightning_pipe.capture.split.joining", everything)
+    capture = captured(module)
+    assert capture.split(()).traffic.joinable == (0,)
+    assert difference(module, capture) > 1e-3
+
+
+def test_the_order_of_micro_batches_and_the_dimension_matter(monkeypatch):
+    """What is put together wrongly is seen: pieces in reverse in one input, or the samples of another dimension."""
+    module = Step()
+    capture = captured(module)
+    cat = torch.cat
+
+    def reversed_activations(tensors, dim=0):
+        return cat(tensors[::-1] if tensors[0].shape[-1] == WIDTH else tensors, dim=dim)
+
+    monkeypatch.setattr(torch, "cat", reversed_activations)
+    assert difference(module, capture) > 1e-3
+
+
+def test_a_graph_of_constant_size_joins_nothing():
+    capture = capture_step(Request(Step(), "training_step", flatten(batch())[1], samples=SIZES[0], symbolic=False))
+    assert joining.joining(capture.joint, capture.kinds, capture.flow) == NOTHING
+    assert capture.split(()).traffic.joinable == ()
+
+
+def test_what_stands_for_the_joined_w_is_the_weights_of_all_its_micro_batches():
+    """A mean over unequal micro-batches: each weighs as many samples as it has, and so does the joined W."""
+    module = Step()
+    runs = Runs(captured(module), module, batch(), ())
+    module.zero_grad()
+    x, rows = batch()
+    loss = module.training_step((x, rows), 0)
+    expected = dict(
+        zip(("weight", "bias"), torch.autograd.grad(loss, [module.first.weight, module.first.bias]), strict=True)
+    )
+    together = runs.gradients(len(SIZES))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(together[0, f"first.{name}"], gradient, rtol=1e-12, atol=1e-14)
