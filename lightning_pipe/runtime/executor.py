@@ -177,7 +177,7 @@ class Executor:
                     recorder.note_memory()
                     self._exchange.hand_over(instruction)
                 case Joined():
-                    self._join(instruction, job)
+                    self._join(instruction, course.job)
                     recorder.add(instruction, started)
                     recorder.note_memory()
                 case Send():
