@@ -130,7 +130,7 @@ class Stage:
         assert half is not None and half.along is not None, "a verified program joins W only where that can be done"
         with torch.no_grad(), torch.profiler.record_function(name):
             first = self._held[microbatches[0]]
-            given = [value for value in half.inputs if value in first and value not in self.program.tangents]
+            given = [value for value in half.inputs if value in first]
             held = {value: self._together(value, half.along, microbatches) for value in given}
             self._differentiate("W", half, held, slice_)
         for microbatch in microbatches:

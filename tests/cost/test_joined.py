@@ -61,9 +61,8 @@ def state_of(module) -> State:
 
 def test_a_joined_w_has_the_gradients_of_single_ones(zoo):
     name, capture, module, batch = zoo
-    if capture.variants is not None or any(capture.misfit(size) for size in (*SIZES, sum(SIZES))):
-        assert not any(operation.joinable for operation in capture.graph.operations) or capture.misfit(1)
-        return
+    if why := "; ".join(filter(None, map(capture.misfit, (*SIZES, sum(SIZES))))):
+        pytest.skip(why)
     for cuts in cuts_of(name, capture.graph)[:4]:
         runs = Runs(capture, module, batch, cuts)
         alone, together = runs.gradients(1), runs.gradients(len(SIZES))

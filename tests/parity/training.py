@@ -116,7 +116,7 @@ def pipeline(
     problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
     plan = propose(problem, "uniform")[0].plan
     stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
-    options = {"join": join} if join > 1 else plan.options
+    options = {**plan.options, "join": join} if planned_join(plan) > 1 or join > 1 else plan.options
     plan = replace(plan, options=options, stages=tuple(replace(stage, weights=own) for stage, own in stages))
     split = capture.split(resolve(plan, capture.graph, ranks=sum(replicas)), exact_ties=True)
     check_slices(split, plan.layout)

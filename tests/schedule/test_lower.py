@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from lightning_pipe.core.program import (
+    AnyCompute,
     Bucket,
     Compute,
     Edge,
@@ -21,7 +22,7 @@ from lightning_pipe.core.program import (
 )
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.rules import Dataflow
+from lightning_pipe.schedule.rules import Dataflow, halves
 
 
 def test_replicas_receive_exactly_the_samples_they_compute(case, build):
@@ -83,9 +84,13 @@ def test_order_of_computes_is_kept(small_case, build):
     flow = Dataflow.of(program)
     for rank, computes in enumerate(order):
         kept = [c for c in computes if flow.samples(c.stage, rank=rank, microbatch=c.microbatch)]
-        backward = "B" if not small_case.split else "I"
-        lowered = [x for x in program.ranks[rank] if isinstance(x, Compute) and x.kind in ("F", backward)]
-        assert [(c.stage, c.microbatch) for c in lowered] == [(c.stage, c.microbatch) for c in kept]
+        halved = [half for c in kept for half in (halves(c) if small_case.split else [c])]
+        lowered = [half for x in program.ranks[rank] if isinstance(x, AnyCompute) for half in _each(x)]
+        assert lowered == halved
+
+
+def _each(compute: AnyCompute) -> list[Compute]:
+    return [compute] if isinstance(compute, Compute) else list(halves(compute))
 
 
 def test_reductions_come_right_after_the_last_weight_gradient_of_their_stage():
