@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_pipe.core.prices import Prices
-from lightning_pipe.core.program import Step, VerifiedProgram
+from lightning_pipe.core.program import AnyCompute, Step, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.simulator.simulate import simulate
 
@@ -47,13 +47,15 @@ def ends(timeline: Timeline) -> tuple[float, ...]:
 
 def period(program: VerifiedProgram, prices: Prices) -> float:
     """Return the seconds from the end of a step to the end of the next, once steps are even."""
-    before: tuple[float, ...] = ()
+    working = [rank for rank, line in enumerate(program.ranks) if any(isinstance(x, AnyCompute) for x in line)]
+    before = [0.0] * len(working)
     seconds = 0.0
-    for timeline in steps_ahead(program, prices, _ROUNDS):
-        now = ends(timeline)
-        lasted = [end - start for start, end in zip(before, now, strict=True)] if before else []
-        seconds = max(now) - max(before, default=0.0)
-        if lasted and max(lasted) - min(lasted) <= _EVEN * seconds:
+    for number, timeline in enumerate(steps_ahead(program, prices, _ROUNDS)):
+        stepped = ends(timeline)
+        now = [stepped[rank] for rank in working]
+        lasted = [end - start for start, end in zip(before, now, strict=True)]
+        seconds = max(now) - max(before)
+        if number and max(lasted) - min(lasted) <= _EVEN * seconds:
             break
         before = now
     return seconds

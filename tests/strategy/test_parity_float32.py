@@ -17,7 +17,7 @@ CASES = [
     Case(
         name,
         {"layout": layout, "schedule": schedule, "microbatches": microbatches},
-        {"max_steps": 20},
+        {"max_steps": 20, "limit_val_batches": 0},
         7,
         dtype=torch.float32,
     )

@@ -95,7 +95,7 @@ def fit(run: Run, strategy: Any) -> Left:
     callbacks = [losses, keep] if run.keeps else [losses]
     options = {"max_epochs": 2, "gradient_clip_val": 15.0, **run.trainer}
     trainer = make_trainer(strategy, callbacks=callbacks, **options)
-    trainer.fit(module, loader(run.scales), loader(CALM[:2]))
+    trainer.fit(module, loader(run.scales), loader(CALM[:2]) if "val_check_interval" in run.trainer else None)
     taken_back = strategy.steps_taken_back if isinstance(strategy, DappleStrategy) else 0
     weights = {name: w.detach().clone() for name, w in module.state_dict().items()}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -39,7 +39,8 @@ def test_options_of_the_trainer_mean_the_same(trainer: dict[str, Any], layout: s
 
 
 def test_clipping_scales_by_the_very_norm_of_one_device() -> None:
-    case = Case("unet_skips", {"microbatches": 2}, {"gradient_clip_val": 0.05}, dtype=torch.float32)
+    trainer = {"gradient_clip_val": 0.05, "limit_val_batches": 0}
+    case = Case("unet_skips", {"microbatches": 2}, trainer, dtype=torch.float32)
     expected = fit(case, dapple(**case.options))
     for found in World(2).run(fit_as_pipeline, replace(case, options=TWO)):
         assert all(torch.equal(found.parameters[name], value) for name, value in expected.parameters.items())
@@ -48,7 +49,8 @@ def test_clipping_scales_by_the_very_norm_of_one_device() -> None:
 @pytest.mark.parametrize("options", [{"layout": "1-1"}, {"layout": "1-1-1", "schedule": "gpipe"}], ids=str)
 @pytest.mark.parametrize("name", ["custom_function", "unet_skips"])  # the sum of a tied gradient changes its order
 def test_neither_layout_nor_schedule_changes_a_bit_not_even_of_dropout(name: str, options: dict[str, Any]) -> None:
-    alone = Case(name, {"microbatches": 4, "seed": 3}, epochs=1, dtype=torch.float32, dropout=0.3)
+    trained_only = {"limit_val_batches": 0}
+    alone = Case(name, {"microbatches": 4, "seed": 3}, trained_only, epochs=1, dtype=torch.float32, dropout=0.3)
     expected = fit(alone, dapple(**alone.options))
     case = replace(alone, options={**alone.options, **options})
     for found in World(len(options["layout"]) // 2 + 1).run(fit_as_pipeline, case):
