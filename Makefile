@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# processes that run tests, a file each; tests of ranks start some more
+WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LINTERS := $(VENV)/linters
@@ -15,7 +17,7 @@ demo: $(INSTALLED) ## Train a small GPT on two ranks, as a pipeline.
 		--timeline runs/gpt_on_real_text/timeline.json
 
 test: $(INSTALLED) ## Run every test that needs no accelerator.
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(LINTERS) ## Check format, style and types.
 	$(BIN)/ruff format --check .
