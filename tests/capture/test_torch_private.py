@@ -165,3 +165,12 @@ def test_hooks_on_saved_tensors_are_noticed_inside_them_only():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         assert private.has_hooks_on_saved_tensors()
     assert not private.has_hooks_on_saved_tensors()
+
+
+def test_a_version_grows_with_every_write_and_with_nothing_else():
+    tensor = torch.zeros(2)
+    before = private.version_of(tensor)
+    torch.nn.functional.relu(tensor + 1)
+    assert private.version_of(tensor) == before
+    tensor[:1].mul_(2)
+    assert private.version_of(tensor) > before
