@@ -81,7 +81,7 @@ class Control:
     def tell(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
         """Do as `copy` does, but let the source go on at once, and every other rank as soon as it has its copy.
 
-        A broadcast would not: ranks pass it on to each other, so the first waits for the last.
+        A broadcast would not: ranks pass it on to each other, so the first waits for the last; it is fewer messages.
         """
         if self._transport is None:
             return tensor

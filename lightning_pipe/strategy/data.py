@@ -8,7 +8,7 @@ nothing and get stand-ins. Until there is a plan every rank loads for itself.
     Feed.share(batch)     after the user's transfer hooks: tell the structure; followers get a batch of meta tensors
 
 Per batch two small messages go from the first loading rank to all others: that there is one, and its structure (its
-number, once it is known). It does not wait until they have arrived.
+number, once it is known). Where ranks run ahead, it does not wait until they have arrived.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ class Feed:
 
     Args:
         control: to the other ranks.
+        ahead: whether ranks may go on before the others have heard of a batch.
     """
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, *, ahead: bool = False) -> None:
         self._control = control
+        self._tell = control.tell if ahead else control.copy
         self._loading = tuple(range(control.ranks))
         self._assigned = False
         self._early: list[FedIterator] = []
@@ -132,7 +134,7 @@ class Feed:
     def announce(self, code: int, checksum: int) -> int:
         """Tell, or hear, whether there is another batch, and compare it with the first loading rank's."""
         mine = torch.tensor([code, checksum])
-        told, expected = self._control.tell(mine.clone(), source=self.source, what="the next batch").tolist()
+        told, expected = self._tell(mine.clone(), source=self.source, what="the next batch").tolist()
         if told == _FAILED and code != _FAILED:
             raise PipelineError(f"Rank {self.source} failed to load a batch; its own error says why.")
         if self.loads and code != _FAILED and [told, expected] != mine.tolist():
@@ -154,7 +156,7 @@ class Feed:
         if self.leads:
             packed = _packed(structure)
             number = self._structures.get(packed, -1)
-        number = int(self._control.tell(torch.tensor([number]), source=self.source, what="the structure of a batch"))
+        number = int(self._tell(torch.tensor([number]), source=self.source, what="the structure of a batch"))
         if number < 0:
             number = self._learn(packed)
         known = self._known[number]

@@ -171,7 +171,7 @@ class DappleStrategy(ParallelStrategy):
         self._links = connect_ranks(
             self.global_rank, self.world_size, device=self.root_device, deadline_s=self.config.deadline_s
         )
-        self._feed = Feed(self._links.control)
+        self._feed = Feed(self._links.control, ahead=self.config.post_validation)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Create optimizers, plan for the first batch, and place everything."""
