@@ -30,11 +30,7 @@ from benchmarks.chain import nap
 from benchmarks.fits import fit_module
 from benchmarks.ranks import run_ranks
 from lightning_pipe import DappleStrategy
-from lightning_pipe.core.program import Bucket, Edge, Layout, Traffic
-from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import order_of
-from lightning_pipe.schedule.verify import verify
-from lightning_pipe.simulator import UnitPrices, period, simulate
+from lightning_pipe.cli.schedules import SchedulesOptions, shown
 from lightning_pipe.units import format_seconds
 
 RANKS, MICROBATCHES, WIDTH, BATCHES = 4, 8, 4, 24
@@ -167,19 +163,6 @@ def fit(schedule: str, chunks: int, post_validation: bool, wild: frozenset[int],
     return Fitted(ends.times, ends.losses, strategy.steps_taken_back)
 
 
-def simulated(schedule: str, chunks: int) -> tuple[float, float]:
-    """Return the units of a step with the flush and without."""
-    stages = RANKS * chunks
-    ranks = [*range(RANKS)]
-    row = ranks if chunks == 1 else [*ranks, *reversed(ranks)]
-    layout = Layout(tuple((rank,) for rank in row))
-    edges = [e for s in range(stages - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
-    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 1) for s in range(stages)))
-    order = order_of(schedule, layout=layout, microbatches=MICROBATCHES)
-    program = verify(lower(order, layout=layout, sizes=(1,) * MICROBATCHES, traffic=traffic))
-    return simulate(program, UnitPrices()).makespan, period(program, UnitPrices())
-
-
 def seconds(found: list[Fitted]) -> float:
     """Return the median seconds of a step, as the last rank saw it."""
     times = found[-1].times[SKIPPED:-1]
@@ -202,7 +185,8 @@ def main() -> int:
         table.add_column(name, justify="right")
     same = True
     for schedule, chunks in CASES:
-        flush, ahead = simulated(schedule, chunks)
+        alone = shown(schedule, SchedulesOptions(devices=RANKS, microbatches=MICROBATCHES, chunks=chunks))
+        flush, ahead = alone.timeline.makespan, alone.ahead_s
         unit = unit_s * (0.5 if chunks == 2 else 1.0)  # a device's work stays the same
         runs = {
             (later, wild): run_ranks(RANKS, fit, schedule, chunks, later, wild, unit)

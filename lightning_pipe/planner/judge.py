@@ -98,7 +98,6 @@ class Judge:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._runs_ahead = problem.runs_ahead and problem.training
         self.pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
         self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...]], PlanPrices] = {}
 
@@ -127,7 +126,7 @@ class Judge:
             part = whole(prices.layout, sizes)
         with without_collection():  # programs have no cycles
             program = self._program(plan, part, prices)
-            ahead_s = period(program, prices) if self._runs_ahead else None
+            ahead_s = period(program, prices) if self._problem.runs_ahead else None
             timeline = simulate(program, prices)
             curves = memory_curves(timeline, program=program, prices=prices)
         used = frozenset(part.representatives)

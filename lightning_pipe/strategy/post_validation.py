@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.waiting import Wait, Walk
+from lightning_pipe.runtime.waiting import Wait, Walk, drive
 from lightning_pipe.strategy.norms import Norms
 
 
@@ -157,12 +157,8 @@ class PostValidation:
 
     def settle(self) -> None:
         """Have the weights that steps which wait would have made."""
-        if self._kept is not None:
-            self._wait(self._kept.norms.wait)
-            self._trusts = self._kept.norms.are_below(self._kept.clip_val)
-            if not self._trusts:
-                self.redo()
-            self._kept = None
+        if not drive(self.holds(), wait=self._wait):
+            self.redo()
 
     def put_gradients_aside(self) -> None:
         """Keep the gradients of the last step from being zeroed."""

@@ -92,11 +92,8 @@ class Step:
         transport = links.transport
         self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=self.capture.record.loss)
         beside = links.control.transport if early else None
-        self.results = (
-            Results(split, plan.layout, transport=transport, device=device)
-            if beside is None
-            else Results(split, plan.layout, transport=beside, device=device, carrier=torch.device("cpu"))
-        )
+        carrier = torch.device("cpu") if beside is not None else device
+        self.results = Results(split, plan.layout, transport=beside or transport, device=device, carrier=carrier)
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
 
     def misfit(self, template: Any) -> str:

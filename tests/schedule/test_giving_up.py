@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
-from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Recv, Send, Traffic, VerifiedProgram
+from lightning_pipe.core.program import Compute, Edge, Layout, Recv, Send, VerifiedProgram
+from lightning_pipe.schedule.chain import chain
 from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.giving_up import after_forwards, first_backward, left_over
 from lightning_pipe.schedule.lower import lower
@@ -18,9 +20,9 @@ QUICK = [name for name in SCHEDULES if name != "milp"]
 
 def program_of(schedule: str, layout: Layout, *, m: int = 8, training: bool = True) -> VerifiedProgram:
     stages = len(layout.stages)
-    edges = [e for s in range(stages - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
     skips = [Edge("F", 0, stages - 1, 1.0), Edge("B", stages - 1, 0, 1.0)] if stages > 2 else []
-    traffic = Traffic((*edges, *skips), tuple(Bucket((s,), 1) for s in range(stages)))
+    straight = chain(stages)
+    traffic = replace(straight, edges=(*straight.edges, *skips))
     order = order_of(schedule, layout=layout, microbatches=m) if training else forward_only(layout, m)
     return verify(lower(order, layout=layout, sizes=(6,) * m, traffic=traffic, training=training))
 

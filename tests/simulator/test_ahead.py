@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_pipe.core.program import Bucket, Edge, Traffic, VerifiedProgram
+from lightning_pipe.core.program import VerifiedProgram
+from lightning_pipe.schedule.chain import chain
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import SCHEDULES, order_of
 from lightning_pipe.schedule.verify import verify
@@ -18,11 +19,8 @@ QUICK = [name for name in SCHEDULES if name != "milp"]
 
 def program_of(schedule: str, p: int, m: int) -> VerifiedProgram:
     layout = SCHEDULES[schedule].layout([(rank,) for rank in range(p)])
-    stages = len(layout.stages)
-    edges = [e for s in range(stages - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
-    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 1) for s in range(stages)))
     order = order_of(schedule, layout=layout, microbatches=m)
-    return verify(lower(order, layout=layout, sizes=(2,) * m, traffic=traffic))
+    return verify(lower(order, layout=layout, sizes=(2,) * m, traffic=chain(len(layout.stages))))
 
 
 def ends(program: VerifiedProgram, prices: UnitPrices, steps: int) -> list[float]:
