@@ -6,8 +6,11 @@ Tensors are leaves; other objects are part of the structure, and constants of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+import itertools
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -93,3 +96,50 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
 
     template = apply_to_collection(batch, torch.Tensor, take)
     return tensors, Structure(template, tuple(Leaf(tuple(t.shape), t.dtype) for t in tensors))
+
+
+def with_numbers(template: Any, make: Callable[[int, Any], Any]) -> Any:
+    """Return a template with other numbers: `make(index, number)` for every `int` and `float`, in their order."""
+    count = itertools.count()
+    return apply_to_collection(
+        template, (Slot, int, float), lambda leaf: make(next(count), leaf) if type(leaf) in (int, float) else leaf
+    )
+
+
+def numbers_in(template: Any) -> tuple[int | float, ...]:
+    """List the numbers of a template."""
+    found: list[int | float] = []
+    with_numbers(template, lambda _, number: found.append(number))
+    return tuple(found)
+
+
+def outline(template: Any) -> Any:
+    """Describe the structure of a template: its collections, and the types of what they hold, but no content."""
+    return _described(template, lambda leaf: type(leaf).__qualname__)
+
+
+def contents(template: Any) -> Any:
+    """Describe what a template holds besides tensors, texts and numbers, so that equal content is equal."""
+    return _described(template, lambda leaf: None if type(leaf) in (Slot, int, float) else _content(leaf))
+
+
+def _described(value: Any, describe: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return (type(value).__qualname__, *((key, _described(item, describe)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__qualname__, *(_described(item, describe) for item in value))
+    if is_dataclass(value) and not isinstance(value, (Slot, type)):
+        parts = ((f.name, _described(getattr(value, f.name, None), describe)) for f in fields(value))
+        return (type(value).__qualname__, *parts)
+    return describe(value)
+
+
+def _content(leaf: Any) -> Any:
+    if isinstance(leaf, str):
+        return None
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, bytes)):
+        return (type(leaf), leaf)
+    try:
+        return hashlib.sha256(pickle.dumps(leaf)).digest()
+    except Exception:  # whatever an object's own way to be pickled raises; such a batch has one rank
+        return id(leaf)

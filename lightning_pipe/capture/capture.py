@@ -20,11 +20,13 @@ from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_fun
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.operations import operations_of, tensors_of
+from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.capture.trace import Request, trace
+from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.capture.variants import Variants, is_fixed
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.errors import CaptureError
@@ -100,9 +102,17 @@ class Capture:
                     return f"batch statistics of a single value per channel in {custom.get('module') or name}"
         return ""
 
-    def changed(self) -> str:
-        """Return "" if what the step read from the module is as it was, else what changed."""
-        return self.joint.watched.changed()
+    def changed(self, situation: Situation) -> str:
+        """Return "" if what the step's Python read is as it was, else what has changed."""
+        return self.joint.guards.broken(situation)
+
+    def varying(self) -> tuple[Slot, ...]:
+        """List the places of numbers that the step read and that have become other numbers."""
+        return self.joint.guards.varying()
+
+    def numbers(self, situation: Situation) -> list[float]:
+        """Return the tracked numbers that the graph reads, for the next batch."""
+        return self.joint.guards.numbers.vector(situation)
 
 
 def capture_step(request: Request) -> Capture:

@@ -2,14 +2,14 @@
 
 A graph repeats what the step did once. Anything that Python decides anew on every call must therefore be seen:
 
-* Python values that change (`global_step`, `batch_idx`, epoch, learning rates, a global counter): the tracer runs the
-  step twice, under different counters, and the two sequences of torch calls must be equal, numbers included.
+* Python values that change: counters and learning rates are tracked (`tracked_number`), everything else that the step
+  reads is guarded (`python_reads`). Besides, the tracer runs the step twice, and the two sequences of torch calls must
+  be equal, numbers included.
 * Python and NumPy random numbers: both generators' states before and after the step.
 * Branches on data (`if loss > 3`, `.item()`, `.tolist()`): every read of a tensor's value into Python is intercepted.
   A read of a truth value is answered, and the answer becomes a guard that is checked on every run.
-* State that the step keeps on the module (a counter, a hidden state): attributes before and after.
-* Attributes that others set between steps (a callback's temperature): those that the step reads are remembered, to be
-  compared before every step.
+* State that the step keeps (a counter, a hidden state): everything that it might change, before and after
+  (`step_state`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import inspect
 import random
 import sys
 import zlib
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torchmetrics
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.capture.torch_private import has_no_data, tag_nodes
+from lightning_pipe.capture.python_reads import is_library
+from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
+from lightning_pipe.capture.tracked_number import has_tracked, is_tracked, with_inputs
 from lightning_pipe.errors import CaptureError
 
-_LIBRARIES = ("/torch/", "/lightning/pytorch/", "/lightning/fabric/", "/lightning_pipe/", "/torchmetrics/")
 _HELP = (
     "A pipeline repeats one captured graph, so this would be frozen. Move it out of the step, or pass it as a tensor "
     "in the batch."
@@ -52,7 +52,7 @@ def user_line(skip: int = 1) -> str:
     frame = sys._getframe(skip)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith("<") and not any(part in path for part in _LIBRARIES):
+        if not path.startswith("<") and not is_library(path):
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -108,14 +108,20 @@ class Observer(TorchFunctionMode):
         calls: one entry per torch call: what it was called with, and the user's line.
         answers: truth values with which the first questions are answered; the next one raises `Question`.
         guards: (tensor that is 1.0 where the answer was wrong, answer, line) per question, in order.
+        constants: real tensors that entered calls, with the user's line, by identity.
+        numbers: vector from which the graph reads tracked numbers; None where there is no graph.
     """
 
-    def __init__(self, answers: tuple[bool, ...], module_path: Callable[[], str]) -> None:
+    def __init__(
+        self, answers: tuple[bool, ...], module_path: Callable[[], str], *, numbers: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
         self.answers = answers
         self.module_path = module_path
+        self._numbers = numbers
         self.calls: list[tuple[Any, str]] = []
         self.guards: list[tuple[torch.Tensor, bool, str]] = []
+        self.constants: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the call and answer reads of values."""
@@ -136,11 +142,29 @@ class Observer(TorchFunctionMode):
             return format(TracedNumber(args[0], line))
         if func in _READS and has_no_data(args[0]):
             raise hazard(f"a tensor's value is read into Python ({_READS[func]})", line, self.module_path())
+        if kwargs.get("generator") is not None:
+            raise hazard("it draws random numbers from a generator of its own", line, self.module_path())
         name = getattr(func, "__name__", str(func))
         if name != "__get__" and func not in _SIZES:
             self.calls.append(((name, _describe(args), _describe(kwargs)), line))
+            self._note_constants(name, args, kwargs, line)
         tag_nodes(self.module_path(), line)
+        if self._numbers is not None and has_tracked(args, kwargs):
+            return with_inputs(func, args, kwargs, self._numbers)
         return func(*args, **kwargs)
+
+    def _note_constants(self, name: str, args: Any, kwargs: Any, line: str) -> None:
+        """Remember real tensors, which the graph takes as they are.
+
+        Raises:
+            CaptureError: if the call writes to one.
+        """
+        for place, value in enumerate((*args, *kwargs.values())):
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if is_real(tensor):
+                    if place == 0 and _writes(name):
+                        raise hazard("it writes to a tensor that is no buffer of the module", line, self.module_path())
+                    self.constants.setdefault(id(tensor), (tensor, line))
 
     def _ask(self, tensor: torch.Tensor, line: str) -> bool:
         asked = len(self.guards)
@@ -169,6 +193,16 @@ class Answerer(TorchFunctionMode):
         return result
 
 
+_WRITES = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__".split()
+)
+
+
+def _writes(name: str) -> bool:
+    """Return whether a call of this name writes to its first argument."""
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
 def _describe(value: Any) -> Any:
     """Return something comparable that changes when a number, or a constant tensor's content, changes."""
     if isinstance(value, torch.Tensor):
@@ -182,6 +216,8 @@ def _describe(value: Any) -> Any:
         return tuple(_describe(item) for item in value)
     if isinstance(value, dict):
         return tuple((key, _describe(item)) for key, item in value.items())
+    if is_tracked(value):
+        return ("tracked", value.expression)
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     if isinstance(value, torch.dtype | torch.device):
@@ -189,24 +225,18 @@ def _describe(value: Any) -> Any:
     return type(value).__name__
 
 
-def compare_calls(first: list[tuple[Any, str]], second: list[tuple[Any, str]], reads: dict[str, str]) -> None:
-    """Check that two runs of the step under different counters made the same torch calls.
+def compare_calls(first: list[tuple[Any, str]], second: list[tuple[Any, str]]) -> None:
+    """Check that two runs of the step made the same torch calls.
 
     Raises:
-        CaptureError: naming the first call that differs, and the counters that the step reads.
+        CaptureError: naming the first call that differs.
     """
     for (one, line), (two, _) in zip(first, second, strict=False):
         if one != two:
-            because = reading(reads, line)
-            raise hazard(f"a Python value that changes from call to call enters {one[0]}(){because}", line)
+            raise hazard(f"a Python value that changes from call to call enters {one[0]}()", line)
     if len(first) != len(second):
         line = (first if len(first) > len(second) else second)[min(len(first), len(second))][1]
-        raise hazard(f"its sequence of operations changes from call to call{reading(reads, line)}", line)
-
-
-def reading(reads: dict[str, str], here: str) -> str:
-    """Say which counters the step reads, and where if not here."""
-    return "".join(f"; it reads {name}" + (f" at {line}" if line != here else "") for name, line in reads.items())
+        raise hazard("its sequence of operations changes from call to call", line)
 
 
 @contextlib.contextmanager
@@ -240,6 +270,26 @@ def restored_generators() -> Iterator[Callable[[], bool]]:
         np.random.set_state(numpy)
 
 
+@contextlib.contextmanager
+def no_seeding() -> Iterator[None]:
+    """Refuse a step that seeds torch's generators itself; a graph draws from keys of its own."""
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if not is_library(sys._getframe(1).f_code.co_filename):
+                raise hazard(f"it calls {function.__name__}()", user_line(2))
+            return function(*args, **kwargs)
+
+        return seed
+
+    places = [(owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
+    places += [(torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "set_rng_state")]
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, refusing(getattr(owner, name))))
+        yield
+
+
 _RANDOM = "it draws Python or NumPy random numbers"
 
 
@@ -251,7 +301,7 @@ def random_line(found: list[str]) -> Iterator[None]:
 
         def watch(frame: Any, event: str, _: Any) -> Any:
             nonlocal current
-            if found or any(part in frame.f_code.co_filename for part in _LIBRARIES):
+            if found or is_library(frame.f_code.co_filename):
                 return None
             if drawn():
                 found.append(current)
@@ -268,76 +318,14 @@ def random_line(found: list[str]) -> Iterator[None]:
                 found.append(current)
 
 
-class AttributeGuard:
-    """Undo what a step does to the attributes of the module and to collections among them, and say what it did.
-
-    torchmetrics objects are left alone: their calls are recorded instead of made.
-    """
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._owners = [
-            (path, owner)
-            for path, owner in module.named_modules()
-            if not isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection))
-        ]
-        self._before = [attributes_of(owner) for _, owner in self._owners]
-        self._inside = [
-            {name: value.copy() for name, value in before.items() if type(value) in _COLLECTIONS}
-            for before in self._before
-        ]
-
-    def restore(self) -> list[str]:
-        """Restore all attributes; return `path.name` of those that the step had changed."""
-        changed = []
-        for (path, owner), before, inside in zip(self._owners, self._before, self._inside, strict=True):
-            prefix = f"{path}." if path else ""
-            changed += [prefix + name for name, content in inside.items() if refill(before[name], content)]
-            now = attributes_of(owner)
-            names = [n for n in {**before, **now} if n not in before or n not in now or now[n] is not before[n]]
-            for name in names:
-                if name in before and name in now and _equal_scalars(before[name], now[name]):
-                    continue
-                changed.append(prefix + name)
-                if name in before:
-                    owner.__dict__[name] = before[name]
-                else:
-                    del owner.__dict__[name]
-        return changed
-
-
-def refill(collection: Any, content: Any) -> bool:
-    """Give a list, dict, set or queue its content back; return whether it had another."""
-    same = len(collection) == len(content) and all(a is b for a, b in zip(collection, content, strict=True))
-    if same and not (isinstance(content, dict) and any(collection[key] is not content[key] for key in content)):
-        return False
-    collection.clear()
-    (collection.extend if isinstance(collection, (list, deque)) else collection.update)(content)
-    return True
-
-
-_COLLECTIONS = (list, dict, OrderedDict, set, deque)  # hooks are in ordered ones
-_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "training", "_trainer", "log", "log_dict"})
-_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
-_LIGHTNING = frozenset(vars(pl.LightningModule()))
-
-
-def attributes_of(owner: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes that a user's step may change: not those that torch and Lightning keep on a module."""
-    hidden = _INTERNAL | _LIGHTNING if isinstance(owner, pl.LightningModule) else _INTERNAL
-    if isinstance(owner, torch.nn.RNNBase):
-        hidden = hidden | _RECURRENT
-    return {name: value for name, value in vars(owner).items() if name not in hidden}
-
-
-def _equal_scalars(one: Any, two: Any) -> bool:
-    scalars = (bool, int, float, str)
-    return isinstance(one, scalars) and isinstance(two, scalars) and one == two
-
-
 def assignment_line(module: pl.LightningModule, attribute: str) -> str:
     """Return the line of the module's source that assigns `self.<name>`, "" if it cannot be found."""
     path, _, name = attribute.rpartition(".")
-    for owner in type(module.get_submodule(path)).__mro__:
+    try:
+        part = module.get_submodule(path)
+    except AttributeError:  # an attribute of something that is no module
+        return ""
+    for owner in type(part).__mro__:
         try:
             source, start = inspect.getsourcelines(owner)
             file = inspect.getsourcefile(owner)
@@ -347,53 +335,3 @@ def assignment_line(module: pl.LightningModule, attribute: str) -> str:
         if lines:
             return f"{file}:{start + lines[-1]} in {owner.__name__}"
     return ""
-
-
-class Watched:
-    """Remember which plain attributes the step reads, to see later whether somebody changed them.
-
-    Reads are seen by giving the modules, for the time of the trace, a subclass with its own `__getattribute__`.
-    """
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self.values: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Note the attributes that are read inside."""
-        classes = [(path, owner, type(owner)) for path, owner in self._module.named_modules()]
-        swapped = [(owner, cls) for path, owner, cls in classes if self._swap(path, owner, cls)]
-        try:
-            yield
-        finally:
-            for owner, cls in swapped:
-                object.__setattr__(owner, "__class__", cls)
-
-    def _swap(self, path: str, owner: torch.nn.Module, cls: type) -> bool:
-        plain = {n for n, v in attributes_of(owner).items() if isinstance(v, (bool, int, float, str, type(None)))}
-        if not plain or isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection, torch.jit.ScriptModule)):
-            return False
-        values, prefix = self.values, f"{path}." if path else ""
-
-        def __getattribute__(self: Any, name: str) -> Any:
-            value = object.__getattribute__(self, name)
-            if name in plain:
-                values[prefix + name] = value
-            return value
-
-        space = {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        try:
-            object.__setattr__(owner, "__class__", type(cls.__name__, (cls,), space))
-        except TypeError:  # a class with a layout of its own cannot be swapped; it has no plain attributes to set then
-            return False
-        return True
-
-    def changed(self) -> str:
-        """Return a description of the first attribute that no longer has its captured value, "" if none."""
-        for name, value in self.values.items():
-            path, _, attribute = name.rpartition(".")
-            now = getattr(self._module.get_submodule(path), attribute, None)
-            if now is not value and now != value:
-                return f"self.{name} was {value!r} when the step was captured and is {now!r} now"
-        return ""

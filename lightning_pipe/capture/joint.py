@@ -6,7 +6,7 @@ The meaning is read off the descriptors that AOTAutograd puts on inputs and outp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture import torch_private as private
-from lightning_pipe.capture.hazards import Watched, hazard
-from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Ref, StepRecord
-from lightning_pipe.capture.step import StepFunction
+from lightning_pipe.capture.hazards import hazard
+from lightning_pipe.capture.python_guards import PythonGuards
+from lightning_pipe.capture.record import Guard, Item, LogCall, MetricCall, Ref, StepRecord
+from lightning_pipe.capture.step import NUMBERS, StepFunction
 from lightning_pipe.errors import CaptureError
 
 _LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
@@ -38,7 +39,7 @@ class JointGraph:
         symbol: the number of samples, None if it is a constant of the graph.
         conditions: (expression over the symbol that must hold, where it comes from).
         record: what the step said.
-        watched: attributes that the step read.
+        guards: what the step read, which must not change.
     """
 
     module: fx.GraphModule
@@ -54,7 +55,7 @@ class JointGraph:
     samples: int
     conditions: tuple[tuple[sympy.Basic, str], ...]
     record: StepRecord
-    watched: Watched
+    guards: PythonGuards
 
     def fits(self, samples: int) -> str:
         """Return "" if the graph holds for this number of samples, else the condition that fails and its origin."""
@@ -75,7 +76,7 @@ def describe(
     samples: int,
     leaves: tuple[torch.Tensor, ...],
     env: Any,
-    watched: Watched,
+    guards: PythonGuards,
 ) -> JointGraph:
     """Read inputs and outputs off the descriptors.
 
@@ -85,20 +86,21 @@ def describe(
         samples: number of samples that it was traced with.
         leaves: the fake batch.
         env: shape environment with the conditions on the number of samples.
-        watched: attributes that the step read.
+        guards: what the step read, which must not change.
 
     Raises:
         CaptureError: if there is nothing to train.
     """
     graph = module.graph
     _drop_detaches(graph)
+    _drop_unread_numbers(graph)
     symbols = {s for leaf in leaves for s in _symbols(leaf)}
     _refuse_shapes_of_values(graph, symbols)
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
     output = graph.output_node()
     described = list(zip(output.args[0], output.meta["desc"], strict=True))
     plain = [value for value, desc in described if isinstance(desc, private.PlainAOTOutput)]
-    has_loss = step.method == "training_step"
+    has_loss = step.has_loss
     loss = plain[0].name if has_loss else None
     results = tuple(_unclone(value).name for value in plain[has_loss:])
     gradients = _gradients(described)
@@ -118,13 +120,14 @@ def describe(
             _own(desc.mutated_input.target): value.name
             for value, desc in described
             if isinstance(desc, private.InputMutationAOTOutput)
+            and not isinstance(desc.mutated_input, private.PlainAOTInput)  # the batch, which nobody reads afterwards
         },
         gradients=gradients,
         symbol=symbols.pop() if len(symbols) == 1 else None,
         samples=samples,
         conditions=tuple((guard.expr, str(guard.sloc.framework_loc)) for guard in env.guards),
         record=_record(step, loss, results),
-        watched=watched,
+        guards=guards,
     )
 
 
@@ -166,6 +169,14 @@ def _drop_detaches(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _drop_unread_numbers(graph: fx.Graph) -> None:
+    """Remove the vector of tracked numbers from the inputs of a graph that reads none."""
+    for node in graph.find_nodes(op="placeholder"):
+        desc = node.meta["desc"]
+        if isinstance(desc, private.BufferAOTInput) and desc.target == NUMBERS and not node.users:
+            graph.erase_node(node)
+
+
 def _unclone(node: fx.Node) -> fx.Node:
     """Return the node whose copy was made a result (a batch leaf keeps its copy, so that it has a place)."""
     if node.target is torch.ops.aten.clone.default and node.args[0].op == "call_function":
@@ -181,6 +192,8 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
     def name(value: Any) -> Any:
         if isinstance(value, Ref):
             return Ref(loss or "") if value.name == "loss" else Ref(results[int(value.name)])
+        if isinstance(value, Item):
+            return Item(results[int(value.name)])
         if isinstance(value, tuple):
             return tuple(name(item) for item in value)
         if isinstance(value, list):
@@ -198,4 +211,5 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
     guards = tuple(
         Guard(Ref(results[from_guards + i]), answer, line) for i, (_, answer, line) in enumerate(observer.guards)
     )
-    return StepRecord(tuple(calls), loss, name(recording.returned), guards)
+    kept = tuple(replace(one, value=name(one.value)) for one in recording.kept)
+    return StepRecord(tuple(calls), loss, name(recording.returned), guards, kept)

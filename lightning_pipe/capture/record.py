@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,37 @@ class Sized:
     """
 
     of: Callable[[int], int | float]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Stand for `tensor.item()` where the step returns it or keeps it: the Python number in a result of the graph."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Stand for a Python number that the step computes from counters and the like (`capture.tracked_number`)."""
+
+    expression: Any
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a step leaves on the module without having looked at what was there.
+
+    Attributes:
+        path: where (`capture.python_state.follow`).
+        name: the same for a reader.
+        how: `assign` a value, `extend` a list by values, `refill` a list with values, `update` a dict.
+        value: with tensors replaced by `Ref` and the like.
+    """
+
+    path: tuple[tuple[str, Any], ...]
+    name: str
+    how: Literal["assign", "extend", "refill", "update"]
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -82,9 +113,11 @@ class StepRecord:
         loss: value name of the loss; None for a step that has none (validation, or a skipped step).
         returned: the returned value as a tree with tensors replaced by `Ref`.
         guards: answers to be checked at run time.
+        kept: what it leaves on the module.
     """
 
     calls: tuple[LogCall | MetricCall, ...]
     loss: str | None
     returned: Any
     guards: tuple[Guard, ...]
+    kept: tuple[Kept, ...] = ()

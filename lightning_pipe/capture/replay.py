@@ -55,7 +55,7 @@ class Replay:
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason
         self._request, self.trace = request, trace
-        self._now = Now(request.arguments)
+        self._now = Now(request.arguments, request.structure.template)
         self._aliases = canonical_names(request.module)
 
     @property
@@ -100,9 +100,9 @@ class Replay:
             )
         return Layers(tuple(layers), samples)
 
-    def begin(self, arguments: tuple[int, ...]) -> None:
-        """Take the arguments of the next batch."""
-        self._now.arguments = arguments
+    def begin(self, arguments: tuple[int, ...], template: Any) -> None:
+        """Take the arguments of the next batch, and what it holds besides tensors."""
+        self._now.arguments, self._now.template = arguments, template
         self._now.said.clear()
 
     def said(self) -> list[tuple[int, int, int, Recording]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -47,10 +47,12 @@ class Now:
 
     Attributes:
         arguments: positional arguments of the step after the batch.
+        template: the batch without its tensors.
         said: (micro-batch, first sample, samples, what the step said) of every play of a last stage.
     """
 
-    arguments: tuple[int, ...] = ()
+    arguments: tuple[int, ...]
+    template: Any
     said: list[tuple[int, int, int, Recording]] = field(default_factory=list)
 
 
@@ -234,7 +236,11 @@ class Player:
 
     def _call(self, samples: int, leaves: Mapping[int, torch.Tensor]) -> Any:
         every = range(len(self._step.structure.leaves))
-        batch = self._step.structure.fill([leaves[i] if i in leaves else self._fake_leaf(i, samples) for i in every])
+        structure = replace(self._step.structure, template=self._now.template)
+        batch = structure.fill(
+            # the step may write to its batch, which others read: its own copy
+            [leaves[i].clone() if i in leaves else self._fake_leaf(i, samples) for i in every]
+        )
         return getattr(self._step.module, self._step.method)(batch, *self._now.arguments)
 
     def _keep(self, play: _Play, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:

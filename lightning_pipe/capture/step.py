@@ -1,9 +1,10 @@
 """How does a step of a LightningModule become a plain function of parameters and batch?
 
 `StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
-torchmetrics calls are recorded (capture.record), the trainer's counters are replaced by numbers that differ from run to
-run (so that a frozen one is noticed), attributes are restored, and values read into Python become guards
-(capture.hazards). Its outputs are the loss, if there is one, and one detached tensor per recorded value.
+torchmetrics calls are recorded (capture.record), the trainer's counters, learning rates and other numbers that change
+are tracked (capture.tracked_number), what the step's Python reads is noted (capture.python_reads), what it leaves on
+the module is recorded and undone (capture.step_state), and values read into Python become guards (capture.hazards).
+Its outputs are the loss, if there is one, and one detached tensor per recorded value.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,19 +23,24 @@ import torchmetrics
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
-from lightning_pipe.capture.batch import Structure
-from lightning_pipe.capture.hazards import (
-    AttributeGuard,
-    Observer,
-    TracedNumber,
-    assignment_line,
-    hazard,
-    user_line,
+from lightning_pipe.capture.batch import Structure, with_numbers
+from lightning_pipe.capture.hazards import Observer, TracedNumber, hazard, user_line
+from lightning_pipe.capture.python_reads import Reads
+from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.record import Computed, Item, Kept, LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized
+from lightning_pipe.capture.step_state import StepState
+from lightning_pipe.capture.tracked_number import (
+    MOST_INPUTS,
+    NumberGuards,
+    Situation,
+    Source,
+    is_tracked,
+    tracked,
+    tracking_mathematics,
 )
-from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized
 from lightning_pipe.errors import CaptureError
 
-_STEP_SHIFT, _EPOCH_SHIFT, _INDEX_SHIFT, _RATE_SHIFT = 977, 31, 13, 0.37
+NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
 
 
 @dataclass
@@ -43,6 +50,7 @@ class Recording:
     calls: list[LogCall | MetricCall] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     returned: Any = None
+    kept: list[Kept] = field(default_factory=list)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""
@@ -51,6 +59,20 @@ class Recording:
                 return Ref(str(index))
         self.results.append(tensor)
         return Ref(str(len(self.results) - 1))
+
+    def lift(self, value: Any, loss: torch.Tensor | None = None) -> Any:
+        """Return what leaves the step with references in the place of tensors, and of numbers that vary."""
+
+        def one(leaf: Any) -> Any:
+            if is_tracked(leaf):
+                return Computed(leaf.expression)
+            if isinstance(leaf, TracedNumber):
+                return Item(self.ref(leaf.tensor).name)
+            if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
+                return sized(leaf)
+            return Ref("loss") if leaf is loss else self.ref(leaf)
+
+        return apply_to_collection(value, (torch.Tensor, TracedNumber, torch.SymInt, torch.SymFloat), one)
 
 
 class StepFunction(nn.Module):
@@ -63,6 +85,8 @@ class StepFunction(nn.Module):
         arguments: positional arguments after the batch (batch index, loader index), as Lightning would give them.
         answers: truth values for the questions that the step asks of its tensors.
         context: entered anew around every run (autocast; its cache of casts must not outlive a run).
+        varying: places of numbers that are known to change from step to step, and are tracked therefore.
+        may_skip: whether a training step may return None.
     """
 
     def __init__(
@@ -74,53 +98,78 @@ class StepFunction(nn.Module):
         arguments: tuple[int, ...],
         answers: tuple[bool, ...],
         context: Callable[[], contextlib.AbstractContextManager[Any]],
+        varying: tuple[Slot, ...] = (),
+        may_skip: bool = False,
     ) -> None:
         super().__init__()
         self.model = module
+        self.register_buffer(NUMBERS, torch.zeros(MOST_INPUTS, dtype=torch.float64))
         self.method = method
         self.structure = structure
         self.arguments = arguments
         self.answers = answers
         self.context = context
+        self.varying = varying
+        self.may_skip = may_skip
         self.runs = 0
         self.pretended: int | None = None
         self.sizes_read: list[str] = []
         self.current: Observer | None = None
-        self.reads: dict[str, str] = {}
+        self.reads = Reads(module, _refuse_read)
+        self.numbers = NumberGuards()
+        self.unread: list[Slot] = []
+        self.has_loss = False
         self.observers: list[Observer] = []
         self.recordings: list[Recording] = []
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the step; return the loss (if it has one) and the recorded tensors."""
-        module, shift = self.model, min(self.runs, 1)
+        module = self.model
         self.runs += 1
+        self.numbers = NumberGuards()
         path = _ModulePath(module)
-        observer, recording = Observer(self.answers, path.current), Recording()
-        guard = AttributeGuard(module)
+        observer = Observer(self.answers, path.current, numbers=self.get_buffer(NUMBERS))
+        recording, state = Recording(), StepState(module, self.reads)
         self.current = observer
-        batch = self.structure.fill(leaves)
-        arguments = tuple(a + shift * _INDEX_SHIFT if i == 0 else a for i, a in enumerate(self.arguments))
-        try:
-            with (
-                self._counters(shift),
-                self._float_sizes(),
-                _symbolic_lengths(),
-                recording_calls(module, recording),
-                path.following(),
-                self.context(),
-                observer,
-            ):
-                output = getattr(module, self.method)(batch, *arguments)
-        finally:
-            changed = guard.restore()
+        with (
+            self._varying_numbers(),
+            state.around(),
+            self.reads.recording(),
+            self._float_sizes(),
+            _symbolic_lengths(),
+            tracking_mathematics(),
+            recording_calls(module, recording),
+            path.following(),
+            self.context(),
+            observer,
+        ):
+            output = getattr(module, self.method)(self._batch(leaves), *self._arguments())
+        self.unread = state.unread
         self.observers.append(observer)
         self.recordings.append(recording)
-        self._check_state(changed)
-        loss = loss_of(module, self.method, output)
-        recording.returned = _without_tensors(output, recording, loss)
+        loss = loss_of(module, self.method, output, may_skip=self.may_skip)
+        self.has_loss = loss is not None
+        recording.returned = recording.lift(output, loss)
+        recording.kept = [replace(kept, value=recording.lift(kept.value, loss)) for kept in state.kept]
         guards = [wrong for wrong, _, _ in observer.guards]
         results = [*recording.results, *guards]
         return (*([] if loss is None else [loss]), *(tensor.detach().clone() for tensor in results))
+
+    def _batch(self, leaves: tuple[torch.Tensor, ...]) -> Any:
+        """Return the batch with tracked numbers."""
+
+        def track(index: int, number: Any) -> Any:
+            return self._tracked(number, f"number {index} of the batch", lambda now: now.numbers[index])
+
+        return replace(self.structure, template=with_numbers(self.structure.template, track)).fill(leaves)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Return the arguments after the batch; the index of the batch is tracked."""
+        first = [self._tracked(n, "batch_idx", lambda now: now.arguments[0]) for n in self.arguments[:1]]
+        return (*first, *self.arguments[1:])
+
+    def _tracked(self, value: Any, name: str, read: Callable[[Situation], Any]) -> Any:
+        return tracked(value, Source(name, read), self.numbers, lambda: user_line(3))
 
     @contextlib.contextmanager
     def _float_sizes(self) -> Iterator[None]:
@@ -137,57 +186,79 @@ class StepFunction(nn.Module):
             yield
 
     @contextlib.contextmanager
-    def _counters(self, run: int) -> Iterator[None]:
-        """Show the step the true counters and learning rates (run 0) or others (run 1), and note what it reads."""
+    def _varying_numbers(self) -> Iterator[None]:
+        """Show the step tracked counters, hyper-parameters of optimizers, and numbers that are known to vary."""
         trainer = self.model._trainer
-        step = trainer.global_step if trainer is not None else 0
-        epoch = trainer.current_epoch if trainer is not None else 0
-
-        def noting(name: str, value: int) -> property:
-            def read(_: Any) -> int:
-                self.reads.setdefault(name, user_line(2))
-                return value
-
-            return property(read)
-
-        owners: list[type] = [pl.LightningModule, pl.Trainer]
+        slots = [*self.varying, *_numbers_of_optimizers(trainer)]
         with contextlib.ExitStack() as stack:
-            for owner in owners:
-                prefix = "self" if owner is pl.LightningModule else "trainer"
-                stack.enter_context(
-                    mock.patch.object(owner, "global_step", noting(f"{prefix}.global_step", step + run * _STEP_SHIFT))
-                )
-                stack.enter_context(
-                    mock.patch.object(
-                        owner, "current_epoch", noting(f"{prefix}.current_epoch", epoch + run * _EPOCH_SHIFT)
-                    )
-                )
-            for group in [g for o in getattr(trainer, "optimizers", []) for g in o.param_groups]:
-                rate = group["lr"]
-                stack.callback(group.__setitem__, "lr", rate)
-                group["lr"] = rate * (1 + run * _RATE_SHIFT)
+            for name in ("global_step", "current_epoch"):
+                read = partial(_counter, trainer, name)
+                number = property(lambda _, name=name, read=read: self._tracked(read(), f"self.{name}", read))
+                for owner in (pl.LightningModule, pl.Trainer):
+                    stack.enter_context(mock.patch.object(owner, name, number))
+            for slot in slots:
+                value = slot.read()
+                if type(value) in (int, float):
+                    number = self._tracked(value, slot.name, lambda _, slot=slot: slot.read())
+                    slot.write(number)
+                    stack.callback(_put_back, slot, number, value)
             yield
 
-    def _check_state(self, changed: list[str]) -> None:
-        """Refuse a step that keeps state on the module.
 
-        Raises:
-            CaptureError: naming the attribute and the line that assigns it.
-        """
-        if changed:
-            name = changed[0]
-            raise hazard(
-                f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name)
-            )
+_GLOBAL_STEP, _CURRENT_EPOCH = pl.Trainer.global_step, pl.Trainer.current_epoch  # as they are outside of a trace
 
 
-def loss_of(module: pl.LightningModule, method: str, output: Any) -> torch.Tensor | None:
-    """Return the loss in what a step returned; None if the method has none.
+def _counter(trainer: Any, name: str, _: Situation | None = None) -> int:
+    """Return the trainer's true counter; 0 without a trainer."""
+    if trainer is None:
+        return 0
+    own = _GLOBAL_STEP if name == "global_step" else _CURRENT_EPOCH
+    return int(own.fget(trainer) if isinstance(trainer, pl.Trainer) else getattr(trainer, name))
+
+
+def _numbers_of_optimizers(trainer: Any) -> Iterator[Slot]:
+    """List the places of numbers that optimizers and schedulers change: learning rates, momenta."""
+    for o, optimizer in enumerate(getattr(trainer, "optimizers", None) or ()):
+        for g, group in enumerate(optimizer.param_groups):
+            found = _Found(lambda o=o, g=g: trainer.optimizers[o].param_groups[g])
+            yield from (Slot(found, key, f"optimizers[{o}].param_groups[{g}][{key!r}]") for key in group)
+    for s, config in enumerate(getattr(trainer, "lr_scheduler_configs", None) or ()):
+        of = partial(lambda s: trainer.lr_scheduler_configs[s].scheduler, s)
+        yield Slot(_Found(lambda of=of: vars(of())), "last_epoch", f"lr_schedulers[{s}].last_epoch")
+        for i in range(len(getattr(config.scheduler, "_last_lr", ()))):
+            yield Slot(_Found(lambda of=of: of()._last_lr), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
+
+
+class _Found(dict[Any, Any]):
+    """A dict or list that is looked for whenever it is asked, since others replace it."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._find()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._find()[key] = value
+
+
+def _put_back(slot: Slot, number: Any, value: Any) -> None:
+    if slot.read() is number:
+        slot.write(value)
+
+
+def _refuse_read(what: str) -> None:
+    raise hazard(what, user_line(3))
+
+
+def loss_of(module: pl.LightningModule, method: str, output: Any, *, may_skip: bool = False) -> torch.Tensor | None:
+    """Return the loss in what a step returned; None if the method has none, or if it skips this batch and may.
 
     Raises:
         CaptureError: if a training step returned no single number.
     """
-    if method != "training_step":
+    if method != "training_step" or (output is None and may_skip):
         return None
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, torch.Tensor):
@@ -210,12 +281,6 @@ def _symbolic_lengths() -> Iterator[None]:
 
     with mock.patch.object(builtins, "len", length):
         yield
-
-
-def _without_tensors(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
-    return apply_to_collection(
-        output, torch.Tensor, lambda tensor: Ref("loss") if tensor is loss else recording.ref(tensor)
-    )
 
 
 class _ModulePath:
@@ -285,9 +350,7 @@ def recording_calls(
             return MetricValue(value.call)
         if isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
             return MetricRef(paths[id(value)]) if id(value) in paths else value
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            return sized(value)
-        return apply_to_collection(value, torch.Tensor, recording.ref)
+        return recording.lift(value)
 
     def call(path: str, method: str) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@
 * `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
+* `is_functorch_wrapped_tensor`: tensors inside `torch.vmap` have no memory of their own.
 * `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module, and what a call of a module
   does instead of `Module._call_impl` if it is there.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
@@ -21,6 +22,7 @@
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
 * `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
+* `autograd._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
 * `Tensor._version`: counts how often a tensor was written to.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
@@ -78,9 +80,12 @@ __all__ = [
     "fx_traceback",
     "has_hooks_on_saved_tensors",
     "has_no_data",
+    "has_storage",
     "is_backward",
     "is_compiled",
     "is_profiling",
+    "is_real",
+    "keeping_version",
     "operator_name",
     "recorded_events",
     "reparametrize",
@@ -184,7 +189,29 @@ def has_no_data(tensor: object) -> bool:
     """Say whether a tensor stands for one while tracing, so that its values cannot be read."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not torch.Tensor:
         return True
-    return torch._is_functional_tensor(tensor)
+    return torch._is_functional_tensor(tensor) or _is_wrapped(tensor)
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of vmap or grad of `torch.func`, which has no memory of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_real(value: object) -> bool:
+    """Return whether a value is a tensor with content of its own while a step is traced: one from outside the step."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or torch._is_functional_tensor(value):
+        return False
+    return not _is_wrapped(value)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory that can be named: a dense one that vmap has not wrapped."""
+    return tensor.layout == torch.strided and not _is_wrapped(tensor)
+
+
+def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Let a tensor be written to inside without autograd's noticing; who has saved it must not need its content."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 @contextlib.contextmanager

@@ -22,19 +22,20 @@ from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.hazards import (
     Answerer,
-    AttributeGuard,
     Observer,
     Question,
-    Watched,
     compare_calls,
     hazard,
     no_random_numbers,
+    no_seeding,
     random_line,
-    reading,
 )
 from lightning_pipe.capture.joint import JointGraph, describe
+from lightning_pipe.capture.python_guards import PythonGuards, guards_of
+from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.record import LogCall, MetricCall, Sized
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
+from lightning_pipe.capture.step_state import state_put_back
 from lightning_pipe.errors import CaptureError
 
 Answers = Callable[[], tuple[bool, ...]]
@@ -59,6 +60,9 @@ class Request:
         context: made anew for every run of the step (autocast of the precision plug-in).
         answers: runs the step on real tensors and returns its truth values; None where no real run is possible.
         symbolic: whether the number of samples is a symbol of the graph.
+        varying: places of numbers that are known to change from step to step.
+        may_skip: whether a training step may return None, and so skip its batch.
+        answered: truth values of the first questions that the step asks of its tensors, where they are known.
     """
 
     module: pl.LightningModule
@@ -71,6 +75,9 @@ class Request:
     context: Context = contextlib.nullcontext
     answers: Answers | None = None
     symbolic: bool = True
+    varying: tuple[Slot, ...] = ()
+    may_skip: bool = False
+    answered: tuple[bool, ...] = ()
 
     @property
     def count(self) -> int:
@@ -89,7 +96,7 @@ def trace(request: Request) -> JointGraph:
     """
     if request.samples is None:
         request = replace(request, symbolic=False)
-    answers: tuple[bool, ...] = ()
+    answers = request.answered
     first_error: CaptureError | None = None
     for _ in range(_MAX_TRIES):
         try:
@@ -100,7 +107,7 @@ def trace(request: Request) -> JointGraph:
             first_error = first_error or error
             while answers and answers[-1]:
                 answers = answers[:-1]
-            if not answers or request.answers is not None:
+            if len(answers) <= len(request.answered) or request.answers is not None:
                 raise first_error from None
             answers = (*answers[:-1], True)
     raise hazard(f"it asks more than {_MAX_TRIES} truth values of its tensors", "")
@@ -137,10 +144,11 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         arguments=request.arguments,
         answers=answers,
         context=request.context,
+        varying=request.varying,
+        may_skip=request.may_skip,
     )
     mode = private.FakeTensorMode(shape_env=private.ShapeEnv(), allow_non_fake_inputs=True)
     state, leaves = _fake_state(step, request, mode), _fake_leaves(request, mode)
-    watched = Watched(request.module)
 
     def run_again() -> str:
         found: list[str] = []
@@ -150,7 +158,6 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_random_numbers(run_again))
-        stack.enter_context(watched.reading())
         stack.enter_context(_tracing(step, state, mode, request.device))
         try:
             module = private.aot_export_joint_with_descriptors(stack, step, leaves).graph_module
@@ -162,7 +169,20 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             raise _explain(error, step) from error
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
     _compare_runs(step)
-    return describe(module, step, samples=request.count, leaves=leaves, env=mode.shape_env, watched=watched)
+    guards = _guards(step, request)
+    return describe(module, step, samples=request.count, leaves=leaves, env=mode.shape_env, guards=guards)
+
+
+def _guards(step: StepFunction, request: Request) -> PythonGuards:
+    """Guard what the step has read; its module is as it was before."""
+    return guards_of(
+        request.module,
+        numbers=step.numbers,
+        slots=step.reads.slots(),
+        varying=request.varying,
+        unread=step.unread,
+        constants=step.observers[-1].constants.values(),
+    )
 
 
 @contextlib.contextmanager
@@ -177,6 +197,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.fused_recurrent_kernels(),
         private.unchecked_distributions(),
         torch.random.fork_rng(devices=[]),
+        no_seeding(),
     ):
         step.model._device = device
         try:
@@ -236,9 +257,6 @@ def _explain(error: Exception, step: StepFunction) -> CaptureError:
     )
     if any(word in kind or word in str(error) for word in data):
         return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
-    if step.reads and step.runs > 1:
-        reads = ", ".join(f"{name} at {where}" for name, where in step.reads.items())
-        return hazard(f"it raises {kind}: {first} when the counters it reads change ({reads})", line)
     return hazard(f"it raises {kind}: {first}", line)
 
 
@@ -264,7 +282,7 @@ def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples:
     calls = step.observers[traced - 1 :]
     del step.recordings[traced:], step.observers[traced:]
     try:
-        compare_calls(calls[0].calls, calls[1].calls, {})
+        compare_calls(calls[0].calls, calls[1].calls)
     except CaptureError as error:
         raise _SizeDependent(str(error)) from error
     for index, (call, one, two) in enumerate(zip(*(run.calls for run in runs), strict=True)):
@@ -289,23 +307,21 @@ def _linear(call: LogCall, one: Any, two: Any, samples: int) -> Any:
 
 
 def _compare_runs(step: StepFunction) -> None:
-    """Refuse a step whose last two runs, under different counters, were not the same."""
+    """Refuse a step whose last two runs were not the same."""
     if len(step.recordings) > 1:
-        compare_calls(step.observers[-2].calls, step.observers[-1].calls, step.reads)
-        _compare_recordings(step.recordings[-2], step.recordings[-1], step.reads)
+        compare_calls(step.observers[-2].calls, step.observers[-1].calls)
+        _compare_recordings(step.recordings[-2], step.recordings[-1])
 
 
-def _compare_recordings(first: Recording, second: Recording, reads: dict[str, str]) -> None:
+def _compare_recordings(first: Recording, second: Recording) -> None:
     """Refuse logged Python numbers that change from call to call."""
     for one, two in zip(first.calls, second.calls, strict=False):
         if isinstance(one, LogCall) and isinstance(two, LogCall) and _changes(one.value, two.value):
-            because = reading(reads, one.line)
-            raise hazard(f"it logs a Python number that changes from call to call ({one.name!r}){because}", one.line)
+            raise hazard(f"it logs a Python number that changes from call to call ({one.name!r})", one.line)
         if type(one) is not type(two) or _name(one) != _name(two):
-            raise hazard(f"it logs something else from call to call{reading(reads, one.line)}", one.line)
+            raise hazard("it logs something else from call to call", one.line)
     if len(first.calls) != len(second.calls):
-        line = max(first.calls, second.calls, key=len)[-1].line
-        raise hazard(f"it logs something else from call to call{reading(reads, line)}", line)
+        raise hazard("it logs something else from call to call", max(first.calls, second.calls, key=len)[-1].line)
 
 
 def _changes(one: Any, two: Any) -> bool:
@@ -324,11 +340,16 @@ def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, .
     """
     module = request.module
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    guard, answerer = AttributeGuard(module), Answerer()
+    answerer = Answerer()
     devices = [request.device] if request.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), request.context(), recording_calls(module, Recording()), answerer:
+    with (
+        state_put_back(module),
+        torch.random.fork_rng(devices=devices),
+        request.context(),
+        recording_calls(module, Recording()),
+        answerer,
+    ):
         getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
-    guard.restore()
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import user_line
-from lightning_pipe.capture.torch_private import TorchDispatchMode, written_by
+from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 from lightning_pipe.capture.unit_state import held_by, owners_of, tensors_in
 from lightning_pipe.capture.units import Change, Escape, Source, Sources
 
@@ -65,7 +65,7 @@ class Provenance:
         return self._memory(tensor)
 
     def _memory(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout == torch.strided:
+        if has_storage(tensor):
             return StorageWeakRef(tensor.untyped_storage())
         self._alive.append(tensor)  # it has no storage of its own; its identity must not be given again
         return id(tensor)

@@ -20,7 +20,7 @@ from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import assignment_line
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
-from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors
+from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.unit_choice import Call, call_paths, recording_tree
 from lightning_pipe.capture.unit_flow import Follower, Reader
@@ -258,7 +258,7 @@ class _Units:
         """Count what autograd keeps, but for inputs and state; a detached tensor holds no circle of references."""
         memory = self.follower.made_of.memory(tensor)
         if memory not in own and not self.follower.is_state(tensor):
-            strided = tensor.layout == torch.strided
+            strided = has_storage(tensor)
             seen.saved[memory] = tensor.untyped_storage().nbytes() if strided else tensor.numel()
         return tensor.detach()
 

@@ -18,8 +18,10 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.hazards import AttributeGuard, attributes_of, refill
-from lightning_pipe.capture.torch_private import TorchDispatchMode, written_by
+from lightning_pipe.capture.python_reads import attributes_of, state_slots
+from lightning_pipe.capture.python_state import Snapshot
+from lightning_pipe.capture.step_state import restore_state
+from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _CHANGEABLE = (list, dict, set, deque)
@@ -128,11 +130,12 @@ class Kept:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.keeper = _Keeper(module)
-        self._guard, self._undo = AttributeGuard(module), _undo(module)
+        self._module, self._slots = module, list(state_slots(module))
+        self._state, self._undo = Snapshot(self._slots, tree=module), _undo(module)
 
     def restore(self) -> None:
         """Put everything back."""
-        self._guard.restore()
+        restore_state(self._state, self._slots, self._module)
         for action in self._undo:
             action()
         self.keeper.restore()
@@ -151,6 +154,13 @@ def left_as_it_was(module: pl.LightningModule) -> Iterator[Kept]:
         kept.restore()
         for p, gradient in gradients:
             p.grad = gradient
+
+
+def refill(table: dict[str, Any], content: dict[str, Any]) -> None:
+    """Give a dict its content back."""
+    if list(table) != list(content) or any(table[name] is not content[name] for name in content):
+        table.clear()
+        table.update(content)
 
 
 def _undo(module: pl.LightningModule) -> list[Callable[[], object]]:
@@ -190,7 +200,7 @@ class _Keeper(TorchDispatchMode):
         """Look whether the operation writes to a parameter, and run it."""
         kwargs = kwargs or {}
         for tensor in written_by(func, args, kwargs):
-            where = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+            where = tensor.untyped_storage().data_ptr() if has_storage(tensor) else 0
             if where in self._parameters and where not in self._kept:
                 data = self._parameters[where].data
                 self._kept[where] = (data, data.clone())

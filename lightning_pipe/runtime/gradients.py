@@ -129,4 +129,6 @@ class Gradients:
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad if parameter.grad.layout == torch.strided else parameter.grad.to_dense()

@@ -294,7 +294,9 @@ class Stage:
             gradient = reduce(torch.add, (held[name] for name in names))
             assert isinstance(gradient, torch.Tensor)
             users_of_its_own = 1 if len(names) == 1 else 0
-            if parameter.grad is not None:
+            if gradient.layout != torch.strided:  # of a sparse embedding
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            elif parameter.grad is not None:
                 parameter.grad.add_(gradient)
             elif _fills(gradient, parameter) and users[_storage(gradient)] == users_of_its_own:
                 parameter.grad = gradient
@@ -318,7 +320,7 @@ def slices_of(leaves: Iterable[Content]) -> Slices:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _apart(content: Content, storages: AbstractSet[int]) -> Content:

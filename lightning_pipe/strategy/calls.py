@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from lightning_pipe.capture import Request, Structure
+from lightning_pipe.capture.batch import numbers_in
 from lightning_pipe.capture.record import StepRecord
+from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.runtime.parts import Content
@@ -36,6 +38,11 @@ class Call:
     answers: Callable[[Request], tuple[bool, ...]] | None = None
     tensors: tuple[torch.Tensor, ...] | None = None
     holder: int = 0
+
+    @property
+    def situation(self) -> Situation:
+        """Return what numbers that vary are read from."""
+        return Situation(self.arguments, numbers_in(self.structure.template))
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,13 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_pipe.capture import Capture, Request, canonical_names
+from lightning_pipe.capture.batch import numbers_in
 from lightning_pipe.capture.hazards import restored_generators
 from lightning_pipe.capture.plain import Plain, run_plainly
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.step import NUMBERS
+from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.capture.unit_state import left_as_it_was
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.runtime.parts import Content
@@ -187,10 +190,13 @@ def _run_captured(
     """Run the captured step as one stage; return its results, and gradients by canonical name."""
     module, split = request.module, captured.split(())
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    state = State(parameters, dict(module.named_buffers(remove_duplicate=False)), request.device)
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    if isinstance(captured, Capture):
+        buffers[NUMBERS] = _numbers(captured, request)
+    state = State(parameters, buffers, request.device)
     stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
     if isinstance(captured, Replay):
-        captured.begin(request.arguments)
+        captured.begin(request.arguments, request.structure.template)
     stage.begin(Counter(), training=True)
     stage.load(0, dict(enumerate(tensors)))
     whole = Slice(samples, key, mean_weight=1.0, sum_weight=1.0)
@@ -208,6 +214,12 @@ def _run_captured(
         ) from error
     names = dict.fromkeys(canonical_names(module).values())
     return results, {name: grad for name in names if (grad := parameters[name].grad) is not None}
+
+
+def _numbers(captured: Capture, request: Request) -> torch.Tensor:
+    """Return what the graph reads of numbers that vary."""
+    situation = Situation(request.arguments, numbers_in(request.structure.template))
+    return torch.tensor(captured.numbers(situation), dtype=torch.float64, device=request.device)
 
 
 def _move(module: pl.LightningModule, device: torch.device) -> None:

@@ -13,15 +13,30 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torchmetrics
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
-from lightning_pipe.capture.record import Guard, LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized, StepRecord
+from lightning_pipe.capture.python_state import follow
+from lightning_pipe.capture.record import (
+    Computed,
+    Guard,
+    Item,
+    Kept,
+    LogCall,
+    MetricCall,
+    MetricRef,
+    MetricValue,
+    Ref,
+    Sized,
+    StepRecord,
+)
+from lightning_pipe.capture.tracked_number import Situation, evaluate
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.parts import Content
 
-_SAID = (Ref, Sized, MetricRef, MetricValue)
+_SAID = (Ref, Item, Sized, Computed, MetricRef, MetricValue)
 
 
 def outputs(record: StepRecord) -> tuple[str, ...]:
@@ -31,19 +46,28 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
         record.returned,
         [guard.ref for guard in record.guards],
         [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
+        [kept.value for kept in record.kept],
     ]
-    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, Ref) else None)
+    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, (Ref, Item)) else None)
     return tuple(found)
 
 
-def replay(record: StepRecord, values: Mapping[str, Content], *, samples: int, module: pl.LightningModule) -> Any:
-    """Make the recorded calls, and return what the step returned.
+def replay(
+    record: StepRecord,
+    values: Mapping[str, Content],
+    *,
+    samples: int,
+    module: pl.LightningModule,
+    situation: Situation,
+) -> Any:
+    """Make the recorded calls, keep on the module what the step keeps, and return what the step returned.
 
     Args:
         record: what the step said.
         values: its outputs for the whole batch.
         samples: samples of the batch.
         module: the module that logs.
+        situation: what numbers that vary are read from.
 
     Raises:
         PipelineError: if an answer that the step was captured with was another one for this batch.
@@ -58,8 +82,12 @@ def replay(record: StepRecord, values: Mapping[str, Content], *, samples: int, m
         match said:
             case Ref(name):
                 return values[name]
+            case Item(name):
+                return torch.as_tensor(values[name]).item()
             case Sized(of):
                 return of(samples)
+            case Computed(expression):
+                return evaluate(expression, situation)
             case MetricRef(path):
                 return module.get_submodule(path)
             case MetricValue(call):
@@ -67,7 +95,22 @@ def replay(record: StepRecord, values: Mapping[str, Content], *, samples: int, m
 
     for call in record.calls:
         results.append(_make(call, real, module))
+    for kept in record.kept:
+        _keep(kept, real(kept.value), module)
     return real(record.returned)
+
+
+def _keep(kept: Kept, value: Any, module: pl.LightningModule) -> None:
+    slot = follow(module, kept.path)
+    match kept.how:
+        case "assign":
+            slot.write(value)
+        case "extend":
+            slot.read().extend(value)
+        case "refill":
+            slot.read()[:] = value
+        case "update":
+            slot.read().update(value)
 
 
 def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> Any:

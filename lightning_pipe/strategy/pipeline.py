@@ -23,6 +23,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
+from lightning_pipe.capture.batch import outline
+from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
@@ -30,7 +32,7 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.errors import BatchError
+from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
@@ -44,13 +46,14 @@ from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.routes import captured_by, told
 from lightning_pipe.strategy.runner import Runner
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
-from lightning_pipe.strategy.texts import Reader, texts, without_texts
+from lightning_pipe.strategy.texts import Reader
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
 
 log = logging.getLogger(__name__)
 
 _MOST_CAPTURES = 64
+_MOST_VARIANTS = 8  # graphs of one step for what its Python read; then it is replayed
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 
 
@@ -61,6 +64,10 @@ class _Planned:
     plan: Plan
     graph: Graph
     cuts: tuple[int, ...]
+
+
+class _WrongCapture(CaptureError):
+    """Say that a step as one graph is not the step."""
 
 
 class Pipeline:
@@ -91,6 +98,7 @@ class Pipeline:
         self._module, self._config, self._links, self._weights = module, config, links, weights
         self._contexts, self._device = contexts, device
         self._steps: dict[tuple[Any, ...], list[Step]] = {}
+        self._varying: dict[Any, Slot] = {}
         self._planned: _Planned | None = None
         self._proposal: Planned | None = None
         self._costs = Costs(config, links, device=device)
@@ -137,8 +145,22 @@ class Pipeline:
         self._given = control.agreed(lambda: given_plan(config), source=0, what="the plan file")
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._runner.seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
+        try:
+            self._plan_by(call, self._capture(call, self._first_slice(self.samples(call.structure))), optimizers)
+        except _WrongCapture as wrong:
+            log.info("%s is replayed: %s", call.method, wrong)
+            again = self._capture(call, self._first_slice(self.samples(call.structure)), reason=str(wrong))
+            self._plan_by(call, again, optimizers)
+
+    def _plan_by(self, call: Call, captured: Captured, optimizers: Sequence[Optimizer]) -> None:
+        """Make the plan for a captured step, and place parameters by it.
+
+        Raises:
+            _WrongCapture: on every rank, if the step is one graph that does not compute what the step computes, and
+                replay may be tried.
+        """
+        control, config = self._links.control, self._config
         samples = self.samples(call.structure)
-        captured = self._capture(call, self._first_slice(samples))
         graph = captured.capture.graph
         problem = self._costs.problem(
             captured.capture,
@@ -167,11 +189,20 @@ class Pipeline:
             captured = self._capture_for(call, samples)
             cuts = self._cuts(captured.capture.graph)
         if call.method == TRAINING and config.check:
-            first = max(slices(plan.layout, self._sizes(captured.capture, samples)[:1]))
-            check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
+            self._check(captured, call, samples)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout)
         self._steps[self._key(call)] = [step]
+
+    def _check(self, captured: Captured, call: Call, samples: int) -> None:
+        first = max(slices(self._plan_now.layout, self._sizes(captured.capture, samples)[:1]))
+        try:
+            check_captured(captured, call, samples=first, control=self._links.control, seed=self._runner.seed)
+        except CaptureError as error:
+            if self._config.capture != "auto" or isinstance(captured.capture, Replay):
+                raise
+            self._planned = None
+            raise _WrongCapture(str(error)) from error
 
     def run(self, call: Call, turn: Turn) -> Ran:
         """Run a step on a batch.
@@ -187,10 +218,7 @@ class Pipeline:
         ran = self._run(step, sizes, call, turn)
         if before is not None and (guard := wrong_answer(ran.record, ran.values)) is not None:
             before.restore()
-            log.info(
-                "%s is replayed from now on: the answer to the question at %s has changed.", call.method, guard.line
-            )
-            step, sizes = self._replayed(call, samples)
+            step, sizes = self._replayed(call, samples, f"the answer to the question at {guard.line} has changed")
             ran = self._run(step, sizes, call, turn)
         if call.method == TRAINING:
             self._runner.note_trained(synchronised=turn.synchronise)
@@ -202,9 +230,10 @@ class Pipeline:
         cut = structure.cut(self._config.batch_dim) if is_cut else (False,) * len(turn.tensors)
         return self._runner.run(step, call, turn, sizes=sizes, cut=cut)
 
-    def _replayed(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
+    def _replayed(self, call: Call, samples: int, reason: str) -> tuple[Step, tuple[int, ...]]:
         """Capture a step by replay, in the place of how it was captured before."""
-        captured = self._capture(call, self._largest_slice(samples), route="replay")
+        log.info("%s is replayed from now on: %s.", call.method, reason)
+        captured = self._capture(call, self._largest_slice(samples), reason=reason)
         step = self._build(captured, self._cuts(captured.capture.graph))
         self._steps[self._key(call)] = [step]
         return step, self._sizes(step.capture, samples)
@@ -220,15 +249,19 @@ class Pipeline:
         self._steps[key] = steps  # now the youngest
         for step in steps:
             sizes = self._sizes(step.capture, samples)
-            if sizes and not step.misfit(call.structure.template):
+            if sizes and not step.misfit(call):
                 return step, sizes
         if steps:
-            log.info("%s is captured again: %s", call.method, steps[-1].misfit(call.structure.template))
+            log.info("%s is captured again: %s", call.method, steps[-1].misfit(call))
+            self._varying.update((slot.place, slot) for step in steps for slot in step.varying())
+        if len(steps) >= _MOST_VARIANTS and self._config.capture == "auto":
+            changed = f"what its Python reads has changed {len(steps)} times; last: {steps[-1].misfit(call)}"
+            return self._replayed(call, samples, changed)
         captured = self._capture_for(call, samples)
         step = self._build(captured, self._cuts(captured.capture.graph))
         if call.method == TRAINING:
             step.refuse_borrowed()
-        steps[:] = [*[s for s in steps if not s.capture.changed()][1 - _MOST_CAPTURES :], step]
+        steps[:] = [*steps[1 - _MOST_CAPTURES :], step]
         if len(self._steps) > _MOST_CAPTURES:
             del self._steps[next(iter(self._steps))]
         return step, self._sizes(step.capture, samples)
@@ -241,7 +274,7 @@ class Pipeline:
         shapes = leaves if divisible else call.structure.leaves
         modes = tuple(module.training for module in self._modules)
         frozen = tuple(p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
-        return (call.method, without_texts(call.structure.template), shapes, call.arguments[1:], modes, frozen)
+        return (call.method, outline(call.structure.template), shapes, call.arguments[1:], modes, frozen)
 
     def _capture_for(self, call: Call, samples: int) -> Captured:
         """Capture a step so that a batch of this size can be cut.
@@ -263,7 +296,8 @@ class Pipeline:
             "equally, or one rank per stage."
         )
 
-    def _capture(self, call: Call, samples: int, *, symbolic: bool = True, route: str | None = None) -> Captured:
+    def _capture(self, call: Call, samples: int, *, symbolic: bool = True, reason: str = "") -> Captured:
+        """Capture a step; by replay if there is a reason."""
         if self._later is not None:
             self._later.settle()
         answers, reader = call.answers, Reader()
@@ -277,6 +311,8 @@ class Pipeline:
             device=self._device,
             context=self._contexts[call.method],
             symbolic=symbolic,
+            varying=tuple(self._varying.values()),
+            may_skip=self._planned is not None,
         )
         if answers is not None:
             asked = request
@@ -287,8 +323,12 @@ class Pipeline:
                 ),
             )
         with torch.inference_mode(False):
-            found = captured_by(route or self._config.capture, request, traced=partial(self._traced, call))
-            return Captured(found, replace(request, answers=None), reader, texts(call.structure.template))
+            traced = partial(self._traced, call)
+            if reason:
+                found: Capture | Replay = Replay(request, traced(request), reason=reason)
+            else:
+                found = captured_by(self._config.capture, request, traced=traced)
+            return Captured(found, replace(request, answers=None), reader, call.structure.template)
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""

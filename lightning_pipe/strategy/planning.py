@@ -106,6 +106,6 @@ def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[i
     """
     starts = [0, *transfer_cuts(planned, cuts, graph).cuts]
     ends = [*starts[1:], len(graph.nodes)]
-    working = next(s for s, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end)
+    working = next((s for s, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end), 0)
     starts[1 : working + 1] = [ends[working]] * working  # batches are loaded by stage 0, so it always has work
     return tuple(starts[1:])

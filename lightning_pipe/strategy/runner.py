@@ -60,7 +60,7 @@ class Runner:
             sizes: samples of its micro-batches.
             cut: which leaves of the batch are cut into samples.
         """
-        training = call.method == TRAINING
+        training = call.method == TRAINING and step.has_loss
         program = step.program(sizes, synchronise=turn.synchronise, training=training)
         if self._later is not None and not step.early:
             self._later.settle()
@@ -78,8 +78,7 @@ class Runner:
         )
         peak = PeakMemory(self._device) if turn.measure_memory else None
         before = self._state_bytes() if turn.measure_memory else 0
-        if isinstance(step.capture, Replay):
-            step.capture.begin(call.arguments)
+        step.prepare(call)
         with peak or contextlib.nullcontext():
             outcome, results = self._follow(step, program, job, turn)
         collected = drive(results, wait=self._links.watch.wait)

@@ -193,11 +193,12 @@ class Session:
         present = tuple(tensors) if self._feed.loads else None
         assert self.plan is not None, "planned above"
         holder = self.plan.layout.stages[0][0]
-        ran = self._pipeline.run(Call(method, structure, arguments, tensors=present, holder=holder), turn)
+        call = Call(method, structure, arguments, tensors=present, holder=holder)
+        ran = self._pipeline.run(call, turn)
         self.stop = ran.stop
         if recording is not None:
             recording.add(ran)
-        return replay(ran.record, ran.values, samples=ran.samples, module=self._module)
+        return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
 
     def end(self, *, healthy: bool) -> None:
         """Give the trainer and the module back what they had.

@@ -16,9 +16,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipe.capture import Capture, Request
+from lightning_pipe.capture.batch import contents
+from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.step import NUMBERS
+from lightning_pipe.capture.tracked_number import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
@@ -33,6 +37,7 @@ from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.text import format_program
 from lightning_pipe.schedule.verify import verify
+from lightning_pipe.strategy.calls import Call
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import outputs
 from lightning_pipe.strategy.texts import Reader, texts
@@ -41,12 +46,19 @@ from lightning_pipe.strategy.weights import Weights
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured step with what was captured, and the texts of its batch with the reader that knows who read them."""
+    """A captured step.
+
+    Attributes:
+        capture: the step.
+        request: what was captured.
+        reader: knows whether the step read the texts of its batch.
+        template: the batch that it was captured with, without its tensors.
+    """
 
     capture: Capture | Replay
     request: Request
     reader: Reader
-    texts: tuple[str, ...]
+    template: Any
 
 
 class Step:
@@ -84,9 +96,10 @@ class Step:
         self._plan, self._links, self._weights, self._device = plan, links, weights, device
         self._lent: dict[str, torch.Tensor] = {}
         self._lent_at = -1
+        self._numbers = torch.zeros(MOST_INPUTS, dtype=torch.float64, device=device)
         state = State(
             parameters=ChainMap(self._lent, weights.parameters),
-            buffers=ChainMap(self._lent, weights.buffers),
+            buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),
             device=device,
         )
         transport = links.transport
@@ -96,12 +109,32 @@ class Step:
         self.results = Results(split, plan.layout, transport=beside or transport, device=device, carrier=carrier)
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
 
-    def misfit(self, template: Any) -> str:
-        """Return "" if the graph holds for a batch with this template now, else what has changed."""
-        captured = self._captured
-        if captured.reader.has_read and texts(template) != captured.texts:
+    def misfit(self, call: Call) -> str:
+        """Return "" if what was captured holds for a call now, else what has changed."""
+        captured, template = self._captured, call.structure.template
+        if isinstance(self.capture, Replay):
+            return ""
+        if captured.reader.has_read and texts(template) != texts(captured.template):
             return "the texts of the batch, which the step reads, have changed"
-        return self.capture.changed()
+        if contents(template) != contents(captured.template):
+            return "objects in the batch, which are no tensors, have changed"
+        return self.capture.changed(call.situation)
+
+    def varying(self) -> tuple[Slot, ...]:
+        """List the places of numbers that the step read and that have become other numbers."""
+        return () if isinstance(self.capture, Replay) else self.capture.varying()
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether the step gives a loss."""
+        return self.capture.record.loss is not None
+
+    def prepare(self, call: Call) -> None:
+        """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything."""
+        if isinstance(self.capture, Replay):
+            self.capture.begin(call.arguments, call.structure.template)
+        elif numbers := self.capture.numbers(call.situation):
+            self._numbers[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
 
     def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:
         """Return the proved program for micro-batches of these sizes, agreed on and connected."""

@@ -266,7 +266,10 @@ class DappleStrategy(ParallelStrategy):
     def _step(self, method: str, batch: Any, arguments: tuple[int, ...], **turn: Any) -> Any:
         assert self._session is not None, "set up by the trainer"
         turn = turn or {"number": arguments[0] if arguments else 0, "weight": 1.0, "synchronise": False}
-        return self._session.step(method, batch, arguments, **turn)
+        try:
+            return self._session.step(method, batch, arguments, **turn)
+        except StopIteration as error:  # which Lightning would take for the end of the data
+            raise RuntimeError(f"{method} raised StopIteration") from error
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -67,10 +67,5 @@ def texts(template: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def without_texts(template: Any) -> str:
-    """Describe a template, whatever its texts are."""
-    return repr(_map_texts(template, lambda text: ""))
-
-
 def _map_texts(template: Any, function: Callable[[str], Any]) -> Any:
     return apply_to_collection(template, (str, Slot), lambda leaf: function(leaf) if isinstance(leaf, str) else leaf)

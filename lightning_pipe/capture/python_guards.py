@@ -1,0 +1,70 @@
+"""Does a graph still hold for the Python that it was traced from? Compared before every batch.
+
+Guards hold what the step read while it was traced: places and what is behind them (`python_state`), values of
+expressions over tracked numbers (`tracked_number`), and the versions of tensors from outside of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture.python_state import Slot, Snapshot
+from lightning_pipe.capture.torch_private import version_of
+from lightning_pipe.capture.tracked_number import NumberGuards, Situation
+
+
+@dataclass(frozen=True)
+class PythonGuards:
+    """What must not have changed.
+
+    Attributes:
+        numbers: expressions over tracked numbers.
+        read: what the step read, as it was.
+        constants: tensors from outside of the step, with version and the user's line.
+    """
+
+    numbers: NumberGuards
+    read: Snapshot
+    constants: tuple[tuple[torch.Tensor, int, str], ...]
+
+    def broken(self, situation: Situation) -> str:
+        """Return what has changed, "" if nothing has."""
+        if change := self.read.first_change():
+            return str(change)
+        for tensor, version, line in self.constants:
+            if version_of(tensor) != version:
+                return f"a tensor that is no parameter and no buffer, read at {line}, was written to"
+        return self.numbers.broken(situation)
+
+    def varying(self) -> tuple[Slot, ...]:
+        """List the places of numbers that have become other numbers."""
+        changes = self.read.changes()
+        return tuple(c.slot for c in changes if {type(c.before), type(c.now)} <= {int, float} and not c.is_content)
+
+
+def guards_of(
+    module: nn.Module,
+    *,
+    numbers: NumberGuards,
+    slots: Iterable[Slot],
+    varying: Iterable[Slot],
+    unread: Iterable[Slot],
+    constants: Iterable[tuple[torch.Tensor, str]],
+) -> PythonGuards:
+    """Guard what a step has read.
+
+    Args:
+        module: the user's module, as it was before the step.
+        numbers: what the trace knows of tracked numbers.
+        slots: places that the step has read.
+        varying: places of tracked numbers.
+        unread: places of lists and dicts of which the step has not read the content.
+        constants: tensors from outside of the step, with the user's line.
+    """
+    left_out = {slot.place for slot in (*varying, *unread)}
+    read = Snapshot((slot for slot in slots if slot.place not in left_out), tree=module, ignored=varying)
+    return PythonGuards(numbers, read, tuple((t, version_of(t), line) for t, line in constants if not t.is_inference()))
