@@ -31,6 +31,7 @@ from lightning_pipe.capture.hazards import (
     user_line,
 )
 from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized
+from lightning_pipe.capture.tables import Tables, twin_buffers
 from lightning_pipe.errors import CaptureError
 
 _STEP_SHIFT, _EPOCH_SHIFT, _INDEX_SHIFT, _RATE_SHIFT = 977, 31, 13, 0.37
@@ -89,9 +90,27 @@ class StepFunction(nn.Module):
         self.reads: dict[str, str] = {}
         self.observers: list[Observer] = []
         self.recordings: list[Recording] = []
+        self._twins = twin_buffers(module)
+        self._buffer_names = frozenset(f"model.{name}" for name, _ in module.named_buffers())
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Yield every module once: what hangs in it is one input of the graph, whatever number of names it has."""
+        yield from super().named_modules(memo, prefix, remove_duplicate=True)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every buffer once, by its first name, although fake ones hang in its places now."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate=False):
+            if name.removeprefix(prefix).lstrip(".") in self._buffer_names:
+                yield name, buffer
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the step; return the loss (if it has one) and the recorded tensors."""
+        with self._state_in_place():
+            return self._run(leaves)
+
+    def _run(self, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         module, shift = self.model, min(self.runs, 1)
         self.runs += 1
         path = _ModulePath(module)
@@ -121,6 +140,32 @@ class StepFunction(nn.Module):
         guards = [wrong for wrong, _, _ in observer.guards]
         results = [*recording.results, *guards]
         return (*([] if loss is None else [loss]), *(tensor.detach().clone() for tensor in results))
+
+    @contextlib.contextmanager
+    def _state_in_place(self) -> Iterator[None]:
+        """Hang one tensor in all places of a buffer, and write into it what the step assigns to it in the end.
+
+        Raises:
+            CaptureError: if the step leaves other state than it has found: of another name, form or kind.
+        """
+        outside = Tables(self.model)
+        try:
+            for first, *others in self._twins.values():
+                for other in others:
+                    other.hang(first.content)
+            tables = Tables(self.model)
+            yield
+            renamed = [(name, "registers or removes") for name in tables.renamed()]
+            for name, before, now in tables.replaced():
+                if isinstance(before, nn.Parameter | nn.Module) or not _same_form(before, now):
+                    renamed.append((name, "replaces"))
+                else:
+                    with torch.no_grad():
+                        before.copy_(now)
+            for name, what in renamed:
+                raise hazard(f"it {what} self.{name} (state)", assignment_line(self.model, name))
+        finally:
+            outside.restore()
 
     @contextlib.contextmanager
     def _float_sizes(self) -> Iterator[None]:
@@ -179,6 +224,12 @@ class StepFunction(nn.Module):
             raise hazard(
                 f"it changes self.{name} and reads it again in the next call (state)", assignment_line(self.model, name)
             )
+
+
+def _same_form(one: Any, two: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return False
+    return one.shape == two.shape and one.dtype == two.dtype and one.device == two.device
 
 
 def loss_of(module: pl.LightningModule, method: str, output: Any) -> torch.Tensor | None:

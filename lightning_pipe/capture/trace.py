@@ -35,6 +35,7 @@ from lightning_pipe.capture.hazards import (
 from lightning_pipe.capture.joint import JointGraph, describe
 from lightning_pipe.capture.record import LogCall, MetricCall, Sized
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
+from lightning_pipe.capture.tables import tables_restored
 from lightning_pipe.errors import CaptureError
 
 Answers = Callable[[], tuple[bool, ...]]
@@ -149,6 +150,7 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         return found[0] if found else ""
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(tables_restored(request.module))
         stack.enter_context(no_random_numbers(run_again))
         stack.enter_context(watched.reading())
         stack.enter_context(_tracing(step, state, mode, request.device))
@@ -186,7 +188,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
 
 
 def _fake_state(step: StepFunction, request: Request, mode: Any) -> dict[str, Any]:
-    """Return fake parameters and buffers on the target device, one per name (tied ones are separate)."""
+    """Return fake parameters and buffers on the target device; a parameter has one for every place it hangs in."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=request.device)
@@ -326,8 +328,13 @@ def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, .
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     guard, answerer = AttributeGuard(module), Answerer()
     devices = [request.device] if request.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), request.context(), recording_calls(module, Recording()), answerer:
-        getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tables_restored(module))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(request.context())
+        stack.enter_context(recording_calls(module, Recording()))
+        with answerer:
+            getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
     guard.restore()
     with torch.no_grad():
         for name, buffer in module.named_buffers():
