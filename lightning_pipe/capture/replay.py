@@ -238,8 +238,8 @@ class _Splitter:
         receivers = [(k, other.number) for other in stages for k in other.needs.units if k in own]
         mutations = {name for k in own for name in units[k].mutations}
         changes = {change.name for change in self._trace.changes if change.is_tensor and change.before <= stage.end}
-        inside = tuple(f"{units[k].path}." for k in own)
-        buffers = [n for n in self._buffers if n.startswith(inside) or n in mutations or n in needs.state]
+        inside = {name for k in own for name in units[k].buffers}
+        buffers = [n for n in self._buffers if n in inside or n in mutations or n in needs.state]
         read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
         return Part(
             begin=stage.begin,

@@ -12,7 +12,8 @@ and the tensors of the batch of which the same are made, and has the parameters 
 this glue. What it is not given it need not compute: fake tensors go through the glue in its place.
 
 Cuts are impossible where a stage would need a unit that comes after it, or one whose outputs have a shape that only
-the unit's owner knows.
+the unit's owner knows; and between units, or glue, that use state which the step changes (a BatchNorm that is called
+twice), since each stage would have its own.
 
 Legend: k, r units; a position p puts units 0..p-1 before a cut.
 """
@@ -85,10 +86,24 @@ def uncuttable(trace: UnitTrace) -> frozenset[int]:
         for reader in _readers(trace, change):
             behind = [change.before - 1, *_units(_with_state(trace, change.reads))]
             found.update(range(reader + 1, min(last, max(behind)) + 1))
+    written = [name for unit in trace.units for name in unit.mutations]
+    for name in dict.fromkeys([*written, *(change.name for change in trace.changes if change.is_tensor)]):
+        if users := _users(trace, name):
+            found.update(range(min(users) + 1, max(users) + 1))
     for k, unit in enumerate(trace.units):
         if not unit.is_fixed:
             found.update(range(k + 1, _last_reader(trace, k) + 1))
     return frozenset(found)
+
+
+def _users(trace: UnitTrace, name: str) -> list[int]:
+    """Return the units that have a buffer inside, or for which glue reads it; the last one for what comes behind."""
+    source: Source = ("state", name)
+    last = len(trace.units) - 1
+    found = [k for k, u in enumerate(trace.units) if name in u.buffers or source in _with_state(trace, u.reads)]
+    read_by_glue = [escape for escape in trace.escapes if source in _with_state(trace, escape.reads)]
+    found += [min(escape.before, last) for escape in read_by_glue]
+    return [*found, last] if read_by_glue or source in _with_state(trace, trace.tail) else found
 
 
 def _readers(trace: UnitTrace, change: Change) -> list[int]:

@@ -150,9 +150,9 @@ class StepFunction(nn.Module):
         """
         outside = Tables(self.model)
         try:
-            for first, *others in self._twins.values():
-                for other in others:
-                    other.hang(first.content)
+            for first, twins in self._twins.items():
+                for path, _, name in (twin.rpartition(".") for twin in twins):
+                    self.model.get_submodule(path)._buffers[name] = self.model.get_buffer(first)
             tables = Tables(self.model)
             yield
             renamed = [(name, "registers or removes") for name in tables.renamed()]

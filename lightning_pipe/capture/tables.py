@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,34 +17,20 @@ from torch import nn
 from lightning_pipe.capture.hazards import refill
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in a table of parameters or buffers."""
-
-    table: dict[str, Any]
-    name: str
-
-    @property
-    def content(self) -> torch.Tensor:
-        """Return what hangs there."""
-        tensor = self.table[self.name]
-        assert isinstance(tensor, torch.Tensor), f"{self.name} was a tensor when the places were listed"
-        return tensor
-
-    def hang(self, tensor: torch.Tensor) -> None:
-        """Hang a tensor there."""
-        self.table[self.name] = tensor
-
-
-def twin_buffers(module: nn.Module) -> dict[str, tuple[Place, ...]]:
-    """Return the places of every buffer that hangs in several, by its first name."""
-    places: dict[int, list[tuple[str, Place]]] = defaultdict(list)
+def twin_buffers(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the other names of every buffer that hangs in several places, by its first one."""
+    names: dict[int, list[str]] = defaultdict(list)
     for path, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
-                full = f"{path}.{name}" if path else name
-                places[id(buffer)].append((full, Place(owner._buffers, name)))
-    return {own[0][0]: tuple(place for _, place in own) for own in places.values() if len(own) > 1}
+                names[id(buffer)].append(f"{path}.{name}" if path else name)
+    return {first: tuple(twins) for first, *twins in names.values() if twins}
+
+
+def buffers_inside(module: nn.Module, path: str) -> frozenset[str]:
+    """Return the first names of the buffers of a sub-module, whatever names the sub-module has."""
+    first = {id(buffer): name for name, buffer in module.named_buffers()}
+    return frozenset(first[id(buffer)] for buffer in module.get_submodule(path).buffers())
 
 
 class Tables:
@@ -56,6 +41,7 @@ class Tables:
             (f"{path}." if path else "", table, dict(table))
             for path, owner in module.named_modules()
             for table in (owner._parameters, owner._buffers, owner._modules)
+            if isinstance(table, dict)  # those of a scripted module are no Python
         ]
 
     def renamed(self) -> list[str]:

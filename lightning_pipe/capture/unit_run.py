@@ -20,6 +20,7 @@ from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import assignment_line
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
+from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.unit_choice import Call, call_paths, recording_tree
@@ -299,10 +300,11 @@ class _Units:
 
     def _note_change_inside(self, name: str, value: Any, unit: int) -> None:
         """Note what a unit has changed: its own buffers, or what lies outside of it."""
-        if not name.startswith(f"{self.seen[unit].path}."):
-            self._changes.append(Change(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
-        elif name in dict(self._module.named_buffers()):
+        path = self.seen[unit].path
+        if name in buffers_inside(self._module, path):
             self.follower.mutated.setdefault(unit, {})[name] = None
+        elif not name.startswith(f"{path}."):
+            self._changes.append(Change(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
 
     def changes(self) -> tuple[Change, ...]:
         """Return all changes in their order, with their lines."""

@@ -57,6 +57,7 @@ class Unit:
         outputs: these tensors.
         parameters: canonical names of the parameters in the sub-module.
         mutations: names of the buffers that the call changes.
+        buffers: names of the buffers in the sub-module.
         forward_s, backward_s: seconds in the traced run.
         flops: floating point operations of forward.
         saved_bytes: bytes that autograd keeps of it, parameters and its inputs left out.
@@ -69,6 +70,7 @@ class Unit:
     outputs: tuple[Output, ...]
     parameters: tuple[str, ...]
     mutations: tuple[str, ...]
+    buffers: tuple[str, ...]
     forward_s: float
     backward_s: float
     flops: int
