@@ -6,7 +6,6 @@ split = capture.split((17, 40))      # three stages
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
+from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
@@ -187,27 +187,12 @@ def _costs(operations: Iterable[Operation], positions: int) -> list[_Cost]:
     return costs
 
 
-def fingerprint(joint: JointGraph) -> str:
-    """Return a hash of the graph that is equal in every process: operators, arguments, shapes; no ids or addresses."""
-    digest = hashlib.sha256()
-    for node in joint.module.graph.nodes:
-        text = f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {_spell(node)}\n"
-        digest.update((text if joint.symbol is None else text.replace(joint.symbol.name, "samples")).encode())
-    return digest.hexdigest()[:16]
-
-
-def _spell(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return " ".join(f"{v.dtype}{tuple(v.shape)}" if isinstance(v, torch.Tensor) else str(v) for v in values)
-
-
 def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, cost: _Cost, aliases: dict[str, str], sizes: Sizes) -> Node:
     custom: dict[str, str] = node.meta.get("custom") or {}
     inputs = [kinds.parents.get(n.name, n.name) for n in node.all_input_nodes]
     return Node(
         name=node.name,
-        op=str(node.target),
+        op=spelled(node.target),
         module=custom.get("module", ""),
         line=custom.get("line", ""),
         inputs=tuple(dict.fromkeys(n for n in inputs if n in kinds.placed or n in joint.leaves)),

@@ -140,6 +140,7 @@ class Pipeline:
         samples = self.samples(call.structure)
         captured = self._capture(call, self._first_slice(samples))
         graph = captured.capture.graph
+        agree(self._links, {"captured graph": graph.fingerprint})
         problem = self._costs.problem(
             captured.capture,
             samples=samples,
