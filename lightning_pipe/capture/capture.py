@@ -19,6 +19,7 @@ from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.numbers import calls_of_samples, numbers_said, of_samples
 from lightning_pipe.capture.operations import operations_of, tensors_of
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
@@ -116,6 +117,7 @@ def capture_step(request: Request) -> Capture:
     if request.samples is not None and is_fixed(joint):
         joint = trace(replace(request, symbolic=False))
         variants = _variants(request, joint)
+        joint = _with_sizes(joint, variants, request)
     split_input_and_weight_gradients(joint)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
@@ -132,6 +134,21 @@ def _variants(request: Request, joint: JointGraph) -> Variants:
         return traced
 
     return Variants(joint, retrace)
+
+
+def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> JointGraph:
+    """Return a graph whose recorded numbers are functions of the samples, where other graphs show that they depend."""
+    record, samples = joint.record, joint.samples
+    if not numbers_said(record.returned, record.calls):
+        return joint
+    counts = (samples, samples - 1 if samples > 1 else samples + 2, samples + 1)
+    try:
+        records = [record, *(variants.retrace(count).record for count in counts[1:])]
+    except CaptureError:  # it holds for this number only
+        return joint
+    calls = tuple(calls_of_samples([one.calls for one in records], counts))
+    returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
+    return replace(joint, record=replace(record, calls=calls, returned=returned))
 
 
 def canonical_names(module: pl.LightningModule) -> dict[str, str]:

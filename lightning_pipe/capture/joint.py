@@ -15,7 +15,7 @@ from torch import fx
 
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.hazards import Watched, hazard
-from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Ref, StepRecord
+from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Read, Ref, StepRecord
 from lightning_pipe.capture.step import StepFunction
 from lightning_pipe.errors import CaptureError
 
@@ -210,6 +210,8 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
     def name(value: Any) -> Any:
         if isinstance(value, Ref):
             return Ref(loss or "") if value.name == "loss" else Ref(results[int(value.name)])
+        if isinstance(value, Read):
+            return Read(results[int(value.name)])
         if isinstance(value, tuple):
             return tuple(name(item) for item in value)
         if isinstance(value, list):

@@ -20,6 +20,13 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Stand for a tensor result that the step has read into Python (`.item()`): it becomes a number again."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Sized:
     """Stand for a Python number that depends on the number of samples: `of(samples)`.
 

@@ -30,7 +30,7 @@ from lightning_pipe.capture.hazards import (
     hazard,
     user_line,
 )
-from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized
+from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Read, Ref, Sized
 from lightning_pipe.capture.tables import Tables, twin_buffers
 from lightning_pipe.errors import CaptureError
 
@@ -264,9 +264,12 @@ def _symbolic_lengths() -> Iterator[None]:
 
 
 def _without_tensors(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
-    return apply_to_collection(
-        output, torch.Tensor, lambda tensor: Ref("loss") if tensor is loss else recording.ref(tensor)
-    )
+    def lift(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Ref("loss") if value is loss else recording.ref(value)
+        return Read(recording.ref(value.tensor).name) if isinstance(value, TracedNumber) else sized(value)
+
+    return apply_to_collection(output, (torch.Tensor, TracedNumber, torch.SymInt, torch.SymFloat), lift)
 
 
 class _ModulePath:
@@ -336,9 +339,11 @@ def recording_calls(
             return MetricValue(value.call)
         if isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
             return MetricRef(paths[id(value)]) if id(value) in paths else value
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            return sized(value)
-        return apply_to_collection(value, torch.Tensor, recording.ref)
+        return apply_to_collection(
+            value,
+            (torch.Tensor, torch.SymInt, torch.SymFloat),
+            lambda one: recording.ref(one) if isinstance(one, torch.Tensor) else sized(one),
+        )
 
     def call(path: str, method: str) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ which the step raises or returns no loss is wrong); the answer is a guard of the
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +32,8 @@ from lightning_pipe.capture.hazards import (
     reading,
 )
 from lightning_pipe.capture.joint import JointGraph, describe
-from lightning_pipe.capture.record import LogCall, MetricCall, Sized
+from lightning_pipe.capture.numbers import calls_of_samples, of_samples
+from lightning_pipe.capture.record import LogCall, MetricCall
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.capture.tables import tables_restored
 from lightning_pipe.errors import CaptureError
@@ -269,25 +269,16 @@ def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples:
         compare_calls(calls[0].calls, calls[1].calls, {})
     except CaptureError as error:
         raise _SizeDependent(str(error)) from error
-    for index, (call, one, two) in enumerate(zip(*(run.calls for run in runs), strict=True)):
-        if isinstance(call, LogCall) and isinstance(one, LogCall) and isinstance(two, LogCall):
-            value = _linear(call, one.value, two.value, samples)
-            runs[0].calls[index] = replace(call, value=value)
+    counts = (samples, samples + 1, samples + 2)
+    try:
+        runs[0].calls[:] = calls_of_samples([run.calls for run in runs], counts)
+        runs[0].returned = of_samples([run.returned for run in runs], counts, f"What {step.method} returns")
+    except CaptureError as error:
+        raise _SizeDependent(str(error)) from error
 
 
 class _SizeDependent(CaptureError):
     """Say that a graph holds for one number of samples only."""
-
-
-def _linear(call: LogCall, one: Any, two: Any, samples: int) -> Any:
-    """Return the logged value, as a function of the samples if it depends on them."""
-    value = call.value
-    if not isinstance(value, float) or value == one == two:
-        return value
-    slope = one - value
-    if not math.isclose(two - one, slope, rel_tol=1e-9, abs_tol=1e-12):
-        raise _SizeDependent(f"{call.name!r}, logged at {call.line}, is no linear function of the number of samples.")
-    return Sized(lambda n: value + slope * (n - samples))
 
 
 def _compare_runs(step: StepFunction) -> None:

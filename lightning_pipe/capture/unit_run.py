@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import assignment_line
+from lightning_pipe.capture.numbers import Place, numbers_said
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
 from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors
@@ -70,6 +71,7 @@ class Run:
         tail, escapes, changes, trained, loss, is_random: as in `UnitTrace`.
         reductions: of the loss; None without one.
         backward_s: seconds of the whole backward.
+        numbers: that it has returned and logged.
     """
 
     samples: int
@@ -86,6 +88,7 @@ class Run:
     is_random: bool
     reductions: Reductions | None
     backward_s: float
+    numbers: Mapping[Place, float]
 
 
 class Runner:
@@ -159,6 +162,7 @@ class Runner:
             is_random=is_random,
             reductions=ends,
             backward_s=backward_s,
+            numbers=numbers_said(output, recording.calls),
         )
 
     def _differentiate(self, loss: torch.Tensor) -> tuple[float, frozenset[str]]:

@@ -131,6 +131,7 @@ class UnitTrace:
         combine: how losses of micro-batches make that of the batch.
         is_random: whether torch's random numbers are drawn, by units or glue.
         is_random_in_python: whether Python's or NumPy's are.
+        proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
     """
 
     units: tuple[Unit, ...]
@@ -143,3 +144,4 @@ class UnitTrace:
     combine: Literal["mean", "sum"]
     is_random: bool
     is_random_in_python: bool
+    proportional: frozenset[tuple[str, ...]] = frozenset()

@@ -13,15 +13,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torchmetrics
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
-from lightning_pipe.capture.record import Guard, LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized, StepRecord
+from lightning_pipe.capture.record import (
+    Guard,
+    LogCall,
+    MetricCall,
+    MetricRef,
+    MetricValue,
+    Read,
+    Ref,
+    Sized,
+    StepRecord,
+)
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.parts import Content
 
-_SAID = (Ref, Sized, MetricRef, MetricValue)
+_SAID = (Ref, Read, Sized, MetricRef, MetricValue)
 
 
 def outputs(record: StepRecord) -> tuple[str, ...]:
@@ -32,7 +43,7 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
         [guard.ref for guard in record.guards],
         [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
     ]
-    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, Ref) else None)
+    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, Ref | Read) else None)
     return tuple(found)
 
 
@@ -58,6 +69,8 @@ def replay(record: StepRecord, values: Mapping[str, Content], *, samples: int, m
         match said:
             case Ref(name):
                 return values[name]
+            case Read(name):
+                return torch.as_tensor(values[name]).item()
             case Sized(of):
                 return of(samples)
             case MetricRef(path):

@@ -188,7 +188,9 @@ def test_what_is_shared_trains_as_on_one_device(name: str, route: str) -> None:
         assert val_loss == pytest.approx(expected[1], rel=ROUNDING)
         assert state.keys() == expected[2].keys()
         for key, value in expected[2].items():
-            torch.testing.assert_close(state[key], value, rtol=ROUNDING, atol=ROUNDING, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                state[key], value, rtol=ROUNDING, atol=ROUNDING, msg=lambda m, k=key: f"{k}: {m}"
+            )
 
 
 class Failing(PartsOfAModel):
