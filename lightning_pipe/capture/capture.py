@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import fx
 
-from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
+from lightning_pipe.capture.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
 from lightning_pipe.capture.joining import joining
@@ -64,6 +64,9 @@ class Capture:
         Raises:
             PlanError: if the cuts make no stages.
         """
+
+        if self.joint.loss is None:
+            cuts = moved(cuts, count=len(self.graph.nodes), forbidden=self.graph.uncuttable)
 
         def split_of(joint: JointGraph) -> Split:
             splitter = Splitter(

@@ -52,7 +52,7 @@ def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> Needs:
         if escape.before <= end:
             reads |= escape.reads
     for change in trace.changes:
-        if change.before <= end and not change.is_tensor:
+        if change.before <= end and (not change.is_tensor or keeps_for_hooks(trace)):
             reads |= change.reads
     if is_last:
         reads |= trace.tail
@@ -79,9 +79,9 @@ def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:
 
 
 def uncuttable(trace: UnitTrace) -> frozenset[int]:
-    """Return the positions at which the units cannot be separated."""
+    """Return the positions at which the units cannot be separated; that of their number is behind them all."""
     last = len(trace.units) - 1
-    found: set[int] = set()
+    found: set[int] = set(range(1, last + 1)) if keeps_for_hooks(trace) else set()
     for change in trace.changes:
         for reader in _readers(trace, change):
             behind = [change.before - 1, *_units(_with_state(trace, change.reads))]
@@ -94,6 +94,11 @@ def uncuttable(trace: UnitTrace) -> frozenset[int]:
         if not unit.is_fixed:
             found.update(range(k + 1, _last_reader(trace, k) + 1))
     return frozenset(found)
+
+
+def keeps_for_hooks(trace: UnitTrace) -> bool:
+    """Return whether a step without a loss keeps state: hooks read it, so every rank must come past what makes it."""
+    return trace.loss is None and bool(trace.changes)
 
 
 def _users(trace: UnitTrace, name: str) -> list[int]:
@@ -119,9 +124,9 @@ def _readers(trace: UnitTrace, change: Change) -> list[int]:
 
 
 def _last_reader(trace: UnitTrace, k: int) -> int:
-    """Return the last unit whose stage must be given the outputs of unit k."""
+    """Return the last unit whose stage must be given the outputs of unit k; their number for what comes behind."""
     source: Source = ("unit", k)
-    last = len(trace.units) - 1
+    last = len(trace.units)
     if source in _with_state(trace, trace.tail) or any(source in escape.reads for escape in trace.escapes):
         return last
     if any(source in change.reads for change in trace.changes):
