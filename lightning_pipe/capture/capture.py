@@ -64,7 +64,6 @@ class Capture:
         Raises:
             PlanError: if the cuts make no stages.
         """
-
         if self.joint.loss is None:
             cuts = moved(cuts, count=len(self.graph.nodes), forbidden=self.graph.uncuttable)
 

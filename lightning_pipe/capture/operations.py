@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.assign import Kinds, positions, sums_gradients
-from lightning_pipe.capture.joining import Joining
 from lightning_pipe.capture.fingerprint import spelled
+from lightning_pipe.capture.joining import Joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.torch_private import is_backward, operator_name, shares_memory_with

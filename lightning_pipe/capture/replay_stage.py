@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure
+from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_values import filled, leaf_size, lifted, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
@@ -239,7 +240,8 @@ class Player:
     def _call(self, samples: int, leaves: Mapping[int, torch.Tensor]) -> Any:
         every = range(len(self._step.structure.leaves))
         batch = self._step.structure.fill([leaves[i] if i in leaves else self._fake_leaf(i, samples) for i in every])
-        return getattr(self._step.module, self._step.method)(batch, *self._now.arguments)
+        step = getattr(self._step.module, self._step.method)
+        return with_loss(self._step.method, step(batch, *self._now.arguments))
 
     def _keep(self, play: _Play, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
         handle = next(_HANDLES)

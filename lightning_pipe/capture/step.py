@@ -12,6 +12,7 @@ import builtins
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,8 @@ from lightning_pipe.capture.hazards import (
     hazard,
     user_line,
 )
+from lightning_pipe.capture.helper_objects import HelperObjects
+from lightning_pipe.capture.metric_result import MetricResult, value_of_call, with_loss
 from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Read, Ref, Sized
 from lightning_pipe.capture.tables import Tables, twin_buffers
 from lightning_pipe.errors import CaptureError
@@ -115,7 +118,7 @@ class StepFunction(nn.Module):
         self.runs += 1
         path = _ModulePath(module)
         observer, recording = Observer(self.answers, path.current), Recording()
-        guard = AttributeGuard(module)
+        guard, helpers = AttributeGuard(module), HelperObjects(module)
         self.current = observer
         batch = self.structure.fill(leaves)
         arguments = tuple(a + shift * _INDEX_SHIFT if i == 0 else a for i, a in enumerate(self.arguments))
@@ -129,12 +132,15 @@ class StepFunction(nn.Module):
                 self.context(),
                 observer,
             ):
-                output = getattr(module, self.method)(batch, *arguments)
+                output = with_loss(self.method, getattr(module, self.method)(batch, *arguments))
         finally:
+            helped = helpers.restore_traced()
             changed = guard.restore()
         self.observers.append(observer)
         self.recordings.append(recording)
         self._check_state(changed)
+        if helped:
+            raise hazard(f"it puts tensors into self.{helped} (state)", "")
         loss = loss_of(module, self.method, output)
         recording.returned = _without_tensors(output, recording, loss)
         guards = [wrong for wrong, _, _ in observer.guards]
@@ -267,9 +273,11 @@ def _without_tensors(output: Any, recording: Recording, loss: torch.Tensor | Non
     def lift(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return Ref("loss") if value is loss else recording.ref(value)
+        if isinstance(value, MetricResult):
+            return MetricValue(value.call)
         return Read(recording.ref(value.tensor).name) if isinstance(value, TracedNumber) else sized(value)
 
-    return apply_to_collection(output, (torch.Tensor, TracedNumber, torch.SymInt, torch.SymFloat), lift)
+    return apply_to_collection(output, (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat), lift)
 
 
 class _ModulePath:
@@ -326,7 +334,7 @@ def recording_calls(
         recording.calls.append(LogCall(name, lift(value), {k: lift(v) for k, v in options.items()}, user_line(2)))
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(dictionary, _MetricResult):
+        if isinstance(dictionary, MetricResult):
             log("", dictionary, *args, **kwargs)
             return
         for name, value in dictionary.items():
@@ -335,7 +343,7 @@ def recording_calls(
     def lift(value: Any) -> Any:
         if isinstance(value, TracedNumber):
             return recording.ref(value.tensor)
-        if isinstance(value, _MetricResult):
+        if isinstance(value, MetricResult):
             return MetricValue(value.call)
         if isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
             return MetricRef(paths[id(value)]) if id(value) in paths else value
@@ -350,20 +358,36 @@ def recording_calls(
             recording.calls.append(
                 MetricCall(path, method, tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()}, user_line(2))
             )
-            return None if method in ("update", "reset") else _MetricResult(len(recording.calls) - 1)
+            if method in ("update", "reset"):
+                return None
+            if method == "compute":
+                compute = partial(_refuse_accumulated, user_line(2))
+            else:
+                compute = partial(value_of_call, metrics[path], own[path], args, kwargs)
+            return MetricResult(len(recording.calls) - 1, compute, user_line(2))
 
         return record
 
     metrics = metrics_in(module) if metrics is None else metrics
     paths = {id(metric): name for name, metric in metrics.items()}
+    own = {
+        name: {key: vars(metric)[key] for key in _RECORDED if key in vars(metric)} for name, metric in metrics.items()
+    }
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in [
             (module, "log", log),
             (module, "log_dict", log_dict),
-            *((m, k, call(n, k)) for n, m in metrics.items() for k in ("update", "forward", "compute", "reset")),
+            *((m, k, call(n, k)) for n, m in metrics.items() for k in _RECORDED),
         ]:
             stack.enter_context(_shadowed(owner, name, replacement))
         yield
+
+
+_RECORDED = ("update", "forward", "compute", "reset")
+
+
+def _refuse_accumulated(line: str) -> None:
+    raise hazard("what a torchmetrics object has accumulated is used by the step (it can only be logged)", line)
 
 
 @contextlib.contextmanager
@@ -379,26 +403,6 @@ def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
             del vars(owner)[name]
         else:
             vars(owner)[name] = before
-
-
-class _MetricResult:
-    """Stand for what a recorded metric call will return; it can be logged."""
-
-    def __init__(self, call: int) -> None:
-        self.call = call
-
-    def __getattr__(self, name: str) -> Any:
-        raise hazard("the value of a torchmetrics object is used by the step (it can only be logged)", user_line(2))
-
-    _refuse = __getattr__
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-
-    def __float__(self) -> float:
-        return float(self._refuse("float"))
-
-    def __bool__(self) -> bool:
-        return bool(self._refuse("bool"))
 
 
 def sized(value: torch.SymInt | torch.SymFloat) -> Sized:

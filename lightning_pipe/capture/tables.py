@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_pipe.capture.hazards import refill

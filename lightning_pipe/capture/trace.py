@@ -178,6 +178,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.compiling_state(),
         private.fused_recurrent_kernels(),
         private.unchecked_distributions(),
+        private.parameters_in_new_lists(),
         torch.random.fork_rng(devices=[]),
     ):
         step.model._device = device

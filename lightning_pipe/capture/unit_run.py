@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import assignment_line
+from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.numbers import Place, numbers_said
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
 from lightning_pipe.capture.tables import buffers_inside
@@ -188,7 +189,7 @@ class Runner:
 
     def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
         step: Callable[..., Any] = getattr(self.request.module, self.request.method)
-        return step(self.request.structure.fill(leaves), *self.request.arguments)
+        return with_loss(self.request.method, step(self.request.structure.fill(leaves), *self.request.arguments))
 
     def _count(self, other: int) -> int:
         """Return the number of samples: one less than wanted, or one more where that would leave a single one."""
@@ -295,7 +296,7 @@ class _Units:
     def look_at_state(self) -> None:
         """Note what glue has changed since the last unit."""
         for name, value in self._changed():
-            tensors = list(tensors_in(value))
+            tensors = list(tensors_in(value, objects=True))
             followed = bool(tensors) and name not in self._parameters and _is_tensors(value)
             reads = self.follower.reads(tensors)
             if not followed:

@@ -1,7 +1,8 @@
 """What does a module keep from one call of its step to the next, what has a step changed of it, and how is it put back?
 
 What is looked at: attributes of all sub-modules, what lists, dicts, sets and queues among them hold, buffers, and the
-memory and content of parameters. What other objects keep inside (a NumPy generator, a helper class) is not seen.
+memory and content of parameters, and attributes and collections of helpers that are no modules. What objects without
+attributes keep inside (a NumPy generator) is not seen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture.hazards import AttributeGuard, attributes_of, refill
+from lightning_pipe.capture.helper_objects import HelperObjects, content_of, is_helper
 from lightning_pipe.capture.torch_private import TorchDispatchMode, written_by
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -57,7 +59,8 @@ class Held:
 
     Attributes:
         content: attributes, buffers and parameters by name.
-        inside: what there is inside collections that can change, and the address of a parameter's memory.
+        inside: what there is inside collections that can change and inside helpers, and the address of a parameter's
+            memory.
     """
 
     content: dict[str, Any]
@@ -91,6 +94,7 @@ def held_by(owner: nn.Module) -> Held:
     """Return what a module holds now."""
     content = {name: value for name, value in attributes_of(owner).items() if name not in _TORCHS_OWN}
     inside = {name: _inside(value) for name, value in content.items() if isinstance(value, _CHANGEABLE)}
+    inside |= {name: tuple(content_of(value)) for name, value in content.items() if is_helper(value)}
     parameters = dict(owner.named_parameters(recurse=False))
     content.update(owner.named_buffers(recurse=False))
     return Held({**content, **parameters}, {**inside, **{name: (p.data_ptr(),) for name, p in parameters.items()}})
@@ -128,11 +132,12 @@ class Kept:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.keeper = _Keeper(module)
-        self._guard, self._undo = AttributeGuard(module), _undo(module)
+        self._guard, self._undo, self._helpers = AttributeGuard(module), _undo(module), HelperObjects(module)
 
     def restore(self) -> None:
         """Put everything back."""
         self._guard.restore()
+        self._helpers.restore()
         for action in self._undo:
             action()
         self.keeper.restore()
