@@ -11,6 +11,7 @@ stage than a gradient it reads, and a sum of gradients sits where its earliest i
 from __future__ import annotations
 
 import bisect
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +104,15 @@ def uncuttable(joint: JointGraph, kinds: Kinds) -> frozenset[int]:
         places = [position[at] for n in touching if (at := kinds.parents.get(n, n)) in position]
         found |= set(range(min(places) + 1, max(places) + 1)) if places else set()
     return frozenset(found)
+
+
+def moved(cuts: tuple[int, ...], *, count: int, forbidden: Set[int]) -> tuple[int, ...]:
+    """Move the cuts of `count` things to places that are not forbidden: the next one, or the last; stages may be empty.
+
+    So can a step without a backward be cut, which may read parameters in stages that do not hold them.
+    """
+    allowed = [position for position in range(count + 1) if position not in forbidden]
+    return tuple(next((p for p in allowed if p >= cut), allowed[-1]) for cut in cuts)
 
 
 def unsliceable(joint: JointGraph, kinds: Kinds, flow: Flow) -> frozenset[int]:

@@ -6,7 +6,6 @@ split = capture.split((17, 40))      # three stages
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,10 +14,12 @@ import lightning.pytorch as pl
 import torch
 from torch import fx
 
-from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
+from lightning_pipe.capture.assign import Kinds, classify, moved, uncuttable, unsliceable
+from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.numbers import calls_of_samples, numbers_said, of_samples
 from lightning_pipe.capture.operations import operations_of, tensors_of
 from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.record import StepRecord
@@ -65,6 +66,8 @@ class Capture:
         Raises:
             PlanError: if the cuts make no stages.
         """
+        if self.joint.loss is None:
+            cuts = moved(cuts, count=len(self.graph.nodes), forbidden=self.graph.uncuttable)
 
         def split_of(joint: JointGraph) -> Split:
             splitter = Splitter(
@@ -126,6 +129,7 @@ def capture_step(request: Request) -> Capture:
     if request.samples is not None and is_fixed(joint):
         joint = trace(replace(request, symbolic=False))
         variants = _variants(request, joint)
+        joint = _with_sizes(joint, variants, request)
     split_input_and_weight_gradients(joint)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
@@ -142,6 +146,21 @@ def _variants(request: Request, joint: JointGraph) -> Variants:
         return traced
 
     return Variants(joint, retrace)
+
+
+def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> JointGraph:
+    """Return a graph whose recorded numbers are functions of the samples, where other graphs show that they depend."""
+    record, samples = joint.record, joint.samples
+    if not numbers_said(record.returned, record.calls):
+        return joint
+    counts = (samples, samples - 1 if samples > 1 else samples + 2, samples + 1)
+    try:
+        records = [record, *(variants.retrace(count).record for count in counts[1:])]
+    except CaptureError:  # it holds for this number only
+        return joint
+    calls = tuple(calls_of_samples([one.calls for one in records], counts))
+    returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
+    return replace(joint, record=replace(record, calls=calls, returned=returned))
 
 
 def canonical_names(module: pl.LightningModule) -> dict[str, str]:
@@ -197,27 +216,12 @@ def _costs(operations: Iterable[Operation], positions: int) -> list[_Cost]:
     return costs
 
 
-def fingerprint(joint: JointGraph) -> str:
-    """Return a hash of the graph that is equal in every process: operators, arguments, shapes; no ids or addresses."""
-    digest = hashlib.sha256()
-    for node in joint.module.graph.nodes:
-        text = f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {_spell(node)}\n"
-        digest.update((text if joint.symbol is None else text.replace(joint.symbol.name, "samples")).encode())
-    return digest.hexdigest()[:16]
-
-
-def _spell(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return " ".join(f"{v.dtype}{tuple(v.shape)}" if isinstance(v, torch.Tensor) else str(v) for v in values)
-
-
 def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, cost: _Cost, aliases: dict[str, str], sizes: Sizes) -> Node:
     custom: dict[str, str] = node.meta.get("custom") or {}
     inputs = [kinds.parents.get(n.name, n.name) for n in node.all_input_nodes]
     return Node(
         name=node.name,
-        op=str(node.target),
+        op=spelled(node.target),
         module=custom.get("module", ""),
         line=custom.get("line", ""),
         inputs=tuple(dict.fromkeys(n for n in inputs if n in kinds.placed or n in joint.leaves)),

@@ -16,7 +16,7 @@ from torch import fx
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.python_guards import PythonGuards
-from lightning_pipe.capture.record import Guard, Item, LogCall, MetricCall, Ref, StepRecord
+from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Read, Ref, StepRecord
 from lightning_pipe.capture.step import NUMBERS, StepFunction
 from lightning_pipe.errors import CaptureError
 
@@ -94,6 +94,7 @@ def describe(
     graph = module.graph
     _drop_detaches(graph)
     _drop_unread_numbers(graph)
+    _drop_copies_into_state(graph)
     symbols = {s for leaf in leaves for s in _symbols(leaf)}
     _refuse_shapes_of_values(graph, symbols)
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
@@ -177,6 +178,34 @@ def _drop_unread_numbers(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _drop_copies_into_state(graph: fx.Graph) -> None:
+    """Let what is copied into a buffer as a whole be its new content where it is computed, not at the end of the step.
+
+    What depends on parameters and constants only may be repeated in several stages; it keeps its copy, which is not.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.copy.default or node.args[0].op != "placeholder":
+            continue
+        before, content = node.args[:2]
+        one, two = (n.meta["val"] for n in (before, content))
+        if (one.shape, one.dtype) == (two.shape, two.dtype) and _has_a_place(content, before):
+            node.replace_all_uses_with(content)
+            graph.erase_node(node)
+
+
+def _has_a_place(node: fx.Node, state: fx.Node) -> bool:
+    """Return whether an operation depends on the content of the batch, or of state that the step overwrites."""
+    pending, seen = list(node.all_input_nodes), set[fx.Node]()
+    while pending:
+        one = pending.pop()
+        if one is state or isinstance(one.meta.get("desc"), private.PlainAOTInput):
+            return True
+        if one not in seen and isinstance(one.meta.get("val"), torch.Tensor | tuple | list):
+            seen.add(one)
+            pending += one.all_input_nodes
+    return False
+
+
 def _unclone(node: fx.Node) -> fx.Node:
     """Return the node whose copy was made a result (a batch leaf keeps its copy, so that it has a place)."""
     if node.target is torch.ops.aten.clone.default and node.args[0].op == "call_function":
@@ -192,8 +221,8 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
     def name(value: Any) -> Any:
         if isinstance(value, Ref):
             return Ref(loss or "") if value.name == "loss" else Ref(results[int(value.name)])
-        if isinstance(value, Item):
-            return Item(results[int(value.name)])
+        if isinstance(value, Read):
+            return Read(results[int(value.name)])
         if isinstance(value, tuple):
             return tuple(name(item) for item in value)
         if isinstance(value, list):

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.assign import Kinds, positions, sums_gradients
+from lightning_pipe.capture.fingerprint import spelled
 from lightning_pipe.capture.joining import Joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.sizes import Sizes
@@ -94,7 +95,7 @@ class _Description:
         parameters, buffers = self._joint.parameters, self._joint.buffers
         return Operation(
             name=node.name,
-            op=str(node.target),
+            op=spelled(node.target),
             phase=self._phase(node),
             at=at,
             reach=self._reach.get(node.name, at),

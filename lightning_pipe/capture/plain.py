@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_pipe.capture.assign import is_random
 from lightning_pipe.capture.capture import Capture, canonical_names
+from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.randomness import keyed as drawing
 from lightning_pipe.capture.randomness import undisturbed
 from lightning_pipe.capture.replay import Replay
@@ -70,6 +71,7 @@ def run_plainly(captured: Capture | Replay, request: Request, tensors: Sequence[
         for entered in (request.context(), exactness, source):
             stack.enter_context(entered)
         output = getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
+        output = with_loss(request.method, output)
     loss = loss_of(module, request.method, output)
     assert loss is not None, "a training step returns a loss"
     loss.backward()  # type: ignore[no-untyped-call]

@@ -20,6 +20,13 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Stand for a tensor result that the step has read into Python (`.item()`): it becomes a number again."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Sized:
     """Stand for a Python number that depends on the number of samples: `of(samples)`.
 
@@ -27,13 +34,6 @@ class Sized:
     """
 
     of: Callable[[int], int | float]
-
-
-@dataclass(frozen=True)
-class Item:
-    """Stand for `tensor.item()` where the step returns it or keeps it: the Python number in a result of the graph."""
-
-    name: str
 
 
 @dataclass(frozen=True)

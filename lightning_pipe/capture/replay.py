@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.capture.assign import moved
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.record import Ref, StepRecord
 from lightning_pipe.capture.replay_graph import bytes_of, graph_of_units
-from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
+from lightning_pipe.capture.replay_needs import Needs, keeps_for_hooks, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
 from lightning_pipe.capture.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProgram, Value
@@ -100,6 +101,11 @@ class Replay:
             )
         return Layers(tuple(layers), samples)
 
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Return whether a batch must not be cut: what the step keeps for hooks would be that of a micro-batch."""
+        return keeps_for_hooks(self.trace)
+
     def begin(self, arguments: tuple[int, ...], template: Any) -> None:
         """Take the arguments of the next batch, and what it holds besides tensors."""
         self._now.arguments, self._now.template = arguments, template
@@ -127,18 +133,25 @@ class Replay:
             exact_ties: not offered by replay.
 
         Raises:
-            PlanError: if the units cannot be separated there, or exact ties are wanted.
+            PlanError: if the units of a training step cannot be separated there, or exact ties are wanted; cuts of an
+                evaluation are moved to where they can.
         """
         if exact_ties:
             raise PlanError(
                 "exact_ties needs the step as one graph, but this step is replayed. Remove exact_ties; gradients of "
                 "parameters that several stages use are then added once per step, which differs by rounding only."
             )
-        wrong = sorted(uncuttable(self.trace).intersection(cuts))
-        if wrong:
+        forbidden = uncuttable(self.trace)
+        if self.trace.loss is None:
+            cuts = moved(cuts, count=len(self.trace.units), forbidden=forbidden)
+        wrong = sorted(forbidden.intersection(cuts))
+        if wrong or (self.takes_whole_batches and any(cut == 0 for cut in cuts)):
+            place = (*self._names, "its end")[wrong[0] if wrong else 0]
+            kept = "; ".join(f"self.{change.name} at {change.line}" for change in self.trace.changes)
             raise PlanError(
-                f"The step cannot be cut before {self._names[wrong[0]]}: a stage before it would need what only stages "
+                f"{self._request.method} cannot be cut before {place}: a stage before it would need what only stages "
                 "behind it know (state that the step keeps, or a shape that depends on data)."
+                + (f" It keeps {kept}. Return it from the step and keep it in a hook, or log it." if kept else "")
             )
         return _Splitter(self._request, self.trace, self._aliases, self._now).split(cuts)
 
@@ -238,8 +251,8 @@ class _Splitter:
         receivers = [(k, other.number) for other in stages for k in other.needs.units if k in own]
         mutations = {name for k in own for name in units[k].mutations}
         changes = {change.name for change in self._trace.changes if change.is_tensor and change.before <= stage.end}
-        inside = tuple(f"{units[k].path}." for k in own)
-        buffers = [n for n in self._buffers if n.startswith(inside) or n in mutations or n in needs.state]
+        inside = {name for k in own for name in units[k].buffers}
+        buffers = [n for n in self._buffers if n in inside or n in mutations or n in needs.state]
         read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
         return Part(
             begin=stage.begin,

@@ -49,7 +49,7 @@ def graph_of_units(layers: Layers, trace: UnitTrace, names: tuple[str, ...], req
         operations=operations,
         parameter_bytes=sizes,
         coupled=tuple(names),  # glue runs in several stages, which must see the same samples
-        uncuttable=uncuttable(trace),
+        uncuttable=frozenset() if trace.loss is None else uncuttable(trace),  # cuts of an evaluation are moved
         unsliceable=unsliceable,
     )
 

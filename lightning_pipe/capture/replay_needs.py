@@ -12,7 +12,8 @@ and the tensors of the batch of which the same are made, and has the parameters 
 this glue. What it is not given it need not compute: fake tensors go through the glue in its place.
 
 Cuts are impossible where a stage would need a unit that comes after it, or one whose outputs have a shape that only
-the unit's owner knows.
+the unit's owner knows; and between units, or glue, that use state which the step changes (a BatchNorm that is called
+twice), since each stage would have its own.
 
 Legend: k, r units; a position p puts units 0..p-1 before a cut.
 """
@@ -51,7 +52,7 @@ def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> Needs:
         if escape.before <= end:
             reads |= escape.reads
     for change in trace.changes:
-        if change.before <= end and not change.is_tensor:
+        if change.before <= end and (not change.is_tensor or keeps_for_hooks(trace)):
             reads |= change.reads
     if is_last:
         reads |= trace.tail
@@ -78,17 +79,36 @@ def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:
 
 
 def uncuttable(trace: UnitTrace) -> frozenset[int]:
-    """Return the positions at which the units cannot be separated."""
+    """Return the positions at which the units cannot be separated; that of their number is behind them all."""
     last = len(trace.units) - 1
-    found: set[int] = set()
+    found: set[int] = set(range(1, last + 1)) if keeps_for_hooks(trace) else set()
     for change in trace.changes:
         for reader in _readers(trace, change):
             behind = [change.before - 1, *_units(_with_state(trace, change.reads))]
             found.update(range(reader + 1, min(last, max(behind)) + 1))
+    written = [name for unit in trace.units for name in unit.mutations]
+    for name in dict.fromkeys([*written, *(change.name for change in trace.changes if change.is_tensor)]):
+        if users := _users(trace, name):
+            found.update(range(min(users) + 1, max(users) + 1))
     for k, unit in enumerate(trace.units):
         if not unit.is_fixed:
             found.update(range(k + 1, _last_reader(trace, k) + 1))
     return frozenset(found)
+
+
+def keeps_for_hooks(trace: UnitTrace) -> bool:
+    """Return whether a step without a loss keeps state: hooks read it, so every rank must come past what makes it."""
+    return trace.loss is None and bool(trace.changes)
+
+
+def _users(trace: UnitTrace, name: str) -> list[int]:
+    """Return the units that have a buffer inside, or for which glue reads it; the last one for what comes behind."""
+    source: Source = ("state", name)
+    last = len(trace.units) - 1
+    found = [k for k, u in enumerate(trace.units) if name in u.buffers or source in _with_state(trace, u.reads)]
+    read_by_glue = [escape for escape in trace.escapes if source in _with_state(trace, escape.reads)]
+    found += [min(escape.before, last) for escape in read_by_glue]
+    return [*found, last] if read_by_glue or source in _with_state(trace, trace.tail) else found
 
 
 def _readers(trace: UnitTrace, change: Change) -> list[int]:
@@ -104,9 +124,9 @@ def _readers(trace: UnitTrace, change: Change) -> list[int]:
 
 
 def _last_reader(trace: UnitTrace, k: int) -> int:
-    """Return the last unit whose stage must be given the outputs of unit k."""
+    """Return the last unit whose stage must be given the outputs of unit k; their number for what comes behind."""
     source: Source = ("unit", k)
-    last = len(trace.units) - 1
+    last = len(trace.units)
     if source in _with_state(trace, trace.tail) or any(source in escape.reads for escape in trace.escapes):
         return last
     if any(source in change.reads for change in trace.changes):

@@ -25,10 +25,12 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure
+from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_values import filled, leaf_size, lifted, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
+from lightning_pipe.capture.tables import twin_buffers
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.errors import PipelineError
@@ -144,18 +146,20 @@ class Player:
         self._paths = {id(child): path for path, child in step.module.named_modules() if path in called}
         self._metrics = metrics_in(step.module)
         self._absent = self._fake_parameters()
+        self._twins = {name: twins for name, twins in twin_buffers(step.module).items() if name in part.buffers}
 
     @cached_property
     def _slots(self) -> dict[str, Slot]:
         own = itertools.chain(*self._part.parameters.values())
-        return slots_of(self._step.module, (*own, *self._part.buffers, *self._part.absent))
+        twins = itertools.chain(*self._twins.values())
+        return slots_of(self._step.module, (*own, *self._part.buffers, *twins, *self._part.absent))
 
     def forward(
         self,
         samples: int,
         key: RandomKey,
         *,
-        state: Mapping[str, torch.Tensor],
+        state: dict[str, torch.Tensor],
         leaves: Mapping[int, torch.Tensor],
         given: Mapping[int, Tensors],
     ) -> tuple[int, dict[int, Tensors], torch.Tensor | None, dict[str, torch.Tensor]]:
@@ -176,10 +180,11 @@ class Player:
         """
         play = _Play(self, samples, key, given)
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
+        twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         recording = Recording()
         with contextlib.ExitStack() as stack:
             for entered in (
-                hung(self._slots, {**state, **apart, **self._absent}),
+                hung(self._slots, {**state, **apart, **twins, **self._absent}),
                 checkpoint_only(lambda: play.is_inside),
                 keyed(key, self._step.device),
                 recording_calls(self._step.module, recording, self._metrics),
@@ -241,7 +246,8 @@ class Player:
             # the step may write to its batch, which others read: its own copy
             [leaves[i].clone() if i in leaves else self._fake_leaf(i, samples) for i in every]
         )
-        return getattr(self._step.module, self._step.method)(batch, *self._now.arguments)
+        step = getattr(self._step.module, self._step.method)
+        return with_loss(self._step.method, step(batch, *self._now.arguments))
 
     def _keep(self, play: _Play, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
         handle = next(_HANDLES)

@@ -9,7 +9,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.batch import Leaf, Slot
-from lightning_pipe.capture.record import Ref
+from lightning_pipe.capture.metric_result import MetricResult
+from lightning_pipe.capture.record import MetricValue, Ref
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.units import Output
 
@@ -54,6 +55,10 @@ def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def lifted(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
     """Return what the step returned with references in the place of tensors; the loss is named `loss`."""
     original = output.get("loss") if isinstance(output, dict) and loss is not None else output
-    return apply_to_collection(
-        output, torch.Tensor, lambda t: Ref(LOSS) if loss is not None and t is original else recording.ref(t)
-    )
+
+    def lift(value: torch.Tensor | MetricResult) -> Ref | MetricValue:
+        if isinstance(value, MetricResult):
+            return MetricValue(value.call)
+        return Ref(LOSS) if loss is not None and value is original else recording.ref(value)
+
+    return apply_to_collection(output, (torch.Tensor, MetricResult), lift)

@@ -24,11 +24,14 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure, with_numbers
-from lightning_pipe.capture.hazards import Observer, TracedNumber, hazard, user_line
+from lightning_pipe.capture.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
+from lightning_pipe.capture.metric_result import MetricResult, value_of_call, with_loss
 from lightning_pipe.capture.python_reads import Reads
 from lightning_pipe.capture.python_state import Slot
-from lightning_pipe.capture.record import Computed, Item, Kept, LogCall, MetricCall, MetricRef, MetricValue, Ref, Sized
+from lightning_pipe.capture.record import Computed, Kept, LogCall, MetricCall, MetricRef, MetricValue, Read, Ref, Sized
 from lightning_pipe.capture.step_state import StepState
+from lightning_pipe.capture.tables import Tables, twin_buffers
+from lightning_pipe.capture.torch_private import keeping_version
 from lightning_pipe.capture.tracked_number import (
     MOST_INPUTS,
     NumberGuards,
@@ -67,12 +70,15 @@ class Recording:
             if is_tracked(leaf):
                 return Computed(leaf.expression)
             if isinstance(leaf, TracedNumber):
-                return Item(self.ref(leaf.tensor).name)
+                return Read(self.ref(leaf.tensor).name)
+            if isinstance(leaf, MetricResult):
+                return MetricValue(leaf.call)
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
                 return sized(leaf)
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
-        return apply_to_collection(value, (torch.Tensor, TracedNumber, torch.SymInt, torch.SymFloat), one)
+        kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat)
+        return apply_to_collection(value, kinds, one)
 
 
 class StepFunction(nn.Module):
@@ -121,9 +127,27 @@ class StepFunction(nn.Module):
         self.has_loss = False
         self.observers: list[Observer] = []
         self.recordings: list[Recording] = []
+        self._twins = twin_buffers(module)
+        self._buffer_names = frozenset({NUMBERS, *(f"model.{name}" for name, _ in module.named_buffers())})
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Yield every module once: what hangs in it is one input of the graph, whatever number of names it has."""
+        yield from super().named_modules(memo, prefix, remove_duplicate=True)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every buffer once, by its first name, although fake ones hang in its places now."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate=False):
+            if name.removeprefix(prefix).lstrip(".") in self._buffer_names:
+                yield name, buffer
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the step; return the loss (if it has one) and the recorded tensors."""
+        with self._state_in_place():
+            return self._run(leaves)
+
+    def _run(self, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         module = self.model
         self.runs += 1
         self.numbers = NumberGuards()
@@ -144,6 +168,7 @@ class StepFunction(nn.Module):
             observer,
         ):
             output = getattr(module, self.method)(self._batch(leaves), *self._arguments())
+            output = with_loss(self.method, output)
         self.unread = state.unread
         self.observers.append(observer)
         self.recordings.append(recording)
@@ -170,6 +195,32 @@ class StepFunction(nn.Module):
 
     def _tracked(self, value: Any, name: str, read: Callable[[Situation], Any]) -> Any:
         return tracked(value, Source(name, read), self.numbers, lambda: user_line(3))
+
+    @contextlib.contextmanager
+    def _state_in_place(self) -> Iterator[None]:
+        """Hang one tensor in all places of a buffer, and write into it what the step assigns to it in the end.
+
+        Raises:
+            CaptureError: if the step leaves other state than it has found: of another name, form or kind.
+        """
+        outside = Tables(self.model)
+        try:
+            for first, twins in self._twins.items():
+                for path, _, name in (twin.rpartition(".") for twin in twins):
+                    self.model.get_submodule(path)._buffers[name] = self.model.get_buffer(first)
+            tables = Tables(self.model)
+            yield
+            renamed = [(name, "registers or removes") for name in tables.renamed()]
+            for name, before, now in tables.replaced():
+                if isinstance(before, nn.Parameter | nn.Module) or not _same_form(before, now):
+                    renamed.append((name, "replaces"))
+                else:
+                    with torch.no_grad(), keeping_version(before):
+                        before.copy_(now.detach())
+            for name, what in renamed:
+                raise hazard(f"it {what} self.{name} (state)", assignment_line(self.model, name))
+        finally:
+            outside.restore()
 
     @contextlib.contextmanager
     def _float_sizes(self) -> Iterator[None]:
@@ -250,6 +301,12 @@ def _put_back(slot: Slot, number: Any, value: Any) -> None:
 
 def _refuse_read(what: str) -> None:
     raise hazard(what, user_line(3))
+
+
+def _same_form(one: Any, two: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return False
+    return one.shape == two.shape and one.dtype == two.dtype and one.device == two.device
 
 
 def loss_of(module: pl.LightningModule, method: str, output: Any, *, may_skip: bool = False) -> torch.Tensor | None:
@@ -337,7 +394,7 @@ def recording_calls(
         recording.calls.append(LogCall(name, lift(value), {k: lift(v) for k, v in options.items()}, user_line(2)))
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(dictionary, _MetricResult):
+        if isinstance(dictionary, MetricResult):
             log("", dictionary, *args, **kwargs)
             return
         for name, value in dictionary.items():
@@ -346,7 +403,7 @@ def recording_calls(
     def lift(value: Any) -> Any:
         if isinstance(value, TracedNumber):
             return recording.ref(value.tensor)
-        if isinstance(value, _MetricResult):
+        if isinstance(value, MetricResult):
             return MetricValue(value.call)
         if isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
             return MetricRef(paths[id(value)]) if id(value) in paths else value
@@ -357,20 +414,36 @@ def recording_calls(
             recording.calls.append(
                 MetricCall(path, method, tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()}, user_line(2))
             )
-            return None if method in ("update", "reset") else _MetricResult(len(recording.calls) - 1)
+            if method in ("update", "reset"):
+                return None
+            if method == "compute":
+                compute = partial(_refuse_accumulated, user_line(2))
+            else:
+                compute = partial(value_of_call, metrics[path], own[path], args, kwargs)
+            return MetricResult(len(recording.calls) - 1, compute, user_line(2))
 
         return record
 
     metrics = metrics_in(module) if metrics is None else metrics
     paths = {id(metric): name for name, metric in metrics.items()}
+    own = {
+        name: {key: vars(metric)[key] for key in _RECORDED if key in vars(metric)} for name, metric in metrics.items()
+    }
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in [
             (module, "log", log),
             (module, "log_dict", log_dict),
-            *((m, k, call(n, k)) for n, m in metrics.items() for k in ("update", "forward", "compute", "reset")),
+            *((m, k, call(n, k)) for n, m in metrics.items() for k in _RECORDED),
         ]:
             stack.enter_context(_shadowed(owner, name, replacement))
         yield
+
+
+_RECORDED = ("update", "forward", "compute", "reset")
+
+
+def _refuse_accumulated(line: str) -> None:
+    raise hazard("what a torchmetrics object has accumulated is used by the step (it can only be logged)", line)
 
 
 @contextlib.contextmanager
@@ -386,26 +459,6 @@ def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
             del vars(owner)[name]
         else:
             vars(owner)[name] = before
-
-
-class _MetricResult:
-    """Stand for what a recorded metric call will return; it can be logged."""
-
-    def __init__(self, call: int) -> None:
-        self.call = call
-
-    def __getattr__(self, name: str) -> Any:
-        raise hazard("the value of a torchmetrics object is used by the step (it can only be logged)", user_line(2))
-
-    _refuse = __getattr__
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-
-    def __float__(self) -> float:
-        return float(self._refuse("float"))
-
-    def __bool__(self) -> bool:
-        return bool(self._refuse("bool"))
 
 
 def sized(value: torch.SymInt | torch.SymFloat) -> Sized:

@@ -5,7 +5,6 @@ changed is one of
 
     kept       it gave an attribute a value, or added to a list or dict, without looking at what was there: such values
                are results of the graph, and every rank keeps them after every batch (`record.Kept`)
-    buffers    it gave a registered buffer another tensor: the same as writing to the buffer
     state      anything else; the next step depends on it, which a graph cannot repeat: a hazard
 """
 
@@ -25,7 +24,6 @@ from lightning_pipe.capture.kept_collections import KeptDict, KeptList, kept_col
 from lightning_pipe.capture.python_reads import Reads, state_slots
 from lightning_pipe.capture.python_state import ABSENT, Change, Slot, Snapshot
 from lightning_pipe.capture.record import Kept
-from lightning_pipe.capture.torch_private import keeping_version
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
 
@@ -57,19 +55,14 @@ class StepState:
         """
         slots = list(state_slots(self.module))
         snapshot = Snapshot(slots, tree=self.module)
-        buffers = [(owner, dict(owner._buffers)) for owner in self.module.modules()]
         try:
             with kept_collections(slots) as collections:
                 yield
                 for slot, collection in collections:
                     self._note_collection(slot, collection)
-            for owner, before in buffers:
-                _write_assigned(owner, before)
             for change in _with_new_attributes(snapshot, slots, self.module):
                 self._note(change)
         finally:
-            for owner, before in buffers:
-                owner._buffers.update(before)
             restore_state(snapshot, slots, self.module)
 
     def _note_collection(self, slot: Slot, collection: KeptList | KeptDict) -> None:
@@ -113,19 +106,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return math.prod(size if isinstance(size, int) else size.node.hint for size in value.shape) <= _MOST_ELEMENTS
     return isinstance(value, (bool, int, float, str, type(None))) or type(value).__name__ == "TracedNumber"
-
-
-def _write_assigned(owner: torch.nn.Module, before: dict[str, torch.Tensor | None]) -> None:
-    """Write what a buffer was replaced by into the buffer, so that the graph does."""
-    for name, buffer in before.items():
-        now = owner._buffers.get(name)
-        if now is buffer:
-            continue
-        if buffer is None or now is None or now.shape != buffer.shape or now.dtype != buffer.dtype:
-            raise hazard(f"it replaces the buffer {name} by something of another form", "")
-        with torch.no_grad(), keeping_version(buffer):
-            buffer.copy_(now.detach())
-        owner._buffers[name] = buffer
 
 
 def _new_attributes(slots: list[Slot], module: pl.LightningModule) -> list[Slot]:

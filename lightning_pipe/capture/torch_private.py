@@ -4,12 +4,14 @@
 
 * `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
 * descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
+* `FunctionalTensor`: what tensors are while a joint graph is traced.
 * `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
 * `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
 * `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
 * `OpOverload` with `_opname` and `_schema`: name and arguments of an operator, and which of them its result is a view
   of; `_is_functional_tensor`.
+* `ParameterDict._key_to_attr`, `ParameterList._get_abs_string_index`: where these keep a parameter.
 * `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
@@ -38,6 +40,7 @@ from unittest import mock
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch._aot_autograd.descriptors import (
@@ -52,6 +55,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,8 +89,10 @@ __all__ = [
     "is_compiled",
     "is_profiling",
     "is_real",
+    "is_traced",
     "keeping_version",
     "operator_name",
+    "parameters_in_new_lists",
     "recorded_events",
     "reparametrize",
     "shares_memory_with",
@@ -212,6 +218,38 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Let a tensor be written to inside without autograd's noticing; who has saved it must not need its content."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor belongs to a trace, and is of no use behind it."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+
+
+@contextlib.contextmanager
+def parameters_in_new_lists() -> Iterator[None]:
+    """Let slices and copies of parameter lists and dicts hold what is traced, not new parameters without a history."""
+
+    def keeping(kind: type[nn.ParameterList] | type[nn.ParameterDict]) -> Callable[..., None]:
+        original = kind.__setitem__
+
+        def set_item(container: Any, key: Any, value: Any) -> None:
+            if not (isinstance(value, torch.Tensor) and has_no_data(value)):
+                original(container, key, value)
+                return
+            original(container, key, None)
+            setattr(container, _attribute(container, key), value)
+
+        return set_item
+
+    with contextlib.ExitStack() as stack:
+        for kind in (nn.ParameterList, nn.ParameterDict):
+            stack.enter_context(mock.patch.object(kind, "__setitem__", keeping(kind)))
+        yield
+
+
+def _attribute(container: Any, key: Any) -> str:
+    is_dict = isinstance(container, nn.ParameterDict)
+    return str(container._key_to_attr(key) if is_dict else container._get_abs_string_index(key))
 
 
 @contextlib.contextmanager

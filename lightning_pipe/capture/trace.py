@@ -9,7 +9,6 @@ which the step raises or returns no loss is wrong); the answer is a guard of the
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,11 +30,13 @@ from lightning_pipe.capture.hazards import (
     random_line,
 )
 from lightning_pipe.capture.joint import JointGraph, describe
+from lightning_pipe.capture.numbers import calls_of_samples, of_samples
 from lightning_pipe.capture.python_guards import PythonGuards, guards_of
 from lightning_pipe.capture.python_state import Slot
-from lightning_pipe.capture.record import LogCall, MetricCall, Sized
+from lightning_pipe.capture.record import LogCall, MetricCall
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.capture.step_state import state_put_back
+from lightning_pipe.capture.tables import tables_restored
 from lightning_pipe.errors import CaptureError
 
 Answers = Callable[[], tuple[bool, ...]]
@@ -157,6 +158,7 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         return found[0] if found else ""
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(tables_restored(request.module))
         stack.enter_context(no_random_numbers(run_again))
         stack.enter_context(_tracing(step, state, mode, request.device))
         try:
@@ -196,6 +198,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.compiling_state(),
         private.fused_recurrent_kernels(),
         private.unchecked_distributions(),
+        private.parameters_in_new_lists(),
         torch.random.fork_rng(devices=[]),
         no_seeding(),
     ):
@@ -207,7 +210,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
 
 
 def _fake_state(step: StepFunction, request: Request, mode: Any) -> dict[str, Any]:
-    """Return fake parameters and buffers on the target device, one per name (tied ones are separate)."""
+    """Return fake parameters and buffers on the target device; a parameter has one for every place it hangs in."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=request.device)
@@ -285,25 +288,16 @@ def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples:
         compare_calls(calls[0].calls, calls[1].calls)
     except CaptureError as error:
         raise _SizeDependent(str(error)) from error
-    for index, (call, one, two) in enumerate(zip(*(run.calls for run in runs), strict=True)):
-        if isinstance(call, LogCall) and isinstance(one, LogCall) and isinstance(two, LogCall):
-            value = _linear(call, one.value, two.value, samples)
-            runs[0].calls[index] = replace(call, value=value)
+    counts = (samples, samples + 1, samples + 2)
+    try:
+        runs[0].calls[:] = calls_of_samples([run.calls for run in runs], counts)
+        runs[0].returned = of_samples([run.returned for run in runs], counts, f"What {step.method} returns")
+    except CaptureError as error:
+        raise _SizeDependent(str(error)) from error
 
 
 class _SizeDependent(CaptureError):
     """Say that a graph holds for one number of samples only."""
-
-
-def _linear(call: LogCall, one: Any, two: Any, samples: int) -> Any:
-    """Return the logged value, as a function of the samples if it depends on them."""
-    value = call.value
-    if not isinstance(value, float) or value == one == two:
-        return value
-    slope = one - value
-    if not math.isclose(two - one, slope, rel_tol=1e-9, abs_tol=1e-12):
-        raise _SizeDependent(f"{call.name!r}, logged at {call.line}, is no linear function of the number of samples.")
-    return Sized(lambda n: value + slope * (n - samples))
 
 
 def _compare_runs(step: StepFunction) -> None:
@@ -344,6 +338,7 @@ def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, .
     devices = [request.device] if request.device.type == "cuda" else []
     with (
         state_put_back(module),
+        tables_restored(module),
         torch.random.fork_rng(devices=devices),
         request.context(),
         recording_calls(module, Recording()),

@@ -19,7 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import assignment_line
+from lightning_pipe.capture.metric_result import with_loss
+from lightning_pipe.capture.numbers import Place, numbers_said
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
+from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.unit_choice import Call, call_paths, recording_tree
@@ -69,6 +72,7 @@ class Run:
         tail, escapes, changes, trained, loss, is_random: as in `UnitTrace`.
         reductions: of the loss; None without one.
         backward_s: seconds of the whole backward.
+        numbers: that it has returned and logged.
     """
 
     samples: int
@@ -85,6 +89,7 @@ class Run:
     is_random: bool
     reductions: Reductions | None
     backward_s: float
+    numbers: Mapping[Place, float]
 
 
 class Runner:
@@ -158,6 +163,7 @@ class Runner:
             is_random=is_random,
             reductions=ends,
             backward_s=backward_s,
+            numbers=numbers_said(output, recording.calls),
         )
 
     def _differentiate(self, loss: torch.Tensor) -> tuple[float, frozenset[str]]:
@@ -183,7 +189,7 @@ class Runner:
 
     def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
         step: Callable[..., Any] = getattr(self.request.module, self.request.method)
-        return step(self.request.structure.fill(leaves), *self.request.arguments)
+        return with_loss(self.request.method, step(self.request.structure.fill(leaves), *self.request.arguments))
 
     def _count(self, other: int) -> int:
         """Return the number of samples: one less than wanted, or one more where that would leave a single one."""
@@ -290,7 +296,7 @@ class _Units:
     def look_at_state(self) -> None:
         """Note what glue has changed since the last unit."""
         for name, value in self._changed():
-            tensors = list(tensors_in(value))
+            tensors = list(tensors_in(value, objects=True))
             followed = bool(tensors) and name not in self._parameters and _is_tensors(value)
             reads = self.follower.reads(tensors)
             if not followed:
@@ -299,10 +305,11 @@ class _Units:
 
     def _note_change_inside(self, name: str, value: Any, unit: int) -> None:
         """Note what a unit has changed: its own buffers, or what lies outside of it."""
-        if not name.startswith(f"{self.seen[unit].path}."):
-            self._changes.append(Change(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
-        elif name in dict(self._module.named_buffers()):
+        path = self.seen[unit].path
+        if name in buffers_inside(self._module, path):
             self.follower.mutated.setdefault(unit, {})[name] = None
+        elif not name.startswith(f"{path}."):
+            self._changes.append(Change(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
 
     def changes(self) -> tuple[Change, ...]:
         """Return all changes in their order, with their lines."""

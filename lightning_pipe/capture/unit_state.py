@@ -1,7 +1,8 @@
 """What does a module keep from one call of its step to the next, what has a step changed of it, and how is it put back?
 
 What is looked at: attributes of all sub-modules, what lists, dicts, sets and queues among them hold, buffers, and the
-memory and content of parameters. What other objects keep inside (a NumPy generator, a helper class) is not seen.
+memory and content of parameters, and attributes and collections of helpers that are no modules. What objects without
+attributes keep inside (a NumPy generator) is not seen.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 from lightning_pipe.capture.python_reads import attributes_of, state_slots
 from lightning_pipe.capture.python_state import Snapshot
 from lightning_pipe.capture.step_state import restore_state
+from lightning_pipe.capture.tables import refill
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -59,7 +61,8 @@ class Held:
 
     Attributes:
         content: attributes, buffers and parameters by name.
-        inside: what there is inside collections that can change, and the address of a parameter's memory.
+        inside: what there is inside collections that can change and inside helpers, and the address of a parameter's
+            memory.
     """
 
     content: dict[str, Any]
@@ -154,13 +157,6 @@ def left_as_it_was(module: pl.LightningModule) -> Iterator[Kept]:
         kept.restore()
         for p, gradient in gradients:
             p.grad = gradient
-
-
-def refill(table: dict[str, Any], content: dict[str, Any]) -> None:
-    """Give a dict its content back."""
-    if list(table) != list(content) or any(table[name] is not content[name] for name in content):
-        table.clear()
-        table.update(content)
 
 
 def _undo(module: pl.LightningModule) -> list[Callable[[], object]]:

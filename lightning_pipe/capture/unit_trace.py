@@ -24,6 +24,8 @@ import torch
 
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import restored_generators
+from lightning_pipe.capture.numbers import proportional
+from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.unit_choice import Call, choose, faster, units_of
 from lightning_pipe.capture.unit_loss import combine_of
@@ -115,6 +117,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         combine=combine_of([one.reductions for one in runs if one.reductions is not None]),
         is_random=run.is_random,
         is_random_in_python=False,
+        proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
     )
 
 
@@ -136,6 +139,7 @@ def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
         outputs=tuple(output for output, _ in outputs),
         parameters=tuple(dict.fromkeys(inside)),
         mutations=tuple(name for name in mutated if name in buffers),
+        buffers=tuple(sorted(buffers_inside(request.module, first.path))),
         forward_s=0.0,
         backward_s=0.0,
         flops=runs[0].flops.get(k, 0),

@@ -57,6 +57,7 @@ class Unit:
         outputs: these tensors.
         parameters: canonical names of the parameters in the sub-module.
         mutations: names of the buffers that the call changes.
+        buffers: names of the buffers in the sub-module.
         forward_s, backward_s: seconds in the traced run.
         flops: floating point operations of forward.
         saved_bytes: bytes that autograd keeps of it, parameters and its inputs left out.
@@ -69,6 +70,7 @@ class Unit:
     outputs: tuple[Output, ...]
     parameters: tuple[str, ...]
     mutations: tuple[str, ...]
+    buffers: tuple[str, ...]
     forward_s: float
     backward_s: float
     flops: int
@@ -129,6 +131,7 @@ class UnitTrace:
         combine: how losses of micro-batches make that of the batch.
         is_random: whether torch's random numbers are drawn, by units or glue.
         is_random_in_python: whether Python's or NumPy's are.
+        proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
     """
 
     units: tuple[Unit, ...]
@@ -141,3 +144,4 @@ class UnitTrace:
     combine: Literal["mean", "sum"]
     is_random: bool
     is_random_in_python: bool
+    proportional: frozenset[tuple[str, ...]] = frozenset()

@@ -22,6 +22,7 @@ from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.outline import stage_plans
+from lightning_pipe.planner.places import too_few_places
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule, joined
@@ -154,9 +155,11 @@ class Drafter:
             ranks = tuple(group[:1] if layout.whole else group for group in layout.stages)
             self._cuts[key] = next(iter(self._balancer.variants(ranks, microbatches)), None)
         if (found := self._cuts[key]) is None:
-            raise PlanError(
-                f"The step has {len(self._problem.graph.nodes)} operations, too few places to cut for "
-                f"{len(layout.stages)} stages. Use fewer devices or chunks, or another schedule."
+            raise too_few_places(
+                self._problem.graph,
+                stages=len(layout.stages),
+                sliced=len({len(group) for group in ranks}) > 1,
+                advice="Use fewer devices or chunks, or another schedule.",
             )
         return found
 

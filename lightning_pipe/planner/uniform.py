@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 
-from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
 from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.places import too_few_places
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 
@@ -26,14 +26,16 @@ def uniform(problem: Problem) -> list[Outline]:
         problem: graph, costs, devices and wishes.
 
     Raises:
-        PlanError: if the graph has fewer nodes than stages are wanted.
+        PlanError: if the graph has too few places to cut.
     """
     replicas = problem.wishes.replicas or (1,) * problem.cluster.ranks
     positions = worthwhile(problem, sliced=len(set(replicas)) > 1)
     if len(positions) < len(replicas) - 1:
-        raise PlanError(
-            f"The step has {len(problem.graph.nodes)} operations, too few for {len(replicas)} stages. Use fewer "
-            "devices, or replicate stages by `layout`."
+        raise too_few_places(
+            problem.graph,
+            stages=len(replicas),
+            sliced=len(set(replicas)) > 1,
+            advice="Use fewer devices, or replicate stages by `layout`.",
         )
     firsts = itertools.accumulate(replicas, initial=0)
     ranks = tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=False))

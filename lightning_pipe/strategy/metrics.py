@@ -22,12 +22,12 @@ from lightning_pipe.capture.python_state import follow
 from lightning_pipe.capture.record import (
     Computed,
     Guard,
-    Item,
     Kept,
     LogCall,
     MetricCall,
     MetricRef,
     MetricValue,
+    Read,
     Ref,
     Sized,
     StepRecord,
@@ -36,7 +36,7 @@ from lightning_pipe.capture.tracked_number import Situation, evaluate
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.parts import Content
 
-_SAID = (Ref, Item, Sized, Computed, MetricRef, MetricValue)
+_SAID = (Ref, Read, Sized, Computed, MetricRef, MetricValue)
 
 
 def outputs(record: StepRecord) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
         [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
         [kept.value for kept in record.kept],
     ]
-    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, (Ref, Item)) else None)
+    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, Ref | Read) else None)
     return tuple(found)
 
 
@@ -82,7 +82,7 @@ def replay(
         match said:
             case Ref(name):
                 return values[name]
-            case Item(name):
+            case Read(name):
                 return torch.as_tensor(values[name]).item()
             case Sized(of):
                 return of(samples)

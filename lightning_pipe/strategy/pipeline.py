@@ -160,14 +160,16 @@ class Pipeline:
                 replay may be tried.
         """
         control, config = self._links.control, self._config
+        training = call.method == TRAINING
         samples = self.samples(call.structure)
         graph = captured.capture.graph
+        agree(self._links, {"captured graph": graph.fingerprint})
         problem = self._costs.problem(
             captured.capture,
-            samples=samples,
+            samples=samples if training else max(samples, self._wanted_microbatches),  # later batches may be larger
             given=self._given,
             optimizers=optimizers,
-            training=call.method == TRAINING,
+            training=training,
             takes_back=self._clips_by_norm,
         )
         candidates: list[Judged] = []  # on rank 0
@@ -178,7 +180,8 @@ class Pipeline:
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")
-        check_samples(plan, samples)
+        if training:
+            check_samples(plan, samples)
         cuts = resolve(plan, graph, ranks=control.ranks)
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
@@ -188,7 +191,7 @@ class Pipeline:
         if not self._sizes(captured.capture, samples):
             captured = self._capture_for(call, samples)
             cuts = self._cuts(captured.capture.graph)
-        if call.method == TRAINING and config.check:
+        if training and config.check:
             self._check(captured, call, samples)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout)
@@ -374,7 +377,8 @@ class Pipeline:
     def _sizes(self, capture: Capture, samples: int) -> tuple[int, ...]:
         """Return the micro-batches of a batch: as many as planned, fewer where the graph needs it; () if none fit."""
         layout = self._plan_now.layout
-        for count in range(min(samples, self._plan_now.microbatches), 0, -1):
+        is_whole = isinstance(capture, Replay) and capture.takes_whole_batches
+        for count in range(min(samples, 1 if is_whole else self._plan_now.microbatches), 0, -1):
             sizes = microbatch_sizes(samples, count)
             if not any(capture.misfit(size) for size in slices(layout, sizes)):
                 return sizes
@@ -382,8 +386,12 @@ class Pipeline:
 
     def _first_slice(self, samples: int) -> int:
         """Guess the size of a micro-batch before there is a plan."""
-        wanted = self._given.microbatches if self._given is not None else self._config.microbatches
-        return max(microbatch_sizes(samples, wanted or 1))
+        return max(microbatch_sizes(samples, self._wanted_microbatches))
+
+    @property
+    def _wanted_microbatches(self) -> int:
+        """Return the number of micro-batches that the user wants, 1 if it is left to the planner."""
+        return (self._given.microbatches if self._given is not None else self._config.microbatches) or 1
 
     def _divisible(self, structure: Structure) -> bool:
         """Say whether batches like this can be cut; those that cannot are left whole where nobody wants to cut them."""

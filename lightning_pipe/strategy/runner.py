@@ -85,7 +85,7 @@ class Runner:
         record, values = step.capture.record, collected.values
         if isinstance(step.capture, Replay):
             words = gathered(step.capture.said(), program.layout.stages[-1], self._links.control)
-            record, said = combined(words, device=self._device)
+            record, said = combined(words, device=self._device, proportional=step.capture.trace.proportional)
             values = {**values, **said}
         return Ran(
             record,

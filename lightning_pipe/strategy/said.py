@@ -5,6 +5,7 @@ them made counts for those. Tensors and numbers in their arguments, and in what 
 
     tensor with dimensions             joined along the first one, in the order of samples
     floating number, 0-dim tensor      mean weighted by samples; sum, max, min if `reduce_fx` of the log says so
+    number in proportion to samples    sum (a size: of the traced runs, with several numbers of samples)
     other numbers                      as they are if they agree, else as floating ones
     batch_size of a log                sum
 
@@ -13,14 +14,14 @@ Legend: a piece is what one play of the last stage said.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_pipe.capture.numbers import RETURNED, VALUE, Place, call_keys
 from lightning_pipe.capture.record import LogCall, MetricCall, MetricValue, Ref, StepRecord
 from lightning_pipe.capture.replay_values import LOSS
 from lightning_pipe.capture.step import Recording
@@ -28,7 +29,6 @@ from lightning_pipe.runtime.parts import Content
 from lightning_pipe.strategy.control import Control
 
 Words: TypeAlias = tuple[int, int, int, Recording]  # micro-batch, first sample, samples, what was said
-Key: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class _Piece:
 
     samples: int
     recording: Recording
-    keys: tuple[Key, ...]
+    keys: tuple[Place, ...]
 
     @property
-    def calls(self) -> dict[Key, LogCall | MetricCall]:
+    def calls(self) -> dict[Place, LogCall | MetricCall]:
         return dict(zip(self.keys, self.recording.calls, strict=True))
 
 
@@ -57,18 +57,21 @@ def gathered(words: Sequence[Words], speakers: Sequence[int], control: Control) 
     return sorted((one for ones in told for one in ones), key=lambda one: one[:2])
 
 
-def combined(words: Sequence[Words], *, device: torch.device) -> tuple[StepRecord, dict[str, Content]]:
+def combined(
+    words: Sequence[Words], *, device: torch.device, proportional: Set[Place] = frozenset()
+) -> tuple[StepRecord, dict[str, Content]]:
     """Return the record of a batch and the values that it refers to; the loss is left to others.
 
     Args:
         words: what all plays said, in the order of samples.
         device: where values are wanted.
+        proportional: places of numbers that are in proportion to the samples.
     """
-    pieces = [_Piece(samples, recording, _keys(recording)) for _, _, samples, recording in words]
+    pieces = [_Piece(samples, recording, call_keys(recording.calls)) for _, _, samples, recording in words]
     order = list(dict.fromkeys(key for piece in pieces for key in piece.keys))
-    merger = _Merger(order, device)
+    merger = _Merger(order, device, proportional)
     calls = tuple(merger.call(key, pieces) for key in order)
-    returned = merger.value([piece.recording.returned for piece in pieces], pieces)
+    returned = merger.value([piece.recording.returned for piece in pieces], pieces, RETURNED)
     loss = LOSS if any(_holds_loss(piece.recording.returned) for piece in pieces) else None
     return StepRecord(calls, loss, returned, ()), merger.values
 
@@ -83,25 +86,15 @@ def _on_host(recording: Recording) -> Recording:
     return replace(recording, results=[tensor.detach().cpu() for tensor in recording.results])
 
 
-def _keys(recording: Recording) -> tuple[Key, ...]:
-    counts: Counter[Key] = Counter()
-    keys = []
-    for call in recording.calls:
-        what: Key = ("log", call.name) if isinstance(call, LogCall) else ("metric", call.path, call.method)
-        keys.append((*what, str(counts[what])))
-        counts[what] += 1
-    return tuple(keys)
-
-
 class _Merger:
     """Combine arguments of calls; tensors get names of their own."""
 
-    def __init__(self, order: Sequence[Key], device: torch.device) -> None:
+    def __init__(self, order: Sequence[Place], device: torch.device, proportional: Set[Place]) -> None:
         self._places = {key: number for number, key in enumerate(order)}
-        self._device = device
+        self._device, self._proportional = device, proportional
         self.values: dict[str, Content] = {}
 
-    def call(self, key: Key, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
+    def call(self, key: Place, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
         """Return one call of all pieces that made it."""
         speaking = [piece for piece in pieces if key in piece.calls]
         calls = [piece.calls[key] for piece in speaking]
@@ -113,17 +106,19 @@ class _Merger:
                 name: (
                     sum(int(call.kwargs[name]) for call in logs)
                     if name == "batch_size" and isinstance(value, int)
-                    else self.value([call.kwargs.get(name) for call in logs], speaking)
+                    else self.value([call.kwargs.get(name) for call in logs], speaking, (*key, name))
                 )
                 for name, value in first.kwargs.items()
             }
-            return replace(first, value=self.value([call.value for call in logs], speaking, how=how), kwargs=kwargs)
+            value = self.value([call.value for call in logs], speaking, (*key, VALUE), how=how)
+            return replace(first, value=value, kwargs=kwargs)
         metrics = [call for call in calls if isinstance(call, MetricCall)]
-        args = tuple(self.value(list(each), speaking) for each in zip(*(call.args for call in metrics), strict=True))
-        kwargs = {name: self.value([call.kwargs[name] for call in metrics], speaking) for name in first.kwargs}
+        args = self.value([call.args for call in metrics], speaking, (*key, VALUE))
+        named = {name: [call.kwargs[name] for call in metrics] for name in first.kwargs}
+        kwargs = {name: self.value(values, speaking, (*key, name)) for name, values in named.items()}
         return replace(first, args=args, kwargs=kwargs)
 
-    def value(self, found: Sequence[Any], pieces: Sequence[_Piece], *, how: Any = "mean") -> Any:
+    def value(self, found: Sequence[Any], pieces: Sequence[_Piece], place: Place, *, how: Any = "mean") -> Any:
         """Return one value of all pieces."""
         first = found[0]
         if isinstance(first, Ref):
@@ -134,9 +129,13 @@ class _Merger:
         if isinstance(first, MetricValue):
             return MetricValue(self._places[pieces[0].keys[first.call]])
         if isinstance(first, Mapping):
-            return type(first)({k: self.value([one[k] for one in found], pieces, how=how) for k in first})
+            each = {k: self.value([one[k] for one in found], pieces, (*place, str(k)), how=how) for k in first}
+            return type(first)(each)
         if type(first) in (list, tuple):
-            return type(first)(self.value(list(each), pieces, how=how) for each in zip(*found, strict=True))
+            items = enumerate(zip(*found, strict=True))
+            return type(first)(self.value(list(item), pieces, (*place, str(i)), how=how) for i, item in items)
+        if place in self._proportional:
+            return sum(found)
         if isinstance(first, (int, float)) and any(one != first for one in found):
             numbers = [torch.tensor(float(one), dtype=torch.float64) for one in found]
             return float(_joined(numbers, [piece.samples for piece in pieces], how))

@@ -195,12 +195,13 @@ class Weights:
         for name, parameter in self._real.items():
             if self.holds(name):
                 parameter.data = parameter.data.to(device)
+        moved = {id(buffer): buffer.to(device) for buffer in self._module.buffers()}
         for module in self._module.modules():
             if isinstance(module, torchmetrics.Metric):
                 module.to(device)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+                    module._buffers[name] = moved.get(id(buffer), buffer)
 
     def _current(self, name: str) -> nn.Parameter:
         return self._stand_ins.get(name, self._real[name])

@@ -1,0 +1,141 @@
+"""Evaluation steps may keep what hooks read, and have batches of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ranks.world import World
+from strategy.fits import dapple, make_trainer
+
+WIDTH, CLASSES = 8, 5
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.kept: Any = None
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class KeepsAPicture(Plain):
+    """Keeps some of the first batch as NumPy, before the modules are called."""
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.kept = batch[0][:3].cpu().numpy()
+        super().validation_step(batch, batch_idx)
+
+
+class KeepsATensor(Plain):
+    """Keeps what the head returned for the whole first batch."""
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        if batch_idx == 0:
+            self.kept = logits
+        self.log("val_loss", F.cross_entropy(logits, batch[1]))
+
+
+MODULES = {cls.__name__: cls for cls in (Plain, KeepsAPicture, KeepsATensor)}
+
+
+def loader(samples: int = 20, batch_size: int = 8) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, WIDTH, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (samples,), generator=generator)
+    return DataLoader(list(zip(x, y, strict=True)), batch_size=batch_size)
+
+
+def kept(name: str, run: str, options: dict[str, Any] | None) -> tuple[np.ndarray, float]:
+    """Fit or validate on all ranks of this world, or plainly; return what the step has kept; a worker function."""
+    torch.manual_seed(0)
+    module = MODULES[name]().double()
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1)
+    if run == "fit":
+        trainer.fit(module, loader(), loader())
+    else:
+        trainer.validate(module, loader(), verbose=False)
+    return np.array(module.kept), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("run", ["fit", "validate"])
+@pytest.mark.parametrize("name", ["KeepsAPicture", "KeepsATensor"])
+def test_what_an_evaluation_step_keeps_is_that_of_the_whole_batch_on_every_rank(
+    name: str, run: str, ranks: int
+) -> None:
+    expected = kept(name, run, None)
+    options = {"layout": "-".join("1" * ranks), "microbatches": 2}
+    for found, loss in World(ranks).run(kept, name, run, options):
+        np.testing.assert_allclose(found, expected[0], rtol=1e-9)
+        assert loss == pytest.approx(expected[1], rel=1e-9)
+
+
+def evaluated(method: str, samples: int, batch_size: int, options: dict[str, Any] | None) -> float:
+    """Test on all ranks of this world, or plainly; a worker function."""
+    torch.manual_seed(0)
+    module = Plain().double()
+    trainer = make_trainer("auto" if options is None else dapple(**options))
+    getattr(trainer, method)(module, loader(samples, batch_size), verbose=False)
+    return float(trainer.callback_metrics["test_loss" if method == "test" else "val_loss"])
+
+
+@pytest.mark.parametrize("route", ["joint", "replay"])
+@pytest.mark.parametrize(("method", "samples", "batch_size"), [("test", 2, 8), ("validate", 1, 8), ("test", 5, 3)])
+def test_a_first_batch_with_fewer_samples_than_micro_batches_is_evaluated(
+    method: str, samples: int, batch_size: int, route: str
+) -> None:
+    expected = evaluated(method, samples, batch_size, None)
+    options = {"layout": "1-1", "microbatches": 4, "capture": route}
+    for found in World(2).run(evaluated, method, samples, batch_size, options):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Narrow(Plain):
+    """Writes and reads a buffer around nearly everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.blocks(batch[0] * self.scale).mean()
+        self.scale.mul_(1 + loss.detach())
+        return loss
+
+
+def fit_narrow() -> None:
+    """Fit with fewer places to cut than operations suggest; a worker function."""
+    module = Narrow().double()
+    make_trainer(dapple(layout="1-1", microbatches=2), max_epochs=1).fit(module, loader())
+
+
+def test_too_few_places_to_cut_are_counted_and_the_others_explained() -> None:
+    with pytest.raises(
+        Exception, match=r"operations and can be cut at \d+ places? between them, too few for 2 stages; "
+    ):
+        World(2).run(fit_narrow)
