@@ -22,6 +22,7 @@
 * `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `Tensor._version`: counts how often a tensor was written to.
+* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -87,6 +88,7 @@ __all__ = [
     "shares_memory_with",
     "tag_nodes",
     "unchecked_distributions",
+    "unguarded",
     "written_by",
 ]
 
@@ -266,6 +268,12 @@ def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedE
         )
         for event in finished.kineto_results.events()
     ]
+
+
+def unguarded() -> contextlib.AbstractContextManager[None]:
+    """Let torch treat tensors of classes that answer its calls themselves as plain ones, inside."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def is_profiling() -> bool:

@@ -170,7 +170,7 @@ class Pipeline:
             first = max(slices(plan.layout, self._sizes(captured.capture, samples)[:1]))
             check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
         step = self._build(captured, cuts)
-        self._weights.place(step.split, plan.layout)
+        self._weights.place(step.split, plan.layout, device=self._device)
         self._steps[self._key(call)] = [step]
 
     def run(self, call: Call, turn: Turn) -> Ran:

@@ -138,4 +138,5 @@ class Runner:
 
     def _state_bytes(self) -> int:
         kept = 0 if self._later is None else self._later.bytes
-        return kept + state_bytes([*self._weights.parameters.values(), *self._weights.buffers.values()])
+        here = [parameter for name, parameter in self._weights.parameters.items() if self._weights.holds(name)]
+        return kept + state_bytes([*here, *self._weights.buffers.values()])

@@ -156,7 +156,7 @@ class Session:
             self._plan(Call(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
-        """Return the batch on the device; on ranks that do not load one of meta tensors with the same structure."""
+        """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
         if self._feed.loads:
             batch = transfer(batch)
         batch, structure = self._feed.share(batch)

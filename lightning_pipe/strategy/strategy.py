@@ -171,7 +171,7 @@ class DappleStrategy(ParallelStrategy):
         self._links = connect_ranks(
             self.global_rank, self.world_size, device=self.root_device, deadline_s=self.config.deadline_s
         )
-        self._feed = Feed(self._links.control, ahead=self.config.post_validation)
+        self._feed = Feed(self._links.control, ahead=self.config.post_validation, device=self.root_device)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Create optimizers, plan for the first batch, and place everything."""
@@ -232,7 +232,7 @@ class DappleStrategy(ParallelStrategy):
         return self._feed.wrap(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the batch where it was loaded; elsewhere return a stand-in of meta tensors."""
+        """Move the batch where it was loaded; elsewhere return stand-ins."""
         move = super().batch_to_device
         if self._session is None:
             return move(batch, device, dataloader_idx)
@@ -292,7 +292,25 @@ class DappleStrategy(ParallelStrategy):
             return self.lightning_module.state_dict()
         self._session.settle()
         with self._session.weights.whole():
-            return self.lightning_module.state_dict()
+            return self._session.weights.state_dict()
+
+    @contextlib.contextmanager
+    def whole_module(self) -> Iterator[None]:
+        """Have the current values of all parameters and buffers in the module of every rank, inside.
+
+        For hooks that all ranks run: averages of weights, histograms, copies, `state_dict()`. What all ranks write to
+        parameters inside stays. It takes the memory of the whole module for that long; gradients stay where they are.
+
+        Example:
+            >>> with self.trainer.strategy.whole_module():  # doctest: +SKIP
+            ...     torch.save(self.state_dict(), "weights.pt")
+        """
+        if self._session is None:
+            yield
+            return
+        self._session.settle()
+        with self._session.weights.everywhere():
+            yield
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer on rank 0, as on a single device."""
