@@ -23,6 +23,7 @@
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `Tensor._version`: counts how often a tensor was written to.
 * `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones.
+* `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -77,6 +78,7 @@ __all__ = [
     "compiling_state",
     "fused_recurrent_kernels",
     "fx_traceback",
+    "gradient_hooks",
     "has_hooks_on_saved_tensors",
     "has_no_data",
     "is_backward",
@@ -268,6 +270,13 @@ def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedE
         )
         for event in finished.kineto_results.events()
     ]
+
+
+def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[Any, Callable[[torch.Tensor], Any]], ...]:
+    """Return the tables of a leaf's hooks: on its gradient, and on the sum of its gradients; changing them counts."""
+    with unguarded():
+        tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return tuple({} if table is None else table for table in tables)
 
 
 def unguarded() -> contextlib.AbstractContextManager[None]:

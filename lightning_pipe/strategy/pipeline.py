@@ -74,6 +74,9 @@ class Pipeline:
         contexts: step method -> context that the step runs in (autocast, no_grad).
         device: where this rank computes.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
+
+    Attributes:
+        runner: runs captured steps.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class Pipeline:
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
         self._later = later
-        self._runner = Runner(links, weights=weights, later=later, batch_dim=config.batch_dim, device=device)
+        self.runner = self._runner = Runner(
+            links, weights=weights, later=later, batch_dim=config.batch_dim, device=device
+        )
 
     @property
     def planned(self) -> tuple[Plan, Graph] | None:

@@ -62,15 +62,16 @@ def refuse_parameters(module: pl.LightningModule) -> None:
             )
 
 
-def warn_of_partial_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Say once which hooks of the user see the gradients of this rank's stages only."""
+def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Return which hooks of the user look at gradients, and say once what they see."""
     hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
     hooks += [f"{type(c).__name__}.{n}" for c in trainer.callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
     if hooks and trainer.world_size > 1:
         rank_zero_warn(
-            f"{', '.join(hooks)} will see the gradients of this rank's stages only (others are None). Norms over all "
-            "parameters are those of one device in gradient_clip_val alone."
+            f"{', '.join(hooks)} will see the gradients of this rank's stages; of the others the 2-norm is known, and "
+            "what is done to one by itself is done where it is. trainer.strategy.grad_norm() is the norm of all."
         )
+    return hooks
 
 
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:

@@ -11,6 +11,7 @@ This package itself looks behind a stand-in with `unguarded()`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from lightning_pipe.capture.hazards import user_line
 from lightning_pipe.capture.torch_private import unguarded
 from lightning_pipe.errors import AbsentError
 
-__all__ = ["Absence", "BatchStandIn", "StandIn", "absent_batch", "form_of", "occupy", "unguarded", "vacate"]
+__all__ = ["Absence", "BatchStandIn", "Guarded", "StandIn", "absent_batch", "form_of", "occupy", "unguarded", "vacate"]
 
 WAY_OUT_OF_WEIGHTS = (
     "On all ranks together, `with trainer.strategy.whole_module():` gives the module of every rank all current values; "
@@ -46,6 +47,11 @@ _OWN_FLAGS = frozenset(
     _post_accumulate_grad_hooks""".split()
 )
 _OWN = frozenset("requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __dir__".split())
+
+
+_READ_NO_GRADIENTS = ("/torch/optim/", "/lightning_pipe/", "/lightning/pytorch/", "/lightning/fabric/")
+_READS_FOR_USERS = "/lightning/pytorch/utilities/grads.py"
+_OF_OPTIMIZERS = frozenset({"step", "zero_grad"})
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Absence:
         )
 
 
-class _Guarded:
+class Guarded:
     """What both kinds of stand-ins do with calls of torch."""
 
     absence: Absence
@@ -90,7 +96,7 @@ class _Guarded:
         kwargs = kwargs or {}
         name = func.__name__
         first = args[0] if args else None
-        if isinstance(first, _Guarded):
+        if isinstance(first, Guarded):
             match name:
                 case "__get__" | "__set__":
                     return first._attribute(func, *args[1:])
@@ -107,7 +113,7 @@ class _Guarded:
         if name == "equal":
             return _are_one(*args)
         if name in _OF_FORM:
-            return func(*(arg.absence.form if isinstance(arg, _Guarded) else arg for arg in args), **kwargs)
+            return func(*(arg.absence.form if isinstance(arg, Guarded) else arg for arg in args), **kwargs)
         if name in _OWN:
             with unguarded():
                 return func(*args, **kwargs)
@@ -118,7 +124,7 @@ class _Guarded:
     def _attribute(self, access: Any, *value: Any) -> Any:
         attribute = getattr(access.__self__, "__name__", "")
         sets = access.__name__ == "__set__"
-        if sets and (attribute in ("requires_grad", "_backward_hooks") or (attribute == "grad" and value == (None,))):
+        if sets and (attribute in ("requires_grad", "_backward_hooks") or (attribute == "grad" and value[0] is None)):
             with unguarded():
                 return access(self, *value)
         if not sets and attribute in _FORM_FLAGS:
@@ -151,11 +157,29 @@ class _Guarded:
         self.absence.refuse("pickling (torch.save)", self._way_out)
 
 
-class StandIn(_Guarded, nn.Parameter):
-    """A parameter of the user while other ranks hold its values; equal to itself only."""
+class StandIn(Guarded, nn.Parameter):
+    """A parameter of the user while other ranks hold its values; equal to itself only.
+
+    Attributes:
+        gradient: stands for the gradient that other ranks have; None while they have none. Hooks of the user see it.
+            Optimizers do not, so that they pass over the parameter.
+    """
+
+    gradient: torch.Tensor | None
+
+    def _attribute(self, access: Any, *value: Any) -> Any:
+        if getattr(access.__self__, "__name__", "") != "grad" or self.gradient is None:
+            return super()._attribute(access, *value)
+        if access.__name__ == "__get__":
+            return self.gradient if _is_asked_by_a_hook() else None
+        if value[0] is None:
+            self.gradient = None
+        elif not (isinstance(value[0], Guarded) and value[0].absence.ranks == self.absence.ranks):
+            self.absence.refuse("setting .grad", self._way_out)
+        return None
 
 
-class BatchStandIn(_Guarded, torch.Tensor):
+class BatchStandIn(Guarded, torch.Tensor):
     """A tensor of a batch that other ranks have loaded."""
 
     _way_out = _WAY_OUT_OF_BATCHES
@@ -168,13 +192,14 @@ def vacate(parameter: nn.Parameter, name: str, *, ranks: tuple[int, ...], rank: 
     absence = Absence(f"the parameter {name}", ranks, rank, device, form, type(parameter))
     parameter.data = torch.empty(0, dtype=parameter.dtype)
     parameter.__class__ = StandIn
-    vars(parameter)["absence"] = absence
+    vars(parameter).update(absence=absence, gradient=None)
 
 
 def occupy(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
     """Make a vacated parameter what it was, with this value; None leaves it without memory."""
     if isinstance(parameter, StandIn):
         kind = vars(parameter).pop("absence").kind
+        del parameter.gradient
         parameter.__class__ = kind
     if value is not None:
         parameter.data = value
@@ -182,7 +207,7 @@ def occupy(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
 
 def form_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the meta tensor that is like a stand-in; another tensor as it is."""
-    return tensor.absence.form if isinstance(tensor, _Guarded) else tensor
+    return tensor.absence.form if isinstance(tensor, Guarded) else tensor
 
 
 def absent_batch(structure: Structure, *, ranks: tuple[int, ...], rank: int, device: torch.device) -> Any:
@@ -212,6 +237,26 @@ def _paths(template: Any, path: str) -> list[tuple[int, str]]:
     return [found for value, where in inner for found in _paths(value, where)]
 
 
+def _is_asked_by_a_hook() -> bool:
+    """Return whether the user's code, called by Lightning, is looking; not an optimizer, Lightning or this package."""
+    frame = sys._getframe(1)
+    by_user = False
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path == __file__:
+            pass
+        elif path.endswith(_READS_FOR_USERS):
+            by_user = True
+        elif any(part in path for part in _READ_NO_GRADIENTS):
+            return by_user and "/torch/optim/" not in path
+        elif frame.f_code.co_name in _OF_OPTIMIZERS and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return False
+        elif "/torch/" not in path:
+            by_user = True
+        frame = frame.f_back  # type: ignore[assignment]
+    return by_user
+
+
 def _are_one(one: Any, other: Any) -> bool:
     """Compare parameters by identity, as callbacks do to find out whether an optimizer has one; nothing else."""
     if isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter):
@@ -221,9 +266,9 @@ def _are_one(one: Any, other: Any) -> bool:
     guarded.absence.refuse("equal", guarded._way_out)
 
 
-def _guarded_in(value: Any) -> _Guarded | None:
+def _guarded_in(value: Any) -> Guarded | None:
     """Return the first stand-in among arguments."""
-    if isinstance(value, _Guarded):
+    if isinstance(value, Guarded):
         return value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return next((found for one in inner if (found := _guarded_in(one)) is not None), None)

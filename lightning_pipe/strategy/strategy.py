@@ -28,18 +28,18 @@ from torch.optim import Optimizer
 
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.errors import ConfigError, UnsupportedError
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.refusals import (
+    readers_of_gradients,
     refuse,
     refuse_optimizers,
     refuse_parameters,
     refuse_post_validation,
-    warn_of_partial_gradients,
 )
 from lightning_pipe.strategy.session import Session
 
@@ -200,7 +200,7 @@ class DappleStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
             self._session.look_ahead(trainer)
-            warn_of_partial_gradients(trainer, module)
+            self._session.expect_readers(readers_of_gradients(trainer, module))
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"
@@ -311,6 +311,19 @@ class DappleStrategy(ParallelStrategy):
         self._session.settle()
         with self._session.weights.everywhere():
             yield
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of the gradients of all parameters, on every rank; called by hooks that all ranks run.
+
+        Args:
+            norm_type: order of the norm.
+
+        Raises:
+            UnsupportedError: outside of fit.
+        """
+        if self._session is None:
+            raise UnsupportedError("There are no gradients before fit, so there is no norm of them.")
+        return self._session.grad_norm(norm_type)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer on rank 0, as on a single device."""

@@ -26,6 +26,7 @@ from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.program import Layout
 from lightning_pipe.strategy.control import Control
+from lightning_pipe.strategy.gradient_stand_ins import show_gradient
 from lightning_pipe.strategy.stand_ins import StandIn, form_of, occupy, unguarded, vacate
 
 
@@ -210,6 +211,24 @@ class Weights:
             if isinstance(parameter, StandIn) and name in state:
                 state[name] = form_of(parameter)
         return state
+
+    def show_gradients(self, norms: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
+        """Let the user's hooks see that other ranks have gradients.
+
+        Args:
+            norms: by parameter the norm of its gradient, None where there is none.
+        """
+        for name in self._elsewhere():
+            parameter = self._real[name]
+            is_told = norms is not None and parameter in norms
+            norm = norms[parameter] if norms is not None and is_told else None
+            if parameter.requires_grad and (norm is not None or not is_told):
+                show_gradient(parameter, norm)
+
+    def hide_gradients(self) -> None:
+        """Let the user's hooks see that no rank has gradients."""
+        for name in self._elsewhere():
+            self._real[name].grad = None
 
     def _elsewhere(self) -> list[str]:
         return [name for name in self._real if not self.holds(name)]

@@ -1,0 +1,148 @@
+"""Hooks and callbacks that users write do what they do on one device, or end with one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+
+from models.parity import make_loader
+from ranks.world import Raised, World
+from strategy.fits import Losses, dapple, make_trainer
+
+NAME = "parameter_groups"
+ROUTES = ["joint", "replay"]
+TWO = {"layout": "1-1", "microbatches": 2}
+
+
+class Net(pl.LightningModule):
+    """Four layers; `noted` is what hooks have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 7)).double()
+        self.noted: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def fitted(module: pl.LightningModule, options: dict[str, Any] | None, **trainer: Any) -> tuple[Any, ...]:
+    """Return losses, parameters, what hooks have noted, and metrics."""
+    losses = Losses()
+    own = trainer.pop("callbacks", [])
+    fit = make_trainer(
+        "auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses, *own], **trainer
+    )
+    fit.fit(module, make_loader(NAME, dtype=torch.float64))
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return losses.losses, state, module.noted, {k: float(v) for k, v in fit.callback_metrics.items()}
+
+
+def assert_as_on_one_device(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+def _scale(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(parameter.grad.abs().max())
+
+
+class Hooked(Net):
+    """Hooks on gradients: a linear one, one that is not, one on the sum, and one that is removed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.net[0].parameters():
+            parameter.register_hook(lambda g: g / (g.norm() + 1))
+        self.net[4].weight.register_hook(lambda g: g * 0.5)
+        self.net[4].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        self.net[2].weight.register_post_accumulate_grad_hook(_scale)
+
+    def on_train_start(self) -> None:
+        self.handle = self.net[2].bias.register_hook(lambda g: g.sign() * 0.01)
+
+    def on_train_epoch_end(self) -> None:
+        self.handle.remove()
+
+
+def fit_hooked(options: dict[str, Any] | None, trainer: dict[str, Any]) -> tuple[Any, ...]:
+    return fitted(Hooked(), options, **trainer)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}], ids=["", "more"])
+@pytest.mark.parametrize(("route", "layout"), [("joint", "1-1"), ("joint", "2-1"), ("replay", "1-1")])
+def test_a_hook_on_a_gradient_runs_once_per_batch(route: str, layout: str, trainer: dict[str, Any]) -> None:
+    expected = fit_hooked(None, trainer)
+    options = {"layout": layout, "microbatches": 2, "capture": route}
+    for found in World(sum(map(int, layout.split("-")))).run(fit_hooked, options, trainer):
+        assert_as_on_one_device(found, expected)
+
+
+class Editing(Net):
+    """Gradients are changed, measured and clipped by hand; weights are changed by hand in a hook."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        weight = self.net[2].weight
+        weight.grad = weight.grad.clamp(-0.1, 0.1) + 0.001 * weight.grad.sign()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.noted.append(self.trainer.strategy.grad_norm() if hasattr(self.trainer.strategy, "grad_norm") else None)
+        if self.noted[-1] is None:
+            grads = [p.grad for p in self.parameters()]
+            self.noted[-1] = torch.nn.utils.get_total_norm(grads)
+
+
+class Measuring(Net):
+    """Norms as Lightning's documentation logs them, and clipping as torch's does."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, 2)
+        self.log_dict(norms)
+        self.noted.append({name: float(norm) for name, norm in norms.items()})
+        self.noted.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.2)))
+        self.noted.append(sum(p.numel() for p in self.parameters() if p.grad is not None))
+
+
+class Watching(pl.Callback):
+    """What callbacks ask of parameters and batches without their values."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        parameters = dict(module.named_parameters())
+        count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        shapes = [(name, tuple(p.shape), p.dtype, str(p.device), p.nbytes, p.dim()) for name, p in parameters.items()]
+        assert all(p is q for p, q in zip(parameters.values(), module.parameters(), strict=True))
+        assert len(set(parameters.values())) == len({repr(p) for p in parameters.values()}) == 6
+        assert all(p == p for p in parameters.values() if type(p) is not nn.Parameter)
+        module.noted.append((count, shapes, len(batch[0]), tuple(batch[1].shape), str(batch[0].device)))
+        module.log("rows", float(batch[0].size(0)))
+
+
+def fit_kind(kind: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    return fitted(KINDS[kind](), options, callbacks=[Watching()])
+
+
+KINDS: dict[str, Callable[[], Net]] = {"editing": Editing, "measuring": Measuring}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("route", "layout"), [("joint", "1-1"), ("joint", "2-1"), ("replay", "1-1")])
+def test_hooks_have_the_same_effect(kind: str, route: str, layout: str) -> None:
+    expected = fit_kind(kind, None)
+    options = {"layout": layout, "microbatches": 2, "capture": route}
+    for found in World(sum(map(int, layout.split("-")))).run(fit_kind, kind, options):
+        assert_as_on_one_device(found, expected)
