@@ -52,10 +52,15 @@ def user_line(skip: int = 1) -> str:
     frame = sys._getframe(skip)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith("<") and not any(part in path for part in _LIBRARIES):
+        if not path.startswith("<") and not is_library(path):
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def is_library(path: str) -> bool:
+    """Return whether a file belongs to torch, Lightning or this package, not to the user."""
+    return any(part in path for part in _LIBRARIES)
 
 
 class Question(Exception):

@@ -24,12 +24,16 @@
 * `Tensor._version`: counts how often a tensor was written to.
 * `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones.
 * `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
+* `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
+  hooks on the backward of modules.
+* `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group`: what every collective asks first.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,6 +56,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +77,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "answered_calls",
+    "answered_collectives",
     "aot_export_joint_with_descriptors",
     "argument_names",
     "checkpoint_only",
@@ -79,6 +85,7 @@ __all__ = [
     "fused_recurrent_kernels",
     "fx_traceback",
     "gradient_hooks",
+    "has_backward_hooks",
     "has_hooks_on_saved_tensors",
     "has_no_data",
     "is_backward",
@@ -277,6 +284,44 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[Any, Callable[[torch.T
     with unguarded():
         tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return tuple({} if table is None else table for table in tables)
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a module has hooks on its own backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_backward_hooks_on_all() -> bool:
+    """Return whether there are hooks on the backward of every module."""
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
+
+
+@contextlib.contextmanager
+def answered_collectives(answer: Callable[[str], None]) -> Iterator[None]:
+    """Call `answer(name)` when a collective of torch.distributed begins, under whatever name it was imported."""
+
+    def ask(original: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            name = sys._getframe(1).f_code.co_name
+            if name not in _NO_COLLECTIVES:
+                answer(f"torch.distributed.{name}")
+            return original(*args, **kwargs)
+
+        return asked
+
+    before = [(owner, name, getattr(owner, name)) for owner, name in _ASKED_BY_COLLECTIVES]
+    try:
+        for owner, name, original in before:
+            setattr(owner, name, ask(original))
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
+
+
+_NO_COLLECTIVES = frozenset({"get_rank", "get_world_size", "get_backend", "get_backend_config"})
+_ASKED_BY_COLLECTIVES = ((distributed_c10d, "_rank_not_in_group"), (_functional_collectives, "_resolve_group"))
 
 
 def unguarded() -> contextlib.AbstractContextManager[None]:

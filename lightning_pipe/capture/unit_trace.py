@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.capture.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import restored_generators
 from lightning_pipe.capture.trace import Request
@@ -71,9 +72,12 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
 def _separated(runner: Runner, tree: Call, parts: int, kept: Kept) -> tuple[frozenset[str], Run]:
     """Choose units that glue does not read past, and follow the step once with them."""
     opened: frozenset[str] = frozenset()
-    while chosen := choose(tree, parts, opened):
+    hooked = frozenset(hooked_modules(runner.request.module))
+    while chosen := choose(tree, parts, opened, closed=hooked):
         run = runner.followed(chosen, kept)
         if not run.read_past:
+            if runner.request.method == "training_step":
+                check_hooked_units(runner.request.module, chosen)
             return chosen, run
         opened |= run.read_past
     request = runner.request

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import UninitializedTensorMixin
 
-from lightning_pipe.capture.torch_private import is_compiled
+from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
 from lightning_pipe.errors import UnsupportedError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -157,6 +157,11 @@ def _refuse_hooks(module: pl.LightningModule) -> None:
         raise UnsupportedError(
             f"{name} overrides backward, which is never called: the backward of the pipeline is part of its program. "
             "Remove it; gradients can be changed in on_after_backward."
+        )
+    if has_backward_hooks_on_all():
+        raise UnsupportedError(
+            "There is a hook on the backward of all modules (register_module_full_backward_hook or its like), also of "
+            "those whose sub-modules are on several ranks. Register it on the sub-modules that you want to see."
         )
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):

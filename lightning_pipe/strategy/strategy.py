@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 
+from lightning_pipe.capture.collectives import refuse_in_step
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import ConfigError, UnsupportedError
@@ -305,6 +306,7 @@ class DappleStrategy(ParallelStrategy):
             >>> with self.trainer.strategy.whole_module():  # doctest: +SKIP
             ...     torch.save(self.state_dict(), "weights.pt")
         """
+        refuse_in_step("trainer.strategy.whole_module")
         if self._session is None:
             yield
             return
@@ -321,6 +323,7 @@ class DappleStrategy(ParallelStrategy):
         Raises:
             UnsupportedError: outside of fit.
         """
+        refuse_in_step("trainer.strategy.grad_norm")
         if self._session is None:
             raise UnsupportedError("There are no gradients before fit, so there is no norm of them.")
         return self._session.grad_norm(norm_type)
@@ -346,12 +349,18 @@ class DappleStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have come here."""
+        refuse_in_step("trainer.strategy.barrier")
         if self._links is not None:
             self._links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on all ranks."""
+        refuse_in_step("trainer.strategy.broadcast")
         return obj if self._links is None else self._links.control.broadcast(obj, source=src, what="a broadcast")
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensor, as one device does: every rank has the values of the whole batch."""
+        return tensor
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the value: logged values are those of the whole batch on every rank already."""
@@ -359,6 +368,7 @@ class DappleStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any of them, say yes."""
+        refuse_in_step("trainer.strategy.reduce_boolean_decision")
         if self._links is None:
             return decision
         said = self._links.control.sum(torch.tensor(float(decision)), what="a decision of all ranks")

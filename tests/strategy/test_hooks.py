@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.distributed import all_reduce
 
 from models.parity import make_loader
 from ranks.world import Raised, World
@@ -51,8 +53,14 @@ def fitted(module: pl.LightningModule, options: dict[str, Any] | None, **trainer
 
 
 def assert_as_on_one_device(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+    texts: list[list[str]] = [[], []]
+
+    def without_texts(value: Any, seen: list[str]) -> Any:
+        return apply_to_collection(value, (str, torch.dtype), lambda text: seen.append(str(text)) or 0)
+
+    one, two = (without_texts(values, seen) for values, seen in zip((found, expected), texts, strict=True))
+    assert texts[0] == texts[1]
+    torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
 
 
 def _scale(parameter: torch.Tensor) -> None:
@@ -146,3 +154,112 @@ def test_hooks_have_the_same_effect(kind: str, route: str, layout: str) -> None:
     options = {"layout": layout, "microbatches": 2, "capture": route}
     for found in World(sum(map(int, layout.split("-")))).run(fit_kind, kind, options):
         assert_as_on_one_device(found, expected)
+
+
+class ModuleHooked(Net):
+    """Backward hooks of sub-modules that change gradients, sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_full_backward_hook(lambda module, given, made: None)
+        self.net[2].register_full_backward_hook(lambda module, given, made: (given[0] * 0.5,))
+        self.net[4].register_full_backward_pre_hook(lambda module, made: (made[0].clamp(-0.01, 0.01),))
+
+
+class TensorHooked(Net):
+    """The step registers a hook on what its sub-modules compute."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.net[:2](batch[0])
+        hidden.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+        return F.cross_entropy(self.net[2:](hidden), batch[1])
+
+
+class Gathering(Net):
+    """What Lightning offers for several ranks gives what it gives on one device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.all_gather(self.net(batch[0]), sync_grads=True)
+        return F.cross_entropy(logits.reshape(-1, 7), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noted.append(float(self.all_gather(outputs["loss"]).mean()))
+
+
+KINDS |= {"module hooks": ModuleHooked, "tensor hooks": TensorHooked, "gathering": Gathering}
+
+
+@pytest.mark.parametrize(
+    ("kind", "route", "layout"),
+    [
+        ("module hooks", "auto", "1-1"),
+        ("module hooks", "auto", "1-1-1"),
+        ("module hooks", "replay", "2-1"),
+        ("tensor hooks", "joint", "1-1"),
+        ("tensor hooks", "joint", "1-2"),
+        ("gathering", "joint", "1-1"),
+        ("gathering", "replay", "1-1"),
+    ],
+)
+def test_backward_hooks_and_gathering_have_the_same_effect(kind: str, route: str, layout: str) -> None:
+    expected = fit_kind(kind, None)
+    options = {"layout": layout, "microbatches": 2, "capture": route}
+    for found in World(sum(map(int, layout.split("-")))).run(fit_kind, kind, options):
+        assert_as_on_one_device(found, expected)
+
+
+class Reducing(Net):
+    """The step sums over ranks itself, as a library for several devices does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        all_reduce(loss.detach().clone())
+        return loss
+
+
+class Waiting(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.trainer.strategy.barrier()
+        return super().training_step(batch, batch_idx)
+
+
+class ParameterHooked(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class WholeHooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_full_backward_hook(lambda module, given, made: None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0].requires_grad_()), batch[1])
+
+
+REFUSED = {
+    "all_reduce": Reducing,
+    "trainer.strategy.barrier": Waiting,
+    "hook on a parameter": ParameterHooked,
+    "hook on a tensor": TensorHooked,
+    "has a hook on its backward": ModuleHooked,
+}
+KINDS |= REFUSED
+
+
+@pytest.mark.parametrize(
+    ("words", "routes"),
+    [
+        ("all_reduce", ["joint", "replay", "auto"]),
+        ("trainer.strategy.barrier", ["auto"]),
+        ("hook on a parameter", ["joint", "replay"]),
+        ("hook on a tensor", ["replay"]),
+        ("has a hook on its backward", ["joint"]),
+    ],
+)
+def test_what_ranks_cannot_do_alike_is_refused_on_all_of_them(words: str, routes: list[str]) -> None:
+    for route in routes:
+        for result in World(2).results(fit_kind, words, {**TWO, "capture": route}, deadline_s=40):
+            assert isinstance(result, Raised) and result.kind == "CaptureError", result
+            assert words in result.text and result.text.count("calls the collective") < 2
