@@ -29,6 +29,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_pipe.capture.batch import Structure, flatten
 from lightning_pipe.errors import BatchError, PipelineError
 from lightning_pipe.strategy.control import Control
+from lightning_pipe.strategy.samplers import gather_shards
 from lightning_pipe.strategy.stand_ins import absent_batch
 
 _HOST = torch.device("cpu")
@@ -97,6 +98,7 @@ class Feed:
         """Return a loader that is iterated on all ranks together."""
         if isinstance(loader, FedLoader):
             return loader
+        gather_shards(loader)
         if getattr(loader, "worker_init_fn", False) is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by rank; ranks that load must load the same, namely what rank 0 would
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)

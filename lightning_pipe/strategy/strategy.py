@@ -23,7 +23,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.collectives import refuse_in_step
@@ -43,6 +43,7 @@ from lightning_pipe.strategy.refusals import (
     refuse_post_validation,
 )
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
 T = TypeVar("T")
 
@@ -93,6 +94,7 @@ class DappleStrategy(ParallelStrategy):
         self._synchronise = True
         self._failed = False
         self._undo_loop: Callable[[], Any] | None = None
+        self._world_size_reads = WorldSizeReads()
 
     @property
     def is_distributed(self) -> bool:
@@ -119,6 +121,13 @@ class DappleStrategy(ParallelStrategy):
         """Return this rank's device."""
         assert self.parallel_devices is not None, "set by the trainer"
         return self.parallel_devices[self.local_rank]
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks; code of the user that asks for it is told not to scale by it."""
+        ranks = super().world_size
+        self._world_size_reads.note(ranks)
+        return ranks
 
     @property
     def num_nodes(self) -> int:
@@ -180,6 +189,7 @@ class DappleStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None, "connected by the trainer"
         self.accelerator.setup(trainer)
+        measure_whole_batches(trainer, ranks=self.world_size)
         refuse_parameters(module)
         self.model = self.precision_plugin.convert_module(module)
         self._session = Session(
@@ -343,6 +353,17 @@ class DappleStrategy(ParallelStrategy):
         for groups, optimizer, state in zip(self._session.groups, self.optimizers, states, strict=False):
             groups.load(state)
             private.optimizer_to_device(optimizer, self.root_device)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create tensors on the device and with values: whether a checkpoint will give them some is not known yet."""
+        if empty_init:
+            rank_zero_warn(
+                "empty_init=True is ignored: parameters are initialised as usual. Without a checkpoint to load, "
+                "training would begin with whatever is in memory."
+            )
+        with super().tensor_init_context(empty_init=False):
+            yield
 
     def model_to_device(self) -> None:
         """Do nothing: the module is moved when it is known which parts of it stay."""
