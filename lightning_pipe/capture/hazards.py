@@ -19,6 +19,7 @@ import ctypes
 import inspect
 import random
 import sys
+import sysconfig
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from lightning_pipe.capture.torch_private import has_no_data, tag_nodes
 from lightning_pipe.errors import CaptureError
 
 _LIBRARIES = ("/torch/", "/lightning/pytorch/", "/lightning/fabric/", "/lightning_pipe/", "/torchmetrics/")
+_OF_PYTHON = sysconfig.get_paths()["stdlib"] + "/"
 _HELP = (
     "A pipeline repeats one captured graph, so this would be frozen. Move it out of the step, or pass it as a tensor "
     "in the batch."
@@ -59,8 +61,9 @@ def user_line(skip: int = 1) -> str:
 
 
 def is_library(path: str) -> bool:
-    """Return whether a file belongs to torch, Lightning or this package, not to the user."""
-    return any(part in path for part in _LIBRARIES)
+    """Return whether a file belongs to Python, torch, Lightning or this package, not to the user."""
+    of_python = path.startswith(_OF_PYTHON) and "-packages/" not in path
+    return of_python or any(part in path for part in _LIBRARIES)
 
 
 class Question(Exception):

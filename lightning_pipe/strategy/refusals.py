@@ -16,6 +16,7 @@ from lightning_pipe.errors import UnsupportedError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
+_BEFORE_ZEROING = "on_before_zero_grad"
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 # callback (some are newer than the oldest Lightning that we support) -> what it needs that no rank has; the way out
@@ -66,6 +67,12 @@ def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> lis
     """Return which hooks of the user look at gradients, and say once what they see."""
     hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
     hooks += [f"{type(c).__name__}.{n}" for c in trainer.callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
+    zeroing = [type(c).__name__ for c in trainer.callbacks if _is_by_user(c, _BEFORE_ZEROING)]
+    if is_overridden(_BEFORE_ZEROING, module, pl.LightningModule) or zeroing:
+        rank_zero_warn(
+            f"{_BEFORE_ZEROING} is called before the forward of a batch and not after it, because a program is forward "
+            "and backward in one. What it writes to weights, this batch sees already."
+        )
     if hooks and trainer.world_size > 1:
         rank_zero_warn(
             f"{', '.join(hooks)} will see the gradients of this rank's stages; of the others the 2-norm is known, and "

@@ -24,7 +24,19 @@ from lightning_pipe.capture.hazards import user_line
 from lightning_pipe.capture.torch_private import unguarded
 from lightning_pipe.errors import AbsentError
 
-__all__ = ["Absence", "BatchStandIn", "Guarded", "StandIn", "absent_batch", "form_of", "occupy", "unguarded", "vacate"]
+__all__ = [
+    "Absence",
+    "BatchStandIn",
+    "BufferStandIn",
+    "Guarded",
+    "StandIn",
+    "absent_batch",
+    "absent_buffer",
+    "form_of",
+    "occupy",
+    "unguarded",
+    "vacate",
+]
 
 WAY_OUT_OF_WEIGHTS = (
     "On all ranks together, `with trainer.strategy.whole_module():` gives the module of every rank all current values; "
@@ -107,9 +119,7 @@ class Guarded:
                 case "get_device":
                     return -1 if first.absence.device.index is None else first.absence.device.index
                 case "type" if len(args) == 1 and not kwargs:
-                    return (
-                        f"torch.{'cuda.' if first.absence.device.type == 'cuda' else ''}{first.absence.form.type()[6:]}"
-                    )
+                    return first._type_name()
         if name == "equal":
             return _are_one(*args)
         if name in _OF_FORM:
@@ -141,6 +151,11 @@ class Guarded:
         if isinstance(other, torch.Tensor) and other is not self:
             self.absence.refuse(name, self._way_out)
         return (other is self) == ("eq" in name)
+
+    def _type_name(self) -> str:
+        on_host = torch.empty(0, dtype=self.absence.form.dtype).type()
+        kind = self.absence.device.type
+        return on_host if kind == "cpu" else on_host.replace("torch.", f"torch.{kind}.", 1)
 
     def _described(self) -> str:
         of = self.absence
@@ -179,6 +194,10 @@ class StandIn(Guarded, nn.Parameter):
         return None
 
 
+class BufferStandIn(Guarded, torch.Tensor):
+    """A buffer that training changes on other ranks; what this rank has is out of date."""
+
+
 class BatchStandIn(Guarded, torch.Tensor):
     """A tensor of a batch that other ranks have loaded."""
 
@@ -203,6 +222,16 @@ def occupy(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         parameter.__class__ = kind
     if value is not None:
         parameter.data = value
+
+
+def absent_buffer(
+    buffer: torch.Tensor, name: str, *, ranks: tuple[int, ...], rank: int, device: torch.device
+) -> BufferStandIn:
+    """Return a stand-in for a buffer that other ranks change."""
+    form = torch.empty_like(buffer.detach(), device="meta")
+    stand_in = form.as_subclass(BufferStandIn)
+    stand_in.absence = Absence(f"the buffer {name}", ranks, rank, device, form)
+    return stand_in
 
 
 def form_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,7 +288,7 @@ def _is_asked_by_a_hook() -> bool:
 
 def _are_one(one: Any, other: Any) -> bool:
     """Compare parameters by identity, as callbacks do to find out whether an optimizer has one; nothing else."""
-    if isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter):
+    if one is other or (isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter)):
         return one is other
     guarded = _guarded_in((one, other))
     assert guarded is not None, "torch asks the class of an argument"

@@ -13,6 +13,7 @@ so whoever holds them sees the trained values, or a stand-in.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.program import Layout
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.gradient_stand_ins import show_gradient
-from lightning_pipe.strategy.stand_ins import StandIn, form_of, occupy, unguarded, vacate
+from lightning_pipe.strategy.stand_ins import Guarded, absent_buffer, form_of, occupy, unguarded, vacate
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,13 @@ class Weights:
             for name in {*program.parameters.values(), *program.gradients.values()}:
                 holders.setdefault(name, set()).update(layout.stages[program.stage])
             for name in program.mutations:
-                self._moving[name] = tuple(sorted(layout.stages[program.stage]))
+                if name in self.buffers:
+                    self._moving[name] = tuple(sorted(layout.stages[program.stage]))
         # in model order, since values are exchanged in this order; a set's order differs from process to process
         self._holders = {name: tuple(sorted(holders[name])) for name in self._real if name in holders}
         self._is_whole, self._device = False, device
         self._vacate(self._elsewhere())
+        self._hide_buffers()
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -133,7 +136,7 @@ class Weights:
         for name in self._real:
             if self.speaker(name) != 0:
                 found[name] = self._brought(name, self._real[name], self.speaker(name))
-        buffers = dict(self._module.named_buffers())
+        buffers = self.buffers
         moved = {name: self._brought(name, buffers[name], ranks[0]) for name, ranks in self._moving.items()}
         if self._control.rank != 0:
             yield
@@ -141,12 +144,14 @@ class Weights:
         before = {name: buffers[name].detach().clone() for name in moved}
         for name, value in found.items():
             occupy(self._real[name], value)
+        buffers.show()
         for name, value in moved.items():
             _assign(buffers[name], value)
         try:
             yield
         finally:
             self._vacate(found)
+            self._hide_buffers()
             for name, value in before.items():
                 _assign(buffers[name], value)
 
@@ -166,12 +171,14 @@ class Weights:
                 if name in absent:
                     occupy(self._real[name], value.to(self._device))
         self._share_moving()
+        self.buffers.show()
         self._is_filled = True
         try:
             yield
         finally:
             self._is_filled = False
             self._vacate(absent)
+            self._hide_buffers()
 
     def restore(self) -> None:
         """Give every rank all parameters and buffers with their current values; on all ranks together."""
@@ -189,6 +196,7 @@ class Weights:
         """Let stand-ins be the user's own parameters again, whatever they hold."""
         for parameter in self._real.values():
             occupy(parameter, None)
+        self.buffers.show()
         self._is_whole = True
 
     def move(self, device: torch.device) -> None:
@@ -196,20 +204,23 @@ class Weights:
         for name, parameter in self._real.items():
             if self.holds(name):
                 parameter.data = parameter.data.to(device)
+        self.buffers.show()
         for module in self._module.modules():
             if isinstance(module, torchmetrics.Metric):
                 module.to(device)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
+        self._hide_buffers()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, with meta tensors in the place of what is not here."""
         with unguarded():
             state: dict[str, Any] = self._module.state_dict()
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            if isinstance(parameter, StandIn) and name in state:
-                state[name] = form_of(parameter)
+        named = (self._module.named_parameters, self._module.named_buffers)
+        for name, tensor in itertools.chain.from_iterable(list_(remove_duplicate=False) for list_ in named):
+            if name in state:
+                state[name] = form_of(tensor) if isinstance(tensor, Guarded) else state[name]
         return state
 
     def show_gradients(self, norms: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
@@ -238,6 +249,14 @@ class Weights:
             ranks, rank = self._holders[name], self._control.rank
             vacate(self._real[name], name, ranks=ranks, rank=rank, device=self._device)
 
+    def _hide_buffers(self) -> None:
+        """Put stand-ins into the places of buffers that other ranks change."""
+        rank = self._control.rank
+        for name, ranks in self._moving.items():
+            if rank not in ranks and not self._is_whole:
+                stand_in = absent_buffer(self.buffers[name], name, ranks=ranks, rank=rank, device=self._device)
+                self.buffers.hide(name, stand_in)
+
     def _share_moving(self) -> None:
         """Give every rank the buffers that training changes."""
         if self._control.ranks > 1:
@@ -254,9 +273,12 @@ class _Buffers(Mapping[str, torch.Tensor]):
     """The buffers of a module as they are when they are asked for; moving a module replaces them."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._hidden: dict[str, torch.Tensor] = {}
         self._slots = {name: _slot(module, name) for name, _ in module.named_buffers(remove_duplicate=False)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._hidden:
+            return self._hidden[name]
         slot = self._slots[name]
         buffer = slot.owner._buffers[slot.attribute]
         assert buffer is not None, f"{name} was a buffer when the module was set up"
@@ -267,6 +289,19 @@ class _Buffers(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def hide(self, name: str, stand_in: torch.Tensor) -> None:
+        """Let the module have a stand-in; the buffer itself is kept here."""
+        slot = self._slots[name]
+        self._hidden[name] = self[name]
+        slot.owner._buffers[slot.attribute] = stand_in
+
+    def show(self) -> None:
+        """Let the module have all buffers."""
+        for name, buffer in self._hidden.items():
+            slot = self._slots[name]
+            slot.owner._buffers[slot.attribute] = buffer
+        self._hidden.clear()
 
 
 def _slot(module: nn.Module, name: str) -> Slot:
