@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
 import torch
-from torch import fx
+from torch import fx, nn
 
 from lightning_pipe.capture.assign import Kinds, classify, uncuttable, unsliceable
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.operations import operations_of, tensors_of
@@ -105,6 +106,11 @@ class Capture:
         return self.joint.watched.changed()
 
 
+def _trained_and_written(module: nn.Module, joint: JointGraph) -> list[str]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [name for name in joint.mutations if name in parameters and parameters[name].requires_grad]
+
+
 def capture_step(request: Request) -> Capture:
     """Trace a step and describe its graph.
 
@@ -112,6 +118,8 @@ def capture_step(request: Request) -> Capture:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
     joint = trace(request)
+    if written := _trained_and_written(request.module, joint):
+        raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
     variants = None
     if request.samples is not None and is_fixed(joint):
         joint = trace(replace(request, symbolic=False))

@@ -104,6 +104,8 @@ def _compare(first: list[str], second: list[str]) -> None:
 def _described(request: Request, run: Run, others: Sequence[Run], seconds: Sequence[float]) -> UnitTrace:
     runs = (run, *others)
     total = sum(seconds) or 1.0
+    mutated = (names for one in runs for names in one.mutated.values())
+    written = {*itertools.chain.from_iterable(mutated), *(change.name for change in run.changes)}
     escapes = dict.fromkeys(escape for one in runs for escape in one.escapes)
     return UnitTrace(
         units=tuple(
@@ -119,6 +121,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         combine=combine_of([one.reductions for one in runs if one.reductions is not None]),
         is_random=run.is_random,
         is_random_in_python=False,
+        writes=frozenset(written & {*canonical_names(request.module)}),
     )
 
 

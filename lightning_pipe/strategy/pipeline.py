@@ -41,6 +41,7 @@ from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
 from lightning_pipe.strategy.post_validation import PostValidation
+from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.routes import captured_by, told
 from lightning_pipe.strategy.runner import Runner
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
@@ -312,6 +313,8 @@ class Pipeline:
     def _build(self, captured: Captured, cuts: tuple[int, ...]) -> Step:
         agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
         is_replay = isinstance(captured.capture, Replay)
+        if captured.request.method == TRAINING:
+            check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
         return Step(
             captured,
             captured.capture.split(cuts, exact_ties=self._config.exact_ties),

@@ -11,8 +11,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import UninitializedTensorMixin
 
+from lightning_pipe.capture import Capture
+from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
-from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.errors import CaptureError, UnsupportedError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -118,6 +120,29 @@ def refuse_post_validation(module: pl.LightningModule) -> None:
                 f"{type(module).__name__} overrides {hook}, but with post_validation=True an optimizer step may be "
                 "taken back and taken again without this hook. Remove one of them."
             )
+
+
+def check_written(capture: Capture | Replay, module: pl.LightningModule, *, microbatches: int) -> None:
+    """Check the parameters that a training step writes to itself, which it does once per micro-batch.
+
+    Raises:
+        CaptureError: naming a parameter that is trained.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names = capture.trace.writes if isinstance(capture, Replay) else frozenset(capture.joint.mutations)
+    written = [name for name in parameters if name in names]
+    if not written or microbatches == 1:
+        return
+    if trained := [name for name in written if parameters[name].requires_grad]:
+        raise CaptureError(
+            f"{type(module).__name__}.training_step writes to the parameter {trained[0]}, which it trains, and would "
+            f"do so for each of {microbatches} micro-batches. Do it in on_train_batch_start or on_train_batch_end, inside "
+            "`with self.trainer.strategy.whole_module():`, or set microbatches=1."
+        )
+    rank_zero_warn(
+        f"training_step writes to the parameter {written[0]}: once for each of {microbatches} micro-batches, not once "
+        "per batch. Do it in on_train_batch_end, inside `with self.trainer.strategy.whole_module():`."
+    )
 
 
 def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:

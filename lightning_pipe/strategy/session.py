@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
+from lightning_pipe.capture.backward_hooks import hooked_modules
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
@@ -278,6 +279,8 @@ class Session:
         if planned is not None:  # on rank 0
             introduce(planned, whole)
         _warn_of_mixing(plan, graph)
+        if plan.microbatches > 1:
+            _warn_of_backward_hooks(self._module)
 
     def _tell(self, recording: Recording) -> None:
         """Compare what was recorded with what was predicted, and say it; on all ranks together."""
@@ -332,6 +335,16 @@ def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...
             return real_answers(request, [tensor.cpu() for tensor in tensors])
 
     return answers
+
+
+def _warn_of_backward_hooks(module: pl.LightningModule) -> None:
+    """Say which backward hooks run more often than on one device."""
+    if hooked := hooked_modules(module):
+        rank_zero_warn(
+            f"The hook on the backward of {hooked[0]} runs once for each micro-batch, on the ranks that have it. One "
+            "that treats samples by themselves gives the same gradients; one that keeps or averages them does not. "
+            "microbatches=1 keeps the batch whole."
+        )
 
 
 def _warn_of_mixing(plan: Plan, graph: Graph) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed import all_reduce
 
+from lightning_pipe.errors import UnsupportedError
 from models.parity import make_loader
 from ranks.world import Raised, World
 from strategy.fits import Losses, dapple, make_trainer
@@ -87,6 +90,14 @@ class Hooked(Net):
 
 def fit_hooked(options: dict[str, Any] | None, trainer: dict[str, Any]) -> tuple[Any, ...]:
     return fitted(Hooked(), options, **trainer)
+
+
+def test_a_hook_on_a_gradient_runs_before_a_step_that_may_be_taken_back() -> None:
+    for clip in (0.05, 5.0):
+        expected = fit_hooked(None, {"gradient_clip_val": clip})
+        options = {**TWO, "post_validation": True, "capture": "joint"}
+        for found in World(2).run(fit_hooked, options, {"gradient_clip_val": clip}):
+            assert_as_on_one_device(found, expected)
 
 
 @pytest.mark.parametrize("trainer", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}], ids=["", "more"])
@@ -238,7 +249,32 @@ class WholeHooked(Net):
         return F.cross_entropy(self.net(batch[0].requires_grad_()), batch[1])
 
 
+class Clamping(Net):
+    """The step clamps a weight that it trains."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            self.net[2].weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class Teaching(Net):
+    """The step moves a teacher that it does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter, slow in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                slow.lerp_(parameter, 0.1)
+        return super().training_step(batch, batch_idx) + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+
+
+KINDS |= {"teaching": Teaching}
 REFUSED = {
+    "writes to the parameter net.2.weight": Clamping,
     "all_reduce": Reducing,
     "trainer.strategy.barrier": Waiting,
     "hook on a parameter": ParameterHooked,
@@ -256,6 +292,7 @@ KINDS |= REFUSED
         ("hook on a parameter", ["joint", "replay"]),
         ("hook on a tensor", ["replay"]),
         ("has a hook on its backward", ["joint"]),
+        ("writes to the parameter net.2.weight", ["joint", "replay", "auto"]),
     ],
 )
 def test_what_ranks_cannot_do_alike_is_refused_on_all_of_them(words: str, routes: list[str]) -> None:
@@ -263,3 +300,53 @@ def test_what_ranks_cannot_do_alike_is_refused_on_all_of_them(words: str, routes
         for result in World(2).results(fit_kind, words, {**TWO, "capture": route}, deadline_s=40):
             assert isinstance(result, Raised) and result.kind == "CaptureError", result
             assert words in result.text and result.text.count("calls the collective") < 2
+
+
+class WholeWriting(Net):
+    """What a callback writes to weights before the forward."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+
+KINDS |= {"zeroing": WholeWriting}
+
+
+def warned(kind: str, options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(dapple(**options), max_epochs=1)
+        warnings.simplefilter("always")
+        trainer.fit(KINDS[kind](), make_loader(NAME, dtype=torch.float64))
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("teaching", "writes to the parameter teacher.0.weight: once for each of 2 micro-batches"),
+        ("module hooks", "The hook on the backward of net.0 runs once for each micro-batch"),
+        ("zeroing", "on_before_zero_grad is called before the forward"),
+        ("measuring", "trainer.strategy.grad_norm() is the norm of all"),
+    ],
+)
+def test_what_differs_from_one_device_is_said_once(kind: str, words: str) -> None:
+    first, other = World(2).run(warned, kind, TWO)
+    assert len([text for text in first if words in text]) == 1
+    assert not [text for text in other if words in text]
+
+
+def test_a_module_may_write_to_its_weights_if_batches_stay_whole() -> None:
+    kind = "writes to the parameter net.2.weight"
+    expected = fit_kind(kind, None)
+    for found in World(2).run(fit_kind, kind, {"layout": "1-1", "microbatches": 1}):
+        assert_as_on_one_device(found, expected)
+
+
+def test_hooks_on_the_backward_of_all_modules_are_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, given, made: None)
+    try:
+        with pytest.raises(UnsupportedError, match="backward of all modules"):
+            fitted(Net(), {})
+    finally:
+        handle.remove()
