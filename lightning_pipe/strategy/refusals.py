@@ -136,8 +136,8 @@ def check_written(capture: Capture | Replay, module: pl.LightningModule, *, micr
     if trained := [name for name in written if parameters[name].requires_grad]:
         raise CaptureError(
             f"{type(module).__name__}.training_step writes to the parameter {trained[0]}, which it trains, and would "
-            f"do so for each of {microbatches} micro-batches. Do it in on_train_batch_start or on_train_batch_end, inside "
-            "`with self.trainer.strategy.whole_module():`, or set microbatches=1."
+            f"do so for each of {microbatches} micro-batches. Do it in on_train_batch_start or on_train_batch_end, "
+            "inside `with self.trainer.strategy.whole_module():`, or set microbatches=1."
         )
     rank_zero_warn(
         f"training_step writes to the parameter {written[0]}: once for each of {microbatches} micro-batches, not once "

@@ -158,7 +158,7 @@ def fit_kind(kind: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 KINDS: dict[str, Callable[[], Net]] = {"editing": Editing, "measuring": Measuring}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("route", "layout"), [("joint", "1-1"), ("joint", "2-1"), ("replay", "1-1")])
 def test_hooks_have_the_same_effect(kind: str, route: str, layout: str) -> None:
     expected = fit_kind(kind, None)
