@@ -42,3 +42,7 @@ class UnsupportedError(PipeError):
 
 class PipelineError(PipeError, RuntimeError):
     """Report a failure while a program runs: rank, instruction and cause."""
+
+
+class AbsentError(PipeError, RuntimeError):
+    """Report code that reads or writes values on a rank that does not have them."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
 import torch
-from torch import fx
+from torch import fx, nn
 
 from lightning_pipe.capture.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.numbers import calls_of_samples, numbers_said, of_samples
@@ -118,6 +119,11 @@ class Capture:
         return self.joint.guards.numbers.vector(situation)
 
 
+def _trained_and_written(module: nn.Module, joint: JointGraph) -> list[str]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [name for name in joint.mutations if name in parameters and parameters[name].requires_grad]
+
+
 def capture_step(request: Request) -> Capture:
     """Trace a step and describe its graph.
 
@@ -125,6 +131,8 @@ def capture_step(request: Request) -> Capture:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
     joint = trace(request)
+    if written := _trained_and_written(request.module, joint):
+        raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
     variants = None
     if request.samples is not None and is_fixed(joint):
         joint = trace(replace(request, symbolic=False))

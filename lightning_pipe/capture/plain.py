@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_pipe.capture.assign import is_random
 from lightning_pipe.capture.capture import Capture, canonical_names
+from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.randomness import keyed as drawing
 from lightning_pipe.capture.randomness import undisturbed
@@ -64,7 +65,8 @@ def run_plainly(captured: Capture | Replay, request: Request, tensors: Sequence[
     dice = GraphDice(captured, key, request.device) if isinstance(captured, Capture) else None
     source = _units_seeded(captured.trace, request, key) if isinstance(captured, Replay) else dice
     with contextlib.ExitStack() as stack:
-        for entered in (undisturbed(request.device), torch.enable_grad(), recording_calls(module, Recording())):
+        scene = (undisturbed(request.device), torch.enable_grad(), recording_calls(module, Recording()))
+        for entered in (*scene, no_collectives()):
             stack.enter_context(entered)
         if dice is not None:  # the graph keeps what a checkpoint would compute again
             stack.enter_context(checkpoint_only(lambda: False))

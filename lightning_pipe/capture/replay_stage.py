@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure
+from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_values import filled, leaf_size, lifted, replaced, size_of, tensors_in
@@ -186,6 +187,7 @@ class Player:
             for entered in (
                 hung(self._slots, {**state, **apart, **twins, **self._absent}),
                 checkpoint_only(lambda: play.is_inside),
+                no_collectives(),
                 keyed(key, self._step.device),
                 recording_calls(self._step.module, recording, self._metrics),
                 torch.set_grad_enabled(self._step.has_backward),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,15 +127,11 @@ def restore_state(snapshot: Snapshot, slots: list[Slot], module: pl.LightningMod
 
 
 @contextlib.contextmanager
-def state_put_back(module: pl.LightningModule) -> Iterator[Callable[[], None]]:
-    """Put back what the code inside changes of Python state; the yielded function does so at once."""
+def state_put_back(module: pl.LightningModule) -> Iterator[Snapshot]:
+    """Put back what the code inside changes of Python state; the yielded snapshot tells what that is."""
     slots = list(state_slots(module))
     snapshot = Snapshot(slots, tree=module)
-
-    def restore() -> None:
-        restore_state(snapshot, slots, module)
-
     try:
-        yield restore
+        yield snapshot
     finally:
-        restore()
+        restore_state(snapshot, slots, module)

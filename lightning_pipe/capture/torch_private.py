@@ -26,12 +26,18 @@
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `autograd._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
 * `Tensor._version`: counts how often a tensor was written to.
+* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones.
+* `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
+* `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
+  hooks on the backward of modules.
+* `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group`: what every collective asks first.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +62,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,12 +83,15 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "answered_calls",
+    "answered_collectives",
     "aot_export_joint_with_descriptors",
     "argument_names",
     "checkpoint_only",
     "compiling_state",
     "fused_recurrent_kernels",
     "fx_traceback",
+    "gradient_hooks",
+    "has_backward_hooks",
     "has_hooks_on_saved_tensors",
     "has_no_data",
     "has_storage",
@@ -98,6 +108,7 @@ __all__ = [
     "shares_memory_with",
     "tag_nodes",
     "unchecked_distributions",
+    "unguarded",
     "written_by",
 ]
 
@@ -333,6 +344,57 @@ def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedE
     ]
 
 
+def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[Any, Callable[[torch.Tensor], Any]], ...]:
+    """Return the tables of a leaf's hooks: on its gradient, and on the sum of its gradients; changing them counts."""
+    with unguarded():
+        tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return tuple({} if table is None else table for table in tables)
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a module has hooks on its own backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_backward_hooks_on_all() -> bool:
+    """Return whether there are hooks on the backward of every module."""
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
+
+
+@contextlib.contextmanager
+def answered_collectives(answer: Callable[[str], None]) -> Iterator[None]:
+    """Call `answer(name)` when a collective of torch.distributed begins, under whatever name it was imported."""
+
+    def ask(original: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            name = sys._getframe(1).f_code.co_name
+            if name not in _NO_COLLECTIVES:
+                answer(f"torch.distributed.{name}")
+            return original(*args, **kwargs)
+
+        return asked
+
+    before = [(owner, name, getattr(owner, name)) for owner, name in _ASKED_BY_COLLECTIVES]
+    try:
+        for owner, name, original in before:
+            setattr(owner, name, ask(original))
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
+
+
+_NO_COLLECTIVES = frozenset({"get_rank", "get_world_size", "get_backend", "get_backend_config"})
+_ASKED_BY_COLLECTIVES = ((distributed_c10d, "_rank_not_in_group"), (_functional_collectives, "_resolve_group"))
+
+
+def unguarded() -> contextlib.AbstractContextManager[None]:
+    """Let torch treat tensors of classes that answer its calls themselves as plain ones, inside."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
 def is_profiling() -> bool:
     """Say whether a profiler runs in this thread."""
     return torch.autograd._profiler_enabled()
@@ -340,4 +402,5 @@ def is_profiling() -> bool:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to."""
-    return tensor._version
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._version

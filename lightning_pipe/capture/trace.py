@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import torch_private as private
+from lightning_pipe.capture.backward_hooks import refuse_hooked_modules, tensor_hooks_in_graph
 from lightning_pipe.capture.batch import Structure
+from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.hazards import (
     Answerer,
     Observer,
@@ -97,6 +99,8 @@ def trace(request: Request) -> JointGraph:
     """
     if request.samples is None:
         request = replace(request, symbolic=False)
+    if request.method == "training_step":
+        refuse_hooked_modules(request.module)
     answers = request.answered
     first_error: CaptureError | None = None
     for _ in range(_MAX_TRIES):
@@ -192,6 +196,8 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
     """Everything that must hold while the tracer runs the step."""
     own_device = step.model._device
     with (
+        no_collectives(),
+        tensor_hooks_in_graph(step.model),
         mode,
         private.reparametrize(step, state),
         private.fx_traceback.preserve_node_meta(),
@@ -342,6 +348,7 @@ def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, .
         torch.random.fork_rng(devices=devices),
         request.context(),
         recording_calls(module, Recording()),
+        no_collectives(),
         answerer,
     ):
         getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)

@@ -105,13 +105,16 @@ def faster(one: Call, two: Call) -> Call:
     return replace(two, seconds=min(one.seconds, two.seconds), inner=inner)
 
 
-def choose(root: Call, parts: int, opened: frozenset[str] = frozenset()) -> frozenset[str]:
+def choose(
+    root: Call, parts: int, opened: frozenset[str] = frozenset(), *, closed: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """Return the paths of the sub-modules whose calls are units.
 
     Args:
         root: the tree of calls.
         parts: number of parts among which the units will be divided.
         opened: paths that are no units.
+        closed: paths that are not opened for the sake of balance.
     """
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in root.walk():
@@ -124,7 +127,7 @@ def choose(root: Call, parts: int, opened: frozenset[str] = frozenset()) -> froz
         sizes = _sizes(units, root)
         largest: dict[str, float] = {}
         for unit, size in zip(units, sizes, strict=True):
-            if size > _SMALL / parts and _can_be_opened(calls[unit.path]):
+            if size > _SMALL / parts and unit.path not in closed and _can_be_opened(calls[unit.path]):
                 largest[unit.path] = max(size, largest.get(unit.path, 0.0))
         if not largest or _largest_part(sizes, parts) <= _EVEN * sum(sizes) / parts:
             return chosen

@@ -16,8 +16,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_pipe.capture.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
+from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.hazards import assignment_line
 from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.numbers import Place, numbers_said
@@ -131,7 +133,8 @@ class Runner:
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
         before = torch.get_rng_state()
         try:
-            with kept.keeper, self._scene(recording), units.intercepted(), Reader(follower), follower:
+            hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
+            with kept.keeper, self._scene(recording), hooks, units.intercepted(), Reader(follower), follower:
                 output = self._call(leaves)
         except CaptureError:
             raise
@@ -181,6 +184,7 @@ class Runner:
     @contextlib.contextmanager
     def _scene(self, recording: Recording) -> Iterator[None]:
         with (
+            no_collectives(),
             recording_calls(self.request.module, recording),
             torch.set_grad_enabled(self.request.method == "training_step"),
             self.request.context(),

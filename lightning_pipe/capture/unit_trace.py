@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.capture.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import restored_generators
 from lightning_pipe.capture.numbers import proportional
@@ -73,9 +74,12 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
 def _separated(runner: Runner, tree: Call, parts: int, kept: Kept) -> tuple[frozenset[str], Run]:
     """Choose units that glue does not read past, and follow the step once with them."""
     opened: frozenset[str] = frozenset()
-    while chosen := choose(tree, parts, opened):
+    hooked = frozenset(hooked_modules(runner.request.module))
+    while chosen := choose(tree, parts, opened, closed=hooked):
         run = runner.followed(chosen, kept)
         if not run.read_past:
+            if runner.request.method == "training_step":
+                check_hooked_units(runner.request.module, chosen)
             return chosen, run
         opened |= run.read_past
     request = runner.request
@@ -102,6 +106,8 @@ def _compare(first: list[str], second: list[str]) -> None:
 def _described(request: Request, run: Run, others: Sequence[Run], seconds: Sequence[float]) -> UnitTrace:
     runs = (run, *others)
     total = sum(seconds) or 1.0
+    mutated = (names for one in runs for names in one.mutated.values())
+    written = {*itertools.chain.from_iterable(mutated), *(change.name for change in run.changes)}
     escapes = dict.fromkeys(escape for one in runs for escape in one.escapes)
     return UnitTrace(
         units=tuple(
@@ -118,6 +124,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random=run.is_random,
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
+        writes=frozenset(written & {*canonical_names(request.module)}),
     )
 
 

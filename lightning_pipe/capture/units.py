@@ -132,6 +132,7 @@ class UnitTrace:
         is_random: whether torch's random numbers are drawn, by units or glue.
         is_random_in_python: whether Python's or NumPy's are.
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
+        writes: names of the parameters that the step writes to.
     """
 
     units: tuple[Unit, ...]
@@ -145,3 +146,4 @@ class UnitTrace:
     is_random: bool
     is_random_in_python: bool
     proportional: frozenset[tuple[str, ...]] = frozenset()
+    writes: frozenset[str] = frozenset()

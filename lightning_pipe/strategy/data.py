@@ -5,7 +5,7 @@ nothing and get stand-ins. Until there is a plan every rank loads for itself.
 
     Feed.wrap(loader)     every loader of the trainer; an iteration begins and ends on all ranks together
     Feed.assign(ranks)    the plan is known: these ranks load from now on
-    Feed.share(batch)     after the user's transfer hooks: tell the structure; followers get a batch of meta tensors
+    Feed.share(batch)     after the user's transfer hooks: tell the structure; followers get a batch of stand-ins
 
 Per batch two small messages go from the first loading rank to all others: that there is one, and its structure (its
 number, once it is known). Where ranks run ahead, it does not wait until they have arrived.
@@ -29,7 +29,10 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_pipe.capture.batch import Structure, flatten
 from lightning_pipe.errors import BatchError, PipelineError
 from lightning_pipe.strategy.control import Control
+from lightning_pipe.strategy.samplers import gather_shards
+from lightning_pipe.strategy.stand_ins import absent_batch
 
+_HOST = torch.device("cpu")
 _MOST_STRUCTURES = 256
 _MOST_VALUES = 8  # values per tensor that enter a checksum
 _BATCH, _END, _FAILED = 1, 2, 3
@@ -54,10 +57,11 @@ class Feed:
     Args:
         control: to the other ranks.
         ahead: whether ranks may go on before the others have heard of a batch.
+        device: where this rank computes.
     """
 
-    def __init__(self, control: Control, *, ahead: bool = False) -> None:
-        self._control = control
+    def __init__(self, control: Control, *, ahead: bool = False, device: torch.device = _HOST) -> None:
+        self._control, self._device = control, device
         self._tell = control.tell if ahead else control.copy
         self._loading = tuple(range(control.ranks))
         self._assigned = False
@@ -94,6 +98,7 @@ class Feed:
         """Return a loader that is iterated on all ranks together."""
         if isinstance(loader, FedLoader):
             return loader
+        gather_shards(loader)
         if getattr(loader, "worker_init_fn", False) is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by rank; ranks that load must load the same, namely what rank 0 would
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
@@ -147,7 +152,7 @@ class Feed:
         return int(told)
 
     def share(self, batch: Any) -> tuple[Any, Structure]:
-        """Return the batch and its structure; on ranks that do not load a batch of meta tensors."""
+        """Return the batch and its structure; on ranks that do not load, a batch of stand-ins."""
         if self._control.ranks == 1:
             return batch, flatten(batch)[1]
         packed, number = b"", -1
@@ -162,7 +167,7 @@ class Feed:
         known = self._known[number]
         if self.loads:
             return batch, structure
-        return known.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")), known
+        return absent_batch(known, ranks=self._loading, rank=self._control.rank, device=self._device), known
 
     def _learn(self, packed: bytes) -> int:
         """Tell, or hear, a structure that was not met before."""

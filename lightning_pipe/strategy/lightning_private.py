@@ -15,6 +15,7 @@ LightningModule._apply_batch_transfer_handler the other two batch hooks, for the
 LightningModule._device             what `self.device` says; the whole module is on the host before it is placed
 _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
+ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
 _optimizers_to_device, _optimizer_to_device   move optimizer state
 """
 
@@ -33,6 +34,8 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
@@ -61,6 +64,11 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
 def restore_loader_states(trainer: pl.Trainer) -> None:
     """Give the loaders the state that a checkpoint holds for them."""
     trainer.fit_loop._load_combined_loader_states()
+
+
+def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:
+    """Return what a monitor measures throughput with, one for each kind of loop."""
+    return list(monitor._throughputs.values())
 
 
 def swap_optimization(trainer: pl.Trainer, loop: AutomaticOptimization) -> AutomaticOptimization:

@@ -32,10 +32,18 @@ class Norms:
         norms, present = self.table
         return [(norm, kind) for norm, here, kind in zip(norms, present, self.types, strict=True) if here]
 
-    def total(self) -> torch.Tensor:
+    def of_each(self) -> list[torch.Tensor | None]:
+        """Return the norms in the order of parameters; None where there is no gradient."""
+        norms, present = self.table
+        return [
+            norm.to(self.device, kind) if here else None
+            for norm, here, kind in zip(norms, present, self.types, strict=True)
+        ]
+
+    def total(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of all gradients, as one device would compute it."""
         found = [norm.to(self.device, kind) for norm, kind in self._found()]
-        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros((), device=self.device)
+        return torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.zeros((), device=self.device)
 
     def are_below(self, limit: float) -> bool:
         """Say whether surely nothing has to be clipped: the same on all ranks, whatever their devices."""

@@ -1,7 +1,7 @@
 """How does the user's optimizer become that of one rank, and its state that of one device?
 
-Groups and their parameters stay as they are, but parameters that this rank does not hold are represented by their
-stand-ins, which never have a gradient, so that the optimizer passes over them. Learning-rate schedulers, callbacks that
+Groups and their parameters stay as they are. Parameters that this rank does not hold are stand-ins, which never have a
+gradient, so that the optimizer passes over them. Learning-rate schedulers, callbacks that
 add groups, and the numbers that a checkpoint gives to parameters are those of one device.
 """
 
@@ -35,9 +35,7 @@ class Groups:
         return self._optimizer
 
     def follow(self) -> None:
-        """Hold the parameters that the module has now: real ones, or stand-ins without state."""
-        for group in self._optimizer.param_groups:
-            group["params"] = [self._weights.present(parameter) for parameter in group["params"]]
+        """Drop the state of parameters that other ranks hold now."""
         self._forget_elsewhere()
 
     def parameters(self) -> list[torch.Tensor]:

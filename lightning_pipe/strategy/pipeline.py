@@ -43,6 +43,7 @@ from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
 from lightning_pipe.strategy.post_validation import PostValidation
+from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.routes import captured_by, told
 from lightning_pipe.strategy.runner import Runner
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
@@ -81,6 +82,9 @@ class Pipeline:
         contexts: step method -> context that the step runs in (autocast, no_grad).
         device: where this rank computes.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
+
+    Attributes:
+        runner: runs captured steps.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class Pipeline:
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
         self._later = later
-        self._runner = Runner(links, weights=weights, later=later, batch_dim=config.batch_dim, device=device)
+        self.runner = self._runner = Runner(
+            links, weights=weights, later=later, batch_dim=config.batch_dim, device=device
+        )
 
     @property
     def planned(self) -> tuple[Plan, Graph] | None:
@@ -194,7 +200,7 @@ class Pipeline:
         if training and config.check:
             self._check(captured, call, samples)
         step = self._build(captured, cuts)
-        self._weights.place(step.split, plan.layout)
+        self._weights.place(step.split, plan.layout, device=self._device)
         self._steps[self._key(call)] = [step]
 
     def _check(self, captured: Captured, call: Call, samples: int) -> None:
@@ -350,6 +356,8 @@ class Pipeline:
     def _build(self, captured: Captured, cuts: tuple[int, ...]) -> Step:
         agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
         is_replay = isinstance(captured.capture, Replay)
+        if captured.request.method == TRAINING:
+            check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
         return Step(
             captured,
             captured.capture.split(cuts, exact_ties=self._config.exact_ties),

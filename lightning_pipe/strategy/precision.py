@@ -62,14 +62,24 @@ class Clipper:
         self._control.wait(norms.wait)
         torch.nn.utils.clip_grads_with_norm_(here, float(clip_val), norms.total())
 
-    def post_norms(self) -> Norms:
+    def norms(self, norm_type: float = 2.0) -> Norms:
+        """Return the norms of the gradients of all ranks; on all ranks together."""
+        norms = self.post_norms(norm_type)
+        self._control.wait(norms.wait)
+        return norms
+
+    def parameters(self) -> list[torch.Tensor]:
+        """List the parameters in the order of norms."""
+        return self._groups.parameters()
+
+    def post_norms(self, norm_type: float = 2.0) -> Norms:
         """Begin to tell all ranks the norms of the gradients of all."""
         parameters = self._groups.parameters()
         table = torch.zeros(2, len(parameters), dtype=torch.float64)
         mine = [(k, p.grad) for k, p in enumerate(parameters) if p.grad is not None and self._speaks(p)]
         if mine:
             places = [k for k, _ in mine]
-            own = [torch.nn.utils.get_total_norm([gradient]).to(torch.float64) for _, gradient in mine]
+            own = [torch.nn.utils.get_total_norm([gradient], norm_type).to(torch.float64) for _, gradient in mine]
             table[0, places], table[1, places] = torch.stack(own).cpu(), 1.0
         wait = self._control.begin_sum(table, what="the norms of all gradients")
         return Norms(table, tuple(parameter.dtype for parameter in parameters), self._device, wait)

@@ -11,11 +11,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import UninitializedTensorMixin
 
-from lightning_pipe.capture.torch_private import is_compiled
-from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.capture import Capture
+from lightning_pipe.capture.replay import Replay
+from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
+from lightning_pipe.errors import CaptureError, UnsupportedError
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
+_BEFORE_ZEROING = "on_before_zero_grad"
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 # callback (some are newer than the oldest Lightning that we support) -> what it needs that no rank has; the way out
@@ -62,15 +65,22 @@ def refuse_parameters(module: pl.LightningModule) -> None:
             )
 
 
-def warn_of_partial_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Say once which hooks of the user see the gradients of this rank's stages only."""
+def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Return which hooks of the user look at gradients, and say once what they see."""
     hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
     hooks += [f"{type(c).__name__}.{n}" for c in trainer.callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
+    zeroing = [type(c).__name__ for c in trainer.callbacks if _is_by_user(c, _BEFORE_ZEROING)]
+    if is_overridden(_BEFORE_ZEROING, module, pl.LightningModule) or zeroing:
+        rank_zero_warn(
+            f"{_BEFORE_ZEROING} is called before the forward of a batch and not after it, because a program is forward "
+            "and backward in one. What it writes to weights, this batch sees already."
+        )
     if hooks and trainer.world_size > 1:
         rank_zero_warn(
-            f"{', '.join(hooks)} will see the gradients of this rank's stages only (others are None). Norms over all "
-            "parameters are those of one device in gradient_clip_val alone."
+            f"{', '.join(hooks)} will see the gradients of this rank's stages; of the others the 2-norm is known, and "
+            "what is done to one by itself is done where it is. trainer.strategy.grad_norm() is the norm of all."
         )
+    return hooks
 
 
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:
@@ -110,6 +120,29 @@ def refuse_post_validation(module: pl.LightningModule) -> None:
                 f"{type(module).__name__} overrides {hook}, but with post_validation=True an optimizer step may be "
                 "taken back and taken again without this hook. Remove one of them."
             )
+
+
+def check_written(capture: Capture | Replay, module: pl.LightningModule, *, microbatches: int) -> None:
+    """Check the parameters that a training step writes to itself, which it does once per micro-batch.
+
+    Raises:
+        CaptureError: naming a parameter that is trained.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names = capture.trace.writes if isinstance(capture, Replay) else frozenset(capture.joint.mutations)
+    written = [name for name in parameters if name in names]
+    if not written or microbatches == 1:
+        return
+    if trained := [name for name in written if parameters[name].requires_grad]:
+        raise CaptureError(
+            f"{type(module).__name__}.training_step writes to the parameter {trained[0]}, which it trains, and would "
+            f"do so for each of {microbatches} micro-batches. Do it in on_train_batch_start or on_train_batch_end, "
+            "inside `with self.trainer.strategy.whole_module():`, or set microbatches=1."
+        )
+    rank_zero_warn(
+        f"training_step writes to the parameter {written[0]}: once for each of {microbatches} micro-batches, not once "
+        "per batch. Do it in on_train_batch_end, inside `with self.trainer.strategy.whole_module():`."
+    )
 
 
 def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:
@@ -156,6 +189,11 @@ def _refuse_hooks(module: pl.LightningModule) -> None:
         raise UnsupportedError(
             f"{name} overrides backward, which is never called: the backward of the pipeline is part of its program. "
             "Remove it; gradients can be changed in on_after_backward."
+        )
+    if has_backward_hooks_on_all():
+        raise UnsupportedError(
+            "There is a hook on the backward of all modules (register_module_full_backward_hook or its like), also of "
+            "those whose sub-modules are on several ranks. Register it on the sub-modules that you want to see."
         )
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):

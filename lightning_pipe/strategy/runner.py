@@ -39,6 +39,7 @@ class Runner:
 
     Attributes:
         seed: seed of random numbers.
+        reduced: whether the gradients of the last training step are sums over ranks.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Runner:
         self._batch_dim, self._device = batch_dim, device
         self.seed = 0
         self._trained = 0
-        self._reduced = False
+        self.reduced = False
 
     def run(self, step: Step, call: Call, turn: Turn, *, sizes: tuple[int, ...], cut: tuple[bool, ...]) -> Ran:
         """Run a captured step on a batch.
@@ -65,7 +66,7 @@ class Runner:
         if self._later is not None and not step.early:
             self._later.settle()
         step.refresh(self._trained)
-        if training and self._reduced:
+        if training and self.reduced:
             step.keep_sums_once()
         job = Job(
             leaves=turn.tensors,
@@ -103,7 +104,7 @@ class Runner:
     def note_trained(self, *, synchronised: bool) -> None:
         """Remember that a training step has run."""
         self._trained += 1
-        self._reduced = synchronised
+        self.reduced = synchronised
 
     def _follow(self, step: Step, program: VerifiedProgram, job: Job, turn: Turn) -> tuple[Outcome, Walk[Collected]]:
         """Run a program; return what this rank has then, and the coroutine that gives what all have."""
@@ -137,4 +138,5 @@ class Runner:
 
     def _state_bytes(self) -> int:
         kept = 0 if self._later is None else self._later.bytes
-        return kept + state_bytes([*self._weights.parameters.values(), *self._weights.buffers.values()])
+        here = [parameter for name, parameter in self._weights.parameters.items() if self._weights.holds(name)]
+        return kept + state_bytes([*here, *self._weights.buffers.values()])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +23,17 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
+from lightning_pipe.capture.backward_hooks import hooked_modules
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import BatchError
+from lightning_pipe.errors import BatchError, UnsupportedError
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.calls import TRAINING, Call, Turn
+from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.data import Awaited, Feed
 from lightning_pipe.strategy.findings import findings, introduce, write_report, write_trace
+from lightning_pipe.strategy.gradient_hooks import GradientHooks
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.optimizer import Groups
@@ -41,6 +43,8 @@ from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.precision import Clipper
 from lightning_pipe.strategy.recording import Recording
 from lightning_pipe.strategy.weights import Weights
+
+_AFTER_BACKWARD = "on_after_backward"
 
 
 class Session:
@@ -79,6 +83,9 @@ class Session:
         self.stop: bool | None = None
         self.groups: list[Groups] = []
         self._optimizers: list[Optimizer] = []
+        self._clippers: list[Clipper] = []
+        self._hooks = GradientHooks(self.weights, device=device)
+        self._readers: tuple[str, ...] = ()
         self._pipeline = Pipeline(
             module,
             config=config,
@@ -111,9 +118,21 @@ class Session:
                 groups, weights=self.weights, control=self._links.control, device=self._device, later=self._later
             )
             clipper.install(self._plugin)
+            self._clippers.append(clipper)
+
+    def expect_readers(self, hooks: Sequence[str]) -> None:
+        """Prepare gradients for these hooks of the user, which look at them after the backward of every batch."""
+        self._readers = tuple(hooks)
+
+    def grad_norm(self, norm_type: float) -> torch.Tensor:
+        """Return the norm of the gradients of all ranks; on all ranks together."""
+        if not self._clippers:
+            raise UnsupportedError("There are no gradients outside of fit, so there is no norm of them.")
+        return self._clippers[0].norms(norm_type).total(norm_type)
 
     def put_gradients_aside(self) -> None:
-        """Keep the gradients of an optimizer step that may be wrong from being zeroed."""
+        """Prepare that gradients are zeroed; keep those of an optimizer step that may be wrong."""
+        self.weights.hide_gradients()
         if self._later is not None:
             self._later.put_gradients_aside()
 
@@ -156,7 +175,7 @@ class Session:
             self._plan(Call(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
-        """Return the batch on the device; on ranks that do not load one of meta tensors with the same structure."""
+        """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
         if self._feed.loads:
             batch = transfer(batch)
         batch, structure = self._feed.share(batch)
@@ -194,11 +213,25 @@ class Session:
         assert self.plan is not None, "planned above"
         holder = self.plan.layout.stages[0][0]
         call = Call(method, structure, arguments, tensors=present, holder=holder)
-        ran = self._pipeline.run(call, turn)
+        ran = self._trained(call, turn) if method == TRAINING else self._pipeline.run(call, turn)
         self.stop = ran.stop
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
+
+    def _trained(self, call: Call, turn: Turn) -> Ran:
+        """Run a training step, and then hooks on the gradients of parameters; show stand-ins for other gradients."""
+        looked_at = any(hook.endswith(_AFTER_BACKWARD) for hook in self._readers)
+        turn = replace(turn, synchronise=turn.synchronise or looked_at or self._hooks.is_needed)
+        state = self._pipeline.runner
+        with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=state.reduced):
+            ran = self._pipeline.run(call, turn)
+        if self._readers and turn.synchronise and self._links.control.ranks > 1:
+            clipper = self._clippers[0]
+            self.weights.show_gradients(dict(zip(clipper.parameters(), clipper.norms().of_each(), strict=True)))
+        else:
+            self.weights.show_gradients()
+        return ran
 
     def end(self, *, healthy: bool) -> None:
         """Give the trainer and the module back what they had.
@@ -228,7 +261,8 @@ class Session:
         return self._shared[1]
 
     def _plan(self, call: Call) -> None:
-        self._pipeline.plan_for(call, optimizers=self._optimizers)
+        with self._hooks.taken_off():
+            self._pipeline.plan_for(call, optimizers=self._optimizers)
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
         self.weights.move(self._device)
@@ -245,6 +279,8 @@ class Session:
         if planned is not None:  # on rank 0
             introduce(planned, whole)
         _warn_of_mixing(plan, graph)
+        if plan.microbatches > 1:
+            _warn_of_backward_hooks(self._module)
 
     def _tell(self, recording: Recording) -> None:
         """Compare what was recorded with what was predicted, and say it; on all ranks together."""
@@ -299,6 +335,16 @@ def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...
             return real_answers(request, [tensor.cpu() for tensor in tensors])
 
     return answers
+
+
+def _warn_of_backward_hooks(module: pl.LightningModule) -> None:
+    """Say which backward hooks run more often than on one device."""
+    if hooked := hooked_modules(module):
+        rank_zero_warn(
+            f"The hook on the backward of {hooked[0]} runs once for each micro-batch, on the ranks that have it. One "
+            "that treats samples by themselves gives the same gradients; one that keeps or averages them does not. "
+            "microbatches=1 keeps the batch whole."
+        )
 
 
 def _warn_of_mixing(plan: Plan, graph: Graph) -> None:

@@ -23,25 +23,27 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_pipe.capture.collectives import refuse_in_step
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.errors import ConfigError, UnsupportedError
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.refusals import (
+    readers_of_gradients,
     refuse,
     refuse_optimizers,
     refuse_parameters,
     refuse_post_validation,
-    warn_of_partial_gradients,
 )
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
 T = TypeVar("T")
 
@@ -92,6 +94,7 @@ class DappleStrategy(ParallelStrategy):
         self._synchronise = True
         self._failed = False
         self._undo_loop: Callable[[], Any] | None = None
+        self._world_size_reads = WorldSizeReads()
 
     @property
     def is_distributed(self) -> bool:
@@ -118,6 +121,13 @@ class DappleStrategy(ParallelStrategy):
         """Return this rank's device."""
         assert self.parallel_devices is not None, "set by the trainer"
         return self.parallel_devices[self.local_rank]
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks; code of the user that asks for it is told not to scale by it."""
+        ranks = super().world_size
+        self._world_size_reads.note(ranks)
+        return ranks
 
     @property
     def num_nodes(self) -> int:
@@ -171,7 +181,7 @@ class DappleStrategy(ParallelStrategy):
         self._links = connect_ranks(
             self.global_rank, self.world_size, device=self.root_device, deadline_s=self.config.deadline_s
         )
-        self._feed = Feed(self._links.control, ahead=self.config.post_validation)
+        self._feed = Feed(self._links.control, ahead=self.config.post_validation, device=self.root_device)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Create optimizers, plan for the first batch, and place everything."""
@@ -179,6 +189,7 @@ class DappleStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None, "connected by the trainer"
         self.accelerator.setup(trainer)
+        measure_whole_batches(trainer, ranks=self.world_size)
         refuse_parameters(module)
         self.model = self.precision_plugin.convert_module(module)
         self._session = Session(
@@ -200,7 +211,7 @@ class DappleStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
             self._session.look_ahead(trainer)
-            warn_of_partial_gradients(trainer, module)
+            self._session.expect_readers(readers_of_gradients(trainer, module))
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"
@@ -232,7 +243,7 @@ class DappleStrategy(ParallelStrategy):
         return self._feed.wrap(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the batch where it was loaded; elsewhere return a stand-in of meta tensors."""
+        """Move the batch where it was loaded; elsewhere return stand-ins."""
         move = super().batch_to_device
         if self._session is None:
             return move(batch, device, dataloader_idx)
@@ -295,7 +306,40 @@ class DappleStrategy(ParallelStrategy):
             return self.lightning_module.state_dict()
         self._session.settle()
         with self._session.weights.whole():
-            return self.lightning_module.state_dict()
+            return self._session.weights.state_dict()
+
+    @contextlib.contextmanager
+    def whole_module(self) -> Iterator[None]:
+        """Have the current values of all parameters and buffers in the module of every rank, inside.
+
+        For hooks that all ranks run: averages of weights, histograms, copies, `state_dict()`. What all ranks write to
+        parameters inside stays. It takes the memory of the whole module for that long; gradients stay where they are.
+
+        Example:
+            >>> with self.trainer.strategy.whole_module():  # doctest: +SKIP
+            ...     torch.save(self.state_dict(), "weights.pt")
+        """
+        refuse_in_step("trainer.strategy.whole_module")
+        if self._session is None:
+            yield
+            return
+        self._session.settle()
+        with self._session.weights.everywhere():
+            yield
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of the gradients of all parameters, on every rank; called by hooks that all ranks run.
+
+        Args:
+            norm_type: order of the norm.
+
+        Raises:
+            UnsupportedError: outside of fit.
+        """
+        refuse_in_step("trainer.strategy.grad_norm")
+        if self._session is None:
+            raise UnsupportedError("There are no gradients before fit, so there is no norm of them.")
+        return self._session.grad_norm(norm_type)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer on rank 0, as on a single device."""
@@ -313,17 +357,34 @@ class DappleStrategy(ParallelStrategy):
             groups.load(state)
             private.optimizer_to_device(optimizer, self.root_device)
 
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create tensors on the device and with values: whether a checkpoint will give them some is not known yet."""
+        if empty_init:
+            rank_zero_warn(
+                "empty_init=True is ignored: parameters are initialised as usual. Without a checkpoint to load, "
+                "training would begin with whatever is in memory."
+            )
+        with super().tensor_init_context(empty_init=False):
+            yield
+
     def model_to_device(self) -> None:
         """Do nothing: the module is moved when it is known which parts of it stay."""
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have come here."""
+        refuse_in_step("trainer.strategy.barrier")
         if self._links is not None:
             self._links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on all ranks."""
+        refuse_in_step("trainer.strategy.broadcast")
         return obj if self._links is None else self._links.control.broadcast(obj, source=src, what="a broadcast")
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensor, as one device does: every rank has the values of the whole batch."""
+        return tensor
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the value: logged values are those of the whole batch on every rank already."""
@@ -331,6 +392,7 @@ class DappleStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any of them, say yes."""
+        refuse_in_step("trainer.strategy.reduce_boolean_decision")
         if self._links is None:
             return decision
         said = self._links.control.sum(torch.tensor(float(decision)), what="a decision of all ranks")
