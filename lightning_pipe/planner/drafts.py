@@ -123,8 +123,8 @@ class Drafter:
         """Return the draft of the wished order.
 
         Raises:
-            PlanError: if its ranks or micro-batches are not those of the problem, or the graph is too small for its
-                stages.
+            PlanError: if its ranks or micro-batches are not those of the problem, a batch has too few samples, or the
+                graph is too small for its stages.
             ProgramError: if it cannot be read as the order of a layout.
         """
         problem = self._problem
@@ -141,6 +141,7 @@ class Drafter:
                 f"The given order is of {count} micro-batches, but microbatches={problem.wishes.microbatches} is set. "
                 "Remove one of them."
             )
+        problem.check_samples(count)
         return Draft(self.cuts(layout, count), layout, count, GIVEN, problem.wishes.order)
 
     def cuts(self, layout: Layout, microbatches: int) -> tuple[int, ...]:

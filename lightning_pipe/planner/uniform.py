@@ -12,7 +12,7 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.outline import Outline, share_alike
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 
@@ -29,14 +29,14 @@ def uniform(problem: Problem) -> list[Outline]:
         PlanError: if the graph has fewer nodes than stages are wanted.
     """
     replicas = problem.wishes.replicas or (1,) * problem.cluster.ranks
-    positions = worthwhile(problem, sliced=len(set(replicas)) > 1)
+    firsts = itertools.accumulate(replicas, initial=0)
+    ranks = tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=False))
+    positions = worthwhile(problem, sliced=not share_alike(problem, ranks))
     if len(positions) < len(replicas) - 1:
         raise PlanError(
             f"The step has {len(problem.graph.nodes)} operations, too few for {len(replicas)} stages. Use fewer "
             "devices, or replicate stages by `layout`."
         )
-    firsts = itertools.accumulate(replicas, initial=0)
-    ranks = tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=False))
     estimator = Estimator(Segments(problem, positions))
     balancer = Balancer(estimator)
     found = [

@@ -138,6 +138,7 @@ class Pipeline:
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._runner.seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         samples = self.samples(call.structure)
+        check_samples(self._wanted_microbatches, samples)
         captured = self._capture(call, self._first_slice(samples))
         graph = captured.capture.graph
         problem = self._costs.problem(
@@ -156,7 +157,6 @@ class Pipeline:
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")
-        check_samples(plan, samples)
         cuts = resolve(plan, graph, ranks=control.ranks)
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
@@ -342,8 +342,13 @@ class Pipeline:
 
     def _first_slice(self, samples: int) -> int:
         """Guess the size of a micro-batch before there is a plan."""
+        return max(microbatch_sizes(samples, self._wanted_microbatches))
+
+    @property
+    def _wanted_microbatches(self) -> int:
+        """Return how many micro-batches the user wants, in the plan's file or else as an option; 1 if that is open."""
         wanted = self._given.microbatches if self._given is not None else self._config.microbatches
-        return max(microbatch_sizes(samples, wanted or 1))
+        return wanted or 1
 
     def _divisible(self, structure: Structure) -> bool:
         """Say whether batches like this can be cut; those that cannot are left whole where nobody wants to cut them."""
