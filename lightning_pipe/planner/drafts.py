@@ -188,16 +188,23 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
         PlanError: if the graph is too small for the wished stages.
     """
     drafter, wished = Drafter(problem), asks_for_drafts(problem)
-    left, judged = _INSTRUCTIONS, []
+    left, judged = _INSTRUCTIONS, list[Judged]()
+    refused: list[ConfigError] = []
     for draft in drafter.drafts(_rows(found, problem)):
         length = draft.computes * _PER_COMPUTE
         if not wished and (length > left or not _may_win(draft, found[0], problem, judge)):
             continue
         left -= length
-        one = judge.judge(draft.plan(problem))
+        try:
+            one = judge.judge(draft.plan(problem))
+        except ConfigError as error:  # where nodes mix samples, replicas may have to take whole micro-batches
+            refused.append(error)
+            continue
         for candidate in (one, *_joined(one, judge)):
             is_short = candidate.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
             judged.append(relieve(problem, candidate, judge=judge) if is_short else candidate)
+    if wished and refused and not judged:
+        raise refused[0]
     return sorted(judged, key=lambda one: one.rank(problem.cluster))
 
 
