@@ -52,7 +52,7 @@ def _stage(problem: Problem, begin: int, end: int, ranks: tuple[int, ...]) -> St
 
 
 def share_alike(problem: Problem, ranks: Iterable[tuple[int, ...]]) -> bool:
-    """Return whether stages on these ranks share samples alike wherever they are cut, so that none is sent in slices."""
+    """Return whether stages on these ranks share samples alike wherever they are cut: nothing is sent in slices."""
     shares = {(len(group), weights_of(problem.cluster, group)) for group in ranks}
     return len(shares) == 1 and (not problem.graph.coupled or max(shares)[0] == 1)
 
