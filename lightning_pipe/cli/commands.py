@@ -93,7 +93,7 @@ def _planned(options: WishedOptions, planner: str) -> _Planned:
 def _given(path: str, problem: Problem) -> Judged:
     plan = load_yaml(Plan, path)
     check_weights(plan)
-    check_samples(plan, problem.samples)
+    check_samples(plan.microbatches, problem.samples)
     return judge(plan, problem)
 
 

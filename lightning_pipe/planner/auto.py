@@ -31,11 +31,12 @@ from lightning_pipe.planner.estimate import LONG, Estimator, microbatch_counts
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
 from lightning_pipe.planner.near import GROUPED, Near, Ring, shape_of
-from lightning_pipe.planner.outline import Outline, never_growing
+from lightning_pipe.planner.outline import Outline, can_meet, never_growing, share_alike
 from lightning_pipe.planner.parts import Parts
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
 from lightning_pipe.planner.settle import fitted
+from lightning_pipe.planner.windows import Windows
 
 Value = tuple[float, float]
 Planner = Callable[[Problem], list[Outline]]
@@ -60,20 +61,28 @@ def auto(problem: Problem, planners: Mapping[str, Planner]) -> list[Judged]:
     Args:
         problem: what is planned.
         planners: who proposes.
+
+    Raises:
+        PlanError: what the first planner says, if none proposes anything and nothing else is found.
     """
-    by_planner = [_proposed(planner, problem) for planner in planners.values()]
+    answers = [_proposed(planner, problem) for planner in planners.values()]
+    by_planner = [answer for answer in answers if not isinstance(answer, PlanError)]
+    refused = [answer for answer in answers if isinstance(answer, PlanError)]
     proposed = [outline for outlines in by_planner for outline in outlines]
     search = _Search(problem, [position for outline in proposed for position in outline.cuts])
     search.add(proposed)
     search.improve()
+    if not search.is_found:
+        raise refused[0]
     return search.judged([outlines[0] for outlines in by_planner if outlines])
 
 
-def _proposed(planner: Planner, problem: Problem) -> list[Outline]:
+def _proposed(planner: Planner, problem: Problem) -> list[Outline] | PlanError:
+    """Return what a planner proposes, or why it has nothing: for so few operations, say."""
     try:
         return planner(problem)
-    except PlanError:  # it has nothing for so few operations
-        return []
+    except PlanError as error:
+        return error
 
 
 class _Search:
@@ -83,20 +92,25 @@ class _Search:
         self._problem = problem
         coarse = worthwhile(problem, sliced=True, most=max(_COARSE, 2 * problem.cluster.ranks))
         fine = {*worthwhile(problem, sliced=True, most=_FINE), *coarse, *positions}
-        self._estimator = Estimator(Segments(problem, sorted(fine)))
         self._positions = sorted(fine)
-        self._coarse = Estimator(Segments(problem, coarse)) if len(coarse) < len(fine) else self._estimator
-        self._balancer = Balancer(self._coarse)
+        self._windows = Windows(problem, self._positions)
+        few = Estimator(Segments(problem, coarse)) if len(coarse) < len(fine) else self._windows.fine
+        self._balancer = Balancer(few)
         self._values: dict[Outline, Value] = {}
         self._seen: dict[tuple[tuple[int, ...], Ranks, int], Outline] = {}
         self._left = _ESTIMATED
+
+    @property
+    def is_found(self) -> bool:
+        """Return whether there is any outline."""
+        return bool(self._values)
 
     def add(self, outlines: Iterable[Outline]) -> None:
         """Take outlines of planners, with the depths that they chose and, if they are short, those that seem best."""
         for outline in outlines:
             if len(outline.ranks) * outline.microbatches <= LONG:
                 self._estimate(outline.cuts, outline.ranks, outline.microbatches)
-            self._values.setdefault(outline, (0.0, self._estimator.step_s(outline)))
+            self._values.setdefault(outline, (0.0, self._windows.fine.step_s(outline)))
 
     def improve(self) -> None:
         """Look for better outlines near the best, while there is something left to spend."""
@@ -113,7 +127,7 @@ class _Search:
     def _estimate(self, cuts: tuple[int, ...], ranks: Ranks, microbatches: int) -> Outline:
         key = (cuts, ranks, microbatches)
         if key not in self._seen:
-            outline, seconds, excess = self._estimator.outline(cuts, ranks, microbatches)
+            outline, seconds, excess = self._windows.around(cuts).outline(cuts, ranks, microbatches)
             self._seen[key] = outline
             self._values[outline] = (max(0.0, excess), seconds)
             self._left -= 10 * microbatches * len(ranks)
@@ -161,7 +175,8 @@ class _Search:
         for count in microbatch_counts(self._problem, stages=stages, replicas=replicas):
             yield outline.cuts, count
         for cuts in shifted(outline.cuts, self._positions, steps=_STEPS):
-            yield cuts, outline.microbatches
+            if can_meet(self._problem, cuts, outline.ranks):
+                yield cuts, outline.microbatches
 
     def judged(self, choices: Sequence[Outline]) -> list[Judged]:
         """Judge the best outlines, go on from the winner, and return all, the best first.
@@ -248,12 +263,11 @@ class _Search:
 
     def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget) -> None:
         """Move cuts between nodes and depths by one, as the judge says."""
-        positions = cuttable(self._problem.graph, sliced=len({*map(len, best.ranks)}) > 1)
         is_moving = True
         while is_moving:
             is_moving = False
-            for outline in self._neighbours(best, positions):
-                if outline in found:
+            for outline in self._neighbours(best):
+                if outline in found or not can_meet(self._problem, outline.cuts, outline.ranks):
                     continue
                 if not budget.allows(outline):
                     return
@@ -263,8 +277,9 @@ class _Search:
                     best, is_moving = outline, True
                     break
 
-    def _neighbours(self, outline: Outline, positions: list[int]) -> Iterator[Outline]:
+    def _neighbours(self, outline: Outline) -> Iterator[Outline]:
         """Yield outlines with one cut, the number of micro-batches, or one depth changed a little."""
+        positions = cuttable(self._problem.graph, sliced=not share_alike(self._problem, outline.ranks))
         for cuts in shifted(outline.cuts, positions, steps=(1, 2)):
             yield replace(outline, cuts=cuts)
         stages, replicas = len(outline.ranks), max(map(len, outline.ranks))

@@ -34,7 +34,7 @@ from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.estimate import Estimator, bound_s, microbatch_counts
 from lightning_pipe.planner.groups import equal_groups
 from lightning_pipe.planner.moves import Ranks
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.outline import Outline, share_alike
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Matrix, Segments
 
@@ -77,13 +77,14 @@ def candidates(problem: Problem, *, wanted: float = math.inf) -> Iterator[Candid
 
 
 def _explorers(problem: Problem) -> Iterator[_Explorer]:
-    estimators: dict[int, Estimator] = {}
+    estimators: dict[tuple[int, bool], Estimator] = {}
     for groups in equal_groups(problem, len(problem.graph.nodes)):
         most = next((most for stages, most in _POSITIONS if len(groups) <= stages), 2 * len(groups))
-        if most not in estimators:
-            estimators[most] = Estimator(Segments(problem, worthwhile(problem, sliced=False, most=most)))
-        if estimators[most].segments.units >= len(groups):
-            yield _Explorer(estimators[most], groups)
+        key = (most, not share_alike(problem, groups))
+        if key not in estimators:
+            estimators[key] = Estimator(Segments(problem, worthwhile(problem, sliced=key[1], most=most)))
+        if estimators[key].segments.units >= len(groups):
+            yield _Explorer(estimators[key], groups)
 
 
 class _Explorer:

@@ -114,5 +114,11 @@ def cuttable(graph: Graph, *, sliced: bool) -> list[int]:
 def nearby(positions: Sequence[int], cut: int, *, count: int) -> list[int]:
     """Return the positions nearest to a cut, `count` on each side, without the cut itself."""
     here = int(np.searchsorted(np.array(positions), cut))
-    around = positions[max(0, here - count) : here + count + 1]
-    return [position for position in around if position != cut]
+    window = positions[max(0, here - count) : here + count + 1]
+    return [position for position in window if position != cut]
+
+
+def around(positions: Sequence[int], cuts: Sequence[int], *, most: int) -> list[int]:
+    """Return cuts and the positions nearest to them, rising: about `most`, and at least one on each side of a cut."""
+    each = max(1, most // (2 * max(1, len(cuts))))
+    return sorted({*cuts, *(position for cut in cuts for position in nearby(positions, cut, count=each))})

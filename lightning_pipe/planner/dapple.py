@@ -145,7 +145,8 @@ class _Planner:
         self._effort = next((effort for most, effort in _EFFORTS if self._devices <= most), _LEAST_EFFORT)
         coarse = worthwhile(problem, sliced=True, most=self._effort.bounds)
         speeds = {problem.cluster.device(rank).speed for rank in range(self._devices)}
-        positions = sorted({*worthwhile(problem, sliced=len(speeds) > 1, most=_FINE), *coarse})
+        is_sliced = len(speeds) > 1 or bool(problem.graph.coupled)  # however equal the numbers of replicas are
+        positions = sorted({*worthwhile(problem, sliced=is_sliced, most=_FINE), *coarse})
         self._estimator = Estimator(Segments(problem, positions))
         self._positions = positions
         self._place = {position: place for place, position in enumerate(positions)}

@@ -41,11 +41,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import NO_SWAP
-from lightning_pipe.planner.cuts import worthwhile
+from lightning_pipe.planner.cuts import cuttable, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
 from lightning_pipe.planner.groups import equal_groups
 from lightning_pipe.planner.moves import Ranks
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.outline import Outline, share_alike
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Matrix, Segments
 from lightning_pipe.schedule.lower.offload import AHEAD
@@ -67,9 +67,15 @@ def dawnpiper(problem: Problem) -> list[Outline]:
     Args:
         problem: what is planned.
     """
-    estimator = Estimator(Segments(problem, worthwhile(problem, sliced=False, most=_POSITIONS)))
+    estimators: dict[bool, Estimator] = {}
     found: dict[Outline, tuple[float, float]] = {}
-    for groups in equal_groups(problem, estimator.segments.units):
+    for groups in equal_groups(problem, len(cuttable(problem.graph, sliced=False)) + 1):
+        sliced = not share_alike(problem, groups)
+        if sliced not in estimators:
+            estimators[sliced] = Estimator(Segments(problem, worthwhile(problem, sliced=sliced, most=_POSITIONS)))
+        estimator = estimators[sliced]
+        if estimator.segments.units < len(groups):
+            continue
         counts = microbatch_counts(problem, stages=len(groups), replicas=len(groups[0]))
         few = next((count for stages, count in _PARTITIONED if len(groups) <= stages), 1)
         partitions = dict.fromkeys(partition(estimator, groups, count) for count in counts[-few:])

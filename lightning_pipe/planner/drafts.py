@@ -124,8 +124,8 @@ class Drafter:
         """Return the draft of the wished order.
 
         Raises:
-            PlanError: if its ranks or micro-batches are not those of the problem, or the graph is too small for its
-                stages.
+            PlanError: if its ranks or micro-batches are not those of the problem, a batch has too few samples, or the
+                graph is too small for its stages.
             ProgramError: if it cannot be read as the order of a layout.
         """
         problem = self._problem
@@ -142,6 +142,7 @@ class Drafter:
                 f"The given order is of {count} micro-batches, but microbatches={problem.wishes.microbatches} is set. "
                 "Remove one of them."
             )
+        problem.check_samples(count)
         return Draft(self.cuts(layout, count), layout, count, GIVEN, problem.wishes.order)
 
     def cuts(self, layout: Layout, microbatches: int) -> tuple[int, ...]:
@@ -190,16 +191,23 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
         PlanError: if the graph is too small for the wished stages.
     """
     drafter, wished = Drafter(problem), asks_for_drafts(problem)
-    left, judged = _INSTRUCTIONS, []
+    left, judged = _INSTRUCTIONS, list[Judged]()
+    refused: list[ConfigError] = []
     for draft in drafter.drafts(_rows(found, problem)):
         length = draft.computes * _PER_COMPUTE
         if not wished and (length > left or not _may_win(draft, found[0], problem, judge)):
             continue
         left -= length
-        one = judge.judge(draft.plan(problem))
+        try:
+            one = judge.judge(draft.plan(problem))
+        except ConfigError as error:  # where nodes mix samples, replicas may have to take whole micro-batches
+            refused.append(error)
+            continue
         for candidate in (one, *_joined(one, judge)):
             is_short = candidate.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
             judged.append(relieve(problem, candidate, judge=judge) if is_short else candidate)
+    if wished and refused and not judged:
+        raise refused[0]
     return sorted(judged, key=lambda one: one.rank(problem.cluster))
 
 

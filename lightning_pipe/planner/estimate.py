@@ -177,6 +177,10 @@ class Estimator:
         self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], Exchange] = {}
         self._reductions: dict[tuple[int, ...], AllReduce] = {}
 
+    def knows(self, cuts: Sequence[int]) -> bool:
+        """Return whether all of these cuts are at its positions: of others it cannot be asked."""
+        return self._bound.keys() >= {*cuts}
+
     def step_s(self, outline: Outline) -> float:
         """Return the seconds of a batch."""
         row = self.row(outline.cuts, outline.ranks, outline.microbatches)
@@ -362,9 +366,13 @@ def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[i
         problem: samples of a batch, and wishes.
         stages: stages of the pipeline.
         replicas: replicas of its most replicated stage, which all want samples.
+
+    Raises:
+        PlanError: if more micro-batches are wished for than a batch has samples.
     """
     wishes = problem.wishes
     if wishes.microbatches is not None:
+        problem.check_samples(wishes.microbatches)
         return [wishes.microbatches]
     most = max(1, problem.samples // (wishes.least_samples * replicas))
     wanted = {1, 3, 6, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
+from lightning_pipe.planner.cuts import around, cuttable, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts, row_s
 from lightning_pipe.planner.madpipe_chain import chain_of
 from lightning_pipe.planner.madpipe_contiguous import Pipeline, best_pipeline, least_exceeding
@@ -133,9 +133,7 @@ class _Search:
     def _around(self, candidate: _Candidate) -> list[int]:
         """Return the positions near the cuts of a candidate, and the cuts."""
         positions = cuttable(self._problem.graph, sliced=_is_sliced(candidate.groups))
-        cuts = candidate.outline.cuts
-        each = max(1, _FINE // (2 * max(1, len(cuts))))
-        return sorted({*cuts, *(near for cut in cuts for near in nearby(positions, cut, count=each))})
+        return around(positions, candidate.outline.cuts, most=_FINE)
 
     def _estimator(self, positions: Sequence[int]) -> Estimator:
         key = tuple(positions)

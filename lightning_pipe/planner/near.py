@@ -28,7 +28,7 @@ from lightning_pipe.planner.bounds import Depths, Field
 from lightning_pipe.planner.cuts import cuttable, nearby
 from lightning_pipe.planner.estimate import microbatch_counts
 from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
-from lightning_pipe.planner.outline import Outline, falling, never_growing
+from lightning_pipe.planner.outline import Outline, can_meet, falling, never_growing
 from lightning_pipe.planner.parts import Cuts, Parts
 from lightning_pipe.planner.problem import Problem
 
@@ -120,13 +120,16 @@ class Near:
         """Return the outlines of a ring that may be better, the most promising first; none if nothing is left."""
         if self.left <= 0:
             return []
-        field = Field(self._parts, ring.plans, ring.microbatches)
-        self.left -= _PRICED * self._problem.cluster.ranks * len(ring.plans)
+        plans = [plan for plan in ring.plans if can_meet(self._problem, *plan)]
+        if not plans:
+            return []
+        field = Field(self._parts, plans, ring.microbatches)
+        self.left -= _PRICED * self._problem.cluster.ranks * len(plans)
         if than[0] <= 0:
             field = field.only(np.flatnonzero(field.least_s() < than[1]))
         if not field.plans:
             return []
-        walked = len(ring.depths) * len(ring.plans[0][1]) * ring.microbatches
+        walked = len(ring.depths) * len(plans[0][1]) * ring.microbatches
         self.left -= walked + walked * len(field.plans) // _ROWS
         found: list[tuple[float, float, int, Outline]] = []
         for depths in ring.depths:

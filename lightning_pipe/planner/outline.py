@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -49,6 +49,22 @@ def _stage(problem: Problem, begin: int, end: int, ranks: tuple[int, ...]) -> St
     at = problem.graph.nodes[begin].name if begin else ""
     share = share_of(problem.graph, begin, end, replicas=len(ranks))
     return StagePlan(at, ranks, share, weights_of(problem.cluster, ranks) if share == "samples" else ())
+
+
+def share_alike(problem: Problem, ranks: Iterable[tuple[int, ...]]) -> bool:
+    """Return whether stages on these ranks share samples alike wherever they are cut: nothing is sent in slices."""
+    shares = {(len(group), weights_of(problem.cluster, group)) for group in ranks}
+    return len(shares) == 1 and (not problem.graph.coupled or max(shares)[0] == 1)
+
+
+def can_meet(problem: Problem, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether stages on these ranks can meet at these cuts: they share alike where nothing can be sliced."""
+    unsliceable = problem.graph.unsliceable
+    if unsliceable.isdisjoint(cuts):
+        return True
+    shares = [(len(stage.ranks), stage.share, stage.weights) for stage in stage_plans(problem, cuts, ranks)]
+    meeting = zip(cuts, itertools.pairwise(shares), strict=True)
+    return all(one == two for cut, (one, two) in meeting if cut in unsliceable)
 
 
 def share_of(graph: Graph, begin: int, end: int, *, replicas: int) -> Share:

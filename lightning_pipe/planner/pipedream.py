@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.planner.blocks import Blocks, DeviceRow, within_memory
-from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
+from lightning_pipe.planner.cuts import around, cuttable, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
 from lightning_pipe.planner.ordering import bandwidth
 from lightning_pipe.planner.outline import Outline
@@ -131,9 +131,7 @@ def steady_plans(problem: Problem) -> list[SteadyPlan]:
     found = _found(problem, row, positions)
     if len(positions) < len(allowed):
         cuts = sorted({cut for plan in _best_of_views(found) for cut in plan.cuts})
-        each = max(1, most // (2 * max(1, len(cuts))))
-        near = {position for cut in cuts for position in (cut, *nearby(allowed, cut, count=each))}
-        found = [*found, *_found(problem, row, sorted(near))]
+        found = [*found, *_found(problem, row, around(allowed, cuts, most=most))]
     different = {plan.ranks: plan for plan in sorted(found, key=_value, reverse=True)}
     best = _best_of_views(found)
     others = [plan for plan in different.values() if plan not in best]

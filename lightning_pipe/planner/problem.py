@@ -9,6 +9,7 @@ from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
+from lightning_pipe.errors import PlanError
 
 Relief = Literal["recompute", "offload"]
 
@@ -69,6 +70,18 @@ class Problem:
         """Return the problem of ranks that wait for each other after every batch."""
         optimizer = replace(self.profile.optimizer, takes_back=False)
         return replace(self, profile=replace(self.profile, optimizer=optimizer), runs_ahead=False)
+
+    def check_samples(self, microbatches: int) -> None:
+        """Check that every one of so many micro-batches has a sample.
+
+        Raises:
+            PlanError: if a batch has fewer samples.
+        """
+        if microbatches > self.samples:
+            raise PlanError(
+                f"A batch has {self.samples} samples, too few for {microbatches} micro-batches. Set microbatches to at "
+                f"most {self.samples}, or increase the batch size."
+            )
 
     def ahead(self, *, takes_back: bool) -> Problem:
         """Return the problem of ranks that run ahead, and may have to take optimizer steps back."""

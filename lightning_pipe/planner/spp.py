@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.planner.blocks import Blocks, DeviceRow, Pipeline, within_memory
-from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
+from lightning_pipe.planner.cuts import around, cuttable, worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
 from lightning_pipe.planner.ordering import device_order
 from lightning_pipe.planner.outline import Outline
@@ -218,9 +218,10 @@ class _Search:
 
     def _counts(self) -> list[int]:
         """Return the numbers of micro-batches for which PRM runs: powers of two from full replication on."""
-        wishes, samples = self._problem.wishes, self._problem.samples
+        problem, wishes, samples = self._problem, self._problem.wishes, self._problem.samples
         if wishes.microbatches is not None:
-            return [min(wishes.microbatches, samples)]
+            problem.check_samples(wishes.microbatches)
+            return [wishes.microbatches]
         most = max(1, min(samples // wishes.least_samples, _MOST_MICROBATCHES))
         least = min(most, max(1, samples // (wishes.least_samples * self._problem.cluster.ranks)))
         low, high = math.floor(math.log2(least)), math.floor(math.log2(most))
@@ -291,8 +292,7 @@ class _Search:
         cuts, microbatches = draft.outline.cuts, draft.outline.microbatches
         if not cuts:
             return draft
-        each = max(1, _FINE // (2 * len(cuts)))
-        near = [sorted({cut, *nearby(self._allowed, cut, count=each)}) for cut in cuts]
+        near = [around(self._allowed, (cut,), most=_FINE // len(cuts)) for cut in cuts]
         segments = Segments(self._problem, sorted({position for window in near for position in window}))
         blocks = self._blocks(segments, microbatches)
         costs = _Costs(blocks, microbatches=microbatches, sum_price=draft.sum_price, held="pa")

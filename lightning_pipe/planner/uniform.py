@@ -11,7 +11,7 @@ import itertools
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.outline import Outline, share_alike
 from lightning_pipe.planner.places import too_few_places
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
@@ -29,16 +29,17 @@ def uniform(problem: Problem) -> list[Outline]:
         PlanError: if the graph has too few places to cut.
     """
     replicas = problem.wishes.replicas or (1,) * problem.cluster.ranks
-    positions = worthwhile(problem, sliced=len(set(replicas)) > 1)
+    firsts = itertools.accumulate(replicas, initial=0)
+    ranks = tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=False))
+    sliced = not share_alike(problem, ranks)
+    positions = worthwhile(problem, sliced=sliced)
     if len(positions) < len(replicas) - 1:
         raise too_few_places(
             problem.graph,
             stages=len(replicas),
-            sliced=len(set(replicas)) > 1,
+            sliced=sliced,
             advice="Use fewer devices, or replicate stages by `layout`.",
         )
-    firsts = itertools.accumulate(replicas, initial=0)
-    ranks = tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=False))
     estimator = Estimator(Segments(problem, positions))
     balancer = Balancer(estimator)
     found = [

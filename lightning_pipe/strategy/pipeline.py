@@ -168,6 +168,8 @@ class Pipeline:
         control, config = self._links.control, self._config
         training = call.method == TRAINING
         samples = self.samples(call.structure)
+        if training:
+            check_samples(self._wanted_microbatches, samples)
         graph = captured.capture.graph
         agree(self._links, {"captured graph": graph.fingerprint})
         problem = self._costs.problem(
@@ -186,8 +188,6 @@ class Pipeline:
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")
-        if training:
-            check_samples(plan, samples)
         cuts = resolve(plan, graph, ranks=control.ranks)
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
@@ -398,8 +398,9 @@ class Pipeline:
 
     @property
     def _wanted_microbatches(self) -> int:
-        """Return the number of micro-batches that the user wants, 1 if it is left to the planner."""
-        return (self._given.microbatches if self._given is not None else self._config.microbatches) or 1
+        """Return how many micro-batches the user wants, in the plan's file or else as an option; 1 if that is open."""
+        wanted = self._given.microbatches if self._given is not None else self._config.microbatches
+        return wanted or 1
 
     def _divisible(self, structure: Structure) -> bool:
         """Say whether batches like this can be cut; those that cannot are left whole where nobody wants to cut them."""

@@ -83,15 +83,15 @@ def in_turns(plan: Plan) -> Plan:
     return replace(plan, stages=stages)
 
 
-def check_samples(plan: Plan, samples: int) -> None:
-    """Check that the first batch can be cut into the plan's micro-batches.
+def check_samples(microbatches: int, samples: int) -> None:
+    """Check that the first batch can be cut into the wanted micro-batches.
 
     Raises:
         BatchError: if it has fewer samples.
     """
-    if samples < plan.microbatches:
+    if samples < microbatches:
         raise BatchError(
-            f"The first batch has {samples} samples, but {plan.microbatches} micro-batches are wanted. Set "
+            f"The first batch has {samples} samples, but {microbatches} micro-batches are wanted. Set "
             f"microbatches to at most {samples}, or increase the batch size."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_pipe.planner.near import Near
 from lightning_pipe.planner.outline import Outline
 from lightning_pipe.planner.parts import Parts
 from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.registry import PLANNER_NAMES, PLANNERS, propose
+from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES, PLANNERS, propose
 from planner.test_uniform import cluster, layers
 
 SMALL = Size(layers=5, devices=3)
@@ -107,3 +108,23 @@ def test_of_many_devices_only_the_outlines_themselves_are_swept():
     outline = Outline((15, 30, 45), ((0, 1), (2, 3), (4, 5), (6, 7)), 2, (2, 2, 2, 1))
     near = Near(asked, Parts(asked, Judge(asked).pricer))
     assert [ring.plans for ring in near.sweep([outline])] == [((outline.cuts, outline.ranks),)]
+
+
+@pytest.mark.parametrize("planner", PLANNER_NAMES)
+@pytest.mark.parametrize(("microbatches", "samples"), [(4, 2), (4, 3), (8, 6), (2, 1), (64, 8)])
+def test_more_micro_batches_than_samples_are_refused_by_every_planner(planner, microbatches, samples):
+    """Where they are a few more only, bounds of plans once ended in an IndexError."""
+    graph, profile = layers([1] * 6, [8] * 6)
+    layouts = (None, (1, 1)) if planner in FOLLOW_LAYOUTS else (None,)
+    for layout, schedule in itertools.product(layouts, (None, "gpipe", "zb_h1")):
+        wishes = Wishes(microbatches, layout, schedule)
+        expected = f"A batch has {samples} samples, too few for {microbatches} micro-batches. Set .* at most {samples}"
+        with pytest.raises(PlanError, match=expected):
+            propose(Problem(graph, profile, cluster(2), samples, wishes=wishes), planner)
+
+
+def test_a_layout_with_more_stages_than_operations_is_refused_with_the_numbers():
+    graph, profile = layers([1] * 2, [8] * 2)
+    asked = Problem(graph, profile, cluster(3), 16, wishes=Wishes(replicas=(1, 1, 1)))
+    with pytest.raises(PlanError, match="The step has 2 operations, too few for 3 stages"):
+        propose(asked, "auto")

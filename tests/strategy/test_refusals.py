@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import callbacks as cb
 from torch import nn
 
-from lightning_pipe.errors import ConfigError, UnsupportedError
+from lightning_pipe.errors import BatchError, ConfigError, UnsupportedError
 from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
@@ -122,3 +122,12 @@ def test_hooks_that_see_a_part_of_the_gradients_are_named_once() -> None:
     first, other = World(2).run(warnings_of, [Clipping()])
     assert len(first) == 1 and "Clipping.on_before_optimizer_step" in first[0]
     assert other == []
+
+
+@pytest.mark.parametrize(("microbatches", "samples"), [(4, 2), (4, 3), (8, 6), (2, 1), (64, 8)])
+def test_more_micro_batches_than_samples_are_refused_before_planning(microbatches: int, samples: int) -> None:
+    """A few more ended in an IndexError of the planner."""
+    expected = f"The first batch has {samples} samples, but {microbatches} micro-batches are wanted. Set .* {samples},"
+    trainer = make_trainer(dapple(microbatches=microbatches, planner="auto"), max_epochs=1)
+    with pytest.raises(BatchError, match=expected):
+        trainer.fit(make_module(NAME), make_loader(NAME, batch_size=samples))
