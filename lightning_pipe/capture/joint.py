@@ -16,10 +16,28 @@ from torch import fx
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.hazards import Watched, hazard
 from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Ref, StepRecord
+from lightning_pipe.capture.stage_program import Half
 from lightning_pipe.capture.step import StepFunction
 from lightning_pipe.errors import CaptureError
 
 _LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What is counted of the whole batch before it is cut (`capture.totals`).
+
+    Attributes:
+        count: function of leaves and buffers that gives the totals of its samples, but for their number.
+        roles: how the totals of pieces make those of the batch; the first is that of the number of samples.
+        leaf: index of their vector among the tensors of the batch: behind the last.
+        dtype: its type.
+    """
+
+    count: Half
+    roles: tuple[str, ...]
+    leaf: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,7 @@ class JointGraph:
         conditions: (expression over the symbol that must hold, where it comes from).
         record: what the step said.
         watched: attributes that the step read.
+        totals: what is counted of the whole batch; None if nothing is.
     """
 
     module: fx.GraphModule
@@ -55,6 +74,17 @@ class JointGraph:
     conditions: tuple[tuple[sympy.Basic, str], ...]
     record: StepRecord
     watched: Watched
+    totals: Totals | None = None
+
+    @property
+    def totals_buffers(self) -> dict[str, str]:
+        """Return the buffers that the totals are computed from: placeholder -> name."""
+        names = () if self.totals is None else self.totals.count.inputs
+        return {name: self.buffers[name] for name in names if name in self.buffers}
+
+    def is_of_whole_batch(self, name: str) -> bool:
+        """Say whether a value is the vector of totals."""
+        return self.totals is not None and self.leaves.get(name) == self.totals.leaf
 
     def fits(self, samples: int) -> str:
         """Return "" if the graph holds for this number of samples, else the condition that fails and its origin."""

@@ -192,6 +192,9 @@ def _run_captured(
     if isinstance(captured, Replay):
         captured.begin(request.arguments)
     stage.begin(Counter(), training=True)
+    buffers, uncut = dict(module.named_buffers(remove_duplicate=False)), (False,) * len(tensors)
+    if isinstance(captured, Capture):
+        tensors, _ = captured.with_totals(tensors, cut=uncut, sizes=(samples,), buffers=buffers)
     stage.load(0, dict(enumerate(tensors)))
     whole = Slice(samples, key, mean_weight=1.0, sum_weight=1.0)
     try:

@@ -63,6 +63,7 @@ class Step:
 
     Attributes:
         early: as given.
+        buffers: of this rank, by name.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Step:
             buffers=ChainMap(self._lent, weights.buffers),
             device=device,
         )
+        self.buffers = state.buffers
         transport = links.transport
         self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=self.capture.record.loss)
         beside = links.control.transport if early else None
