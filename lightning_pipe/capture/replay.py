@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -114,6 +114,17 @@ class Replay:
         if self._request.samples is None and samples != self.trace.samples:
             return f"its batches cannot be cut, and it was traced with {self.trace.samples} samples"
         return ""
+
+    def with_totals(
+        self,
+        leaves: Sequence[Any],
+        *,
+        cut: Sequence[bool],
+        sizes: Sequence[int],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """Return the leaves of a whole batch as stages read them, and which are cut: as they are."""
+        return tuple(leaves), tuple(cut)
 
     def changed(self) -> str:
         """Return "": the Python of the step runs every time."""

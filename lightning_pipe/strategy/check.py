@@ -193,8 +193,7 @@ def _run_captured(
         captured.begin(request.arguments)
     stage.begin(Counter(), training=True)
     buffers, uncut = dict(module.named_buffers(remove_duplicate=False)), (False,) * len(tensors)
-    if isinstance(captured, Capture):
-        tensors, _ = captured.with_totals(tensors, cut=uncut, sizes=(samples,), buffers=buffers)
+    tensors, _ = captured.with_totals(tensors, cut=uncut, sizes=(samples,), buffers=buffers)
     stage.load(0, dict(enumerate(tensors)))
     whole = Slice(samples, key, mean_weight=1.0, sum_weight=1.0)
     try:

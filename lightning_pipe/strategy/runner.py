@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from lightning_pipe.capture import Capture
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.runtime.ahead import Ahead
@@ -68,9 +67,7 @@ class Runner:
         step.refresh(self._trained)
         if training and self._reduced:
             step.keep_sums_once()
-        leaves = turn.tensors
-        if isinstance(step.capture, Capture):
-            leaves, cut = step.capture.with_totals(leaves, cut=cut, sizes=sizes, buffers=step.buffers)
+        leaves, cut = step.capture.with_totals(turn.tensors, cut=cut, sizes=sizes, buffers=step.buffers)
         job = Job(
             leaves=leaves,
             cut=cut,

@@ -131,7 +131,8 @@ def check_joint(name: str, captured: Joint, *, counts: tuple[int, ...]) -> None:
     losses, expected = accumulate(module, pieces, weights=share, seed=SEED)
     dice = random.Random(zlib.crc32(name.encode()))
     places = [k for k in range(1, len(capture.graph.nodes)) if k not in capture.graph.uncuttable]
-    job = Job(tuple(tensors), cut, offsets, seed=SEED)
+    leaves, cut = capture.with_totals(tensors, cut=cut, sizes=sizes, buffers=dict(module.named_buffers()))
+    job = Job(leaves, cut, offsets, seed=SEED)
     for stages in counts:
         if len(places) < stages - 1:
             continue
