@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -142,6 +142,10 @@ class Capture:
             assert graph.totals is not None, "graphs for other sizes are the same operations"
             pieces.append((size, totals_of(graph.totals, graph, leaves=part, buffers=buffers, samples=size)))
         return combined_totals(totals, pieces)
+
+    def with_role(self, role: Literal["mean", "sum"]) -> Capture:
+        """Return the same step with losses of micro-batches combined as means or as sums."""
+        return replace(self, flow=self.flow.with_loss(self.joint, role))
 
     def changed(self) -> str:
         """Return "" if what the step read from the module is as it was, else what changed."""

@@ -14,7 +14,7 @@ Legend: n number of samples (the graph's symbol); rows: rows of a flattened dime
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -119,6 +119,18 @@ def follow(joint: JointGraph) -> Flow:
         roles[name] = "max"
     loss: Role = roles[joint.loss] if joint.loss is not None else "same"
     return Flow(roles, samples, coupled, frozenset(assumed), loss)
+
+
+def leading_to(names: Iterable[str | None], joint: JointGraph) -> set[str]:
+    """Name the nodes from which these are computed, and these."""
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    pending, found = [nodes[name] for name in names if name is not None], set[str]()
+    while pending:
+        node = pending.pop()
+        if node.name not in found:
+            found.add(node.name)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:

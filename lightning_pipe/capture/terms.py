@@ -14,13 +14,13 @@ number of autograd) read from others. A sum of terms has no backward operation o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 from torch import fx
 
 from lightning_pipe.capture.assign import sums_gradients
-from lightning_pipe.capture.flow import Role, follow
+from lightning_pipe.capture.flow import Role, follow, leading_to
 from lightning_pipe.capture.insert import insert
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.torch_private import is_backward, operator_name
@@ -36,15 +36,17 @@ def with_one_kind_of_term(joint: JointGraph) -> JointGraph:
     if joint.totals is None:
         return joint
     while (term := _next_term(joint)) is not None:
-        _weigh(term, joint)
+        _weigh(term, joint, within=leading_to((joint.loss, *joint.results), joint))
     return joint
 
 
 def _next_term(joint: JointGraph) -> fx.Node | None:
     """Return the first sum that meets other terms, and is used for nothing but such combinations."""
-    roles = follow(joint).roles
+    roles, within = follow(joint).roles, leading_to((joint.loss, *joint.results), joint)
     for node in joint.module.graph.nodes:
-        if is_backward(node) or roles.get(node.name) != "linear" or operator_name(node) not in _COMBINING:
+        if node.name not in within or is_backward(node):
+            continue
+        if roles.get(node.name) != "linear" or operator_name(node) not in _COMBINING:
             continue
         for operand in node.all_input_nodes:
             for term in _terms(operand, roles):
@@ -64,8 +66,8 @@ def _terms(node: fx.Node, roles: Mapping[str, Role]) -> Iterator[fx.Node]:
         yield from _terms(source, roles)
 
 
-def _weigh(term: fx.Node, joint: JointGraph) -> None:
-    """Multiply a sum, and the gradient that comes into it, by N / n_k."""
+def _weigh(term: fx.Node, joint: JointGraph, *, within: Set[str]) -> None:
+    """Multiply a sum, and the gradient that comes into it, by N / n_k, for what the loss and results are made of."""
     after = term.next
     while operator_name(after) == "getitem":
         after = after.next
@@ -76,7 +78,8 @@ def _weigh(term: fx.Node, joint: JointGraph) -> None:
     weighed = insert(after, _aten.mul.Tensor, term, ratio, like=term)
     weighed.meta["role"] = "mean"
     own = _backward_of(term)
-    users = {user for user in term.users if user is not weighed and user not in own and user.op != "output"}
+    others = (user for user in term.users if user is not weighed and user not in own)
+    users = {user for user in others if is_backward(user) or user.name in within}
     term.replace_all_uses_with(weighed, delete_user_cb=lambda user: user in users)
     for backward in own:
         for gradient in backward.all_input_nodes:

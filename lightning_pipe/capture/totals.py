@@ -29,7 +29,7 @@ from torch import fx
 
 from lightning_pipe.capture.assign import is_random
 from lightning_pipe.capture.emit import Emitter
-from lightning_pipe.capture.flow import Flow, Role, follow
+from lightning_pipe.capture.flow import Flow, Role, follow, leading_to
 from lightning_pipe.capture.insert import insert
 from lightning_pipe.capture.joint import JointGraph, Totals
 from lightning_pipe.capture.stage_program import Half
@@ -60,7 +60,8 @@ def with_totals(joint: JointGraph, device: torch.device) -> JointGraph:
     shares = [kernel.insert_share(joint) for kernel in kernels]
     reduced = _reduced(joint, flow, batch_only)
     wanted = _wanted(joint, flow, reduced)
-    if not shares and not wanted and "linear" not in flow.roles.values():
+    has_terms = any(flow.roles.get(name) == "linear" for name in leading_to((joint.loss, *joint.results), joint))
+    if not shares and not wanted and not has_terms:
         return joint
     nodes = [*wanted, *shares]
     roles: list[Role] = ["sum", *(flow.roles[node.name] for node in wanted), *("mean" for _ in shares)]

@@ -115,6 +115,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         combine=combine_of([one.reductions for one in runs if one.reductions is not None]),
         is_random=run.is_random,
         is_random_in_python=False,
+        has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
 
 

@@ -129,6 +129,7 @@ class UnitTrace:
         combine: how losses of micro-batches make that of the batch.
         is_random: whether torch's random numbers are drawn, by units or glue.
         is_random_in_python: whether Python's or NumPy's are.
+        has_terms: whether the loss adds sums over samples to other terms.
     """
 
     units: tuple[Unit, ...]
@@ -141,3 +142,4 @@ class UnitTrace:
     combine: Literal["mean", "sum"]
     is_random: bool
     is_random_in_python: bool
+    has_terms: bool = False

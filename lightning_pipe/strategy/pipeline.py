@@ -47,6 +47,7 @@ from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader, texts, without_texts
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
+from lightning_pipe.strategy.whole import Role, role_by_numbers
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Pipeline:
         self._proposal: Planned | None = None
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
+        self._role: Role | None = None
         self._later = later
         self._runner = Runner(links, weights=weights, later=later, batch_dim=config.batch_dim, device=device)
 
@@ -168,10 +170,18 @@ class Pipeline:
             cuts = self._cuts(captured.capture.graph)
         if call.method == TRAINING and config.check:
             first = max(slices(plan.layout, self._sizes(captured.capture, samples)[:1]))
-            check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
+            seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
+            captured = self._weighed(captured, call, seconds=seconds)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout)
         self._steps[self._key(call)] = [step]
+
+    def _weighed(self, captured: Captured, call: Call, *, seconds: float) -> Captured:
+        """Let numbers decide how losses of micro-batches are combined, where a batch is cut."""
+        sizes = self._sizes(captured.capture, self.samples(call.structure))
+        if len(sizes) > 1:
+            self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
+        return captured.with_role(self._role)
 
     def run(self, call: Call, turn: Turn) -> Ran:
         """Run a step on a batch.
@@ -288,7 +298,8 @@ class Pipeline:
             )
         with torch.inference_mode(False):
             found = captured_by(route or self._config.capture, request, traced=partial(self._traced, call))
-            return Captured(found, replace(request, answers=None), reader, texts(call.structure.template))
+        captured = Captured(found, replace(request, answers=None), reader, texts(call.structure.template))
+        return captured.with_role(self._role if call.method == TRAINING else None)
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -47,6 +47,12 @@ class Captured:
     request: Request
     reader: Reader
     texts: tuple[str, ...]
+
+    def with_role(self, role: Literal["mean", "sum"] | None) -> Captured:
+        """Return the same with losses of micro-batches combined in this way; None leaves that as it is."""
+        if role is None or self.capture.record.loss is None:
+            return self
+        return replace(self, capture=self.capture.with_role(role))
 
 
 class Step:
