@@ -133,9 +133,7 @@ def describe(
     results = tuple(_unclone(value).name for value in plain[has_loss:])
     gradients = _gradients(described)
     if has_loss and not gradients:
-        raise CaptureError(
-            "The loss does not depend on any parameter that requires a gradient; there is nothing to train."
-        )
+        raise without_gradient(_detached_at(step))
     return JointGraph(
         module=module,
         parameters={n: _own(d.target) for n, d in inputs.items() if isinstance(d, private.ParamAOTInput)},
@@ -156,6 +154,26 @@ def describe(
         record=_record(step, loss, results),
         watched=watched,
     )
+
+
+def without_gradient(line: str) -> CaptureError:
+    """Build the refusal of a loss that trains nothing.
+
+    Args:
+        line: the user's line that detaches it; "" if unknown.
+    """
+    where = f" It is detached at {line}." if line else ""
+    return CaptureError(
+        "The loss does not depend on any parameter that requires a gradient; there is nothing to train."
+        f"{where} Return a loss that is computed from the module's parameters, without detach(), .data, .item() or "
+        "no_grad() in between."
+    )
+
+
+def _detached_at(step: StepFunction) -> str:
+    """Return the last line at which the step detaches a tensor."""
+    calls = step.observers[-1].calls if step.observers else []
+    return next((line for (name, *_), line in reversed(calls) if name in ("detach", "detach_")), "")
 
 
 def _gradients(described: list[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:

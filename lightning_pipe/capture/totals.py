@@ -260,7 +260,7 @@ def _is_kernel(node: fx.Node, batch_only: Mapping[str, bool], flow: Flow) -> boo
     kernel = _Kernel(node)
     known = batch_only.get(kernel.target.name, False)
     weight = kernel.weight
-    return known and (weight is None or (weight.name in batch_only and flow.roles[weight.name] == "same"))
+    return known and (weight is None or (weight.name in batch_only and flow.roles[weight.name] != "cat"))
 
 
 class _Kernel:
