@@ -6,9 +6,11 @@ split = capture.split((17, 40))      # three stages
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +29,8 @@ from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
 from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.terms import with_one_kind_of_term
+from lightning_pipe.capture.totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.trace import Request, trace
 from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.capture.variants import Variants, is_fixed
@@ -44,6 +48,7 @@ class Capture:
         joint, kinds, flow: the traced graph and what is known of it.
         aliases: parameter name -> canonical name.
         device: where it will run.
+        batch_dim: dimension of the samples in the tensors of the batch.
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
     """
@@ -55,6 +60,7 @@ class Capture:
     flow: Flow
     aliases: dict[str, str]
     device: torch.device
+    batch_dim: int = 0
     variants: Variants | None = None
 
     def split(self, cuts: tuple[int, ...], *, exact_ties: bool = False) -> Split:
@@ -106,6 +112,47 @@ class Capture:
                     return f"batch statistics of a single value per channel in {custom.get('module') or name}"
         return ""
 
+    def with_totals(
+        self,
+        leaves: Sequence[Any],
+        *,
+        cut: Sequence[bool],
+        sizes: Sequence[int],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """Return the leaves of a whole batch as stages read them, and which are cut: totals come behind the others.
+
+        Args:
+            leaves: tensors of the batch; None in their place on ranks that have none.
+            cut: which are cut into samples.
+            sizes: samples of the micro-batches.
+            buffers: by name; on ranks that have leaves, those of the first stage.
+        """
+        if self.joint.totals is None:
+            return tuple(leaves), tuple(cut)
+        known = next(iter(leaves), None) is not None
+        totals = self._totals(leaves, cut=cut, sizes=sizes, buffers=buffers) if known else None
+        return (*leaves, totals), (*cut, False)
+
+    def _totals(
+        self, leaves: Sequence[Any], *, cut: Sequence[bool], sizes: Sequence[int], buffers: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        joint, totals, samples = self.joint, self.joint.totals, sum(sizes)
+        assert totals is not None, "asked only where there are totals"
+        if self.variants is None and not joint.fits(samples):
+            return totals_of(totals, joint, leaves=leaves, buffers=buffers, samples=samples)
+        pieces = []
+        for first, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+            graph = joint if self.variants is None else self.variants.graph(size)
+            part = [t.narrow(self.batch_dim, first, size) if c else t for t, c in zip(leaves, cut, strict=True)]
+            assert graph.totals is not None, "graphs for other sizes are the same operations"
+            pieces.append((size, totals_of(graph.totals, graph, leaves=part, buffers=buffers, samples=size)))
+        return combined_totals(totals, pieces)
+
+    def with_role(self, role: Literal["mean", "sum"]) -> Capture:
+        """Return the same step with losses of micro-batches combined as means or as sums."""
+        return replace(self, flow=self.flow.with_loss(self.joint, role))
+
     def changed(self, situation: Situation) -> str:
         """Return "" if what the step's Python read is as it was, else what has changed."""
         return self.joint.guards.broken(situation)
@@ -135,23 +182,30 @@ def capture_step(request: Request) -> Capture:
         raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
     variants = None
     if request.samples is not None and is_fixed(joint):
-        joint = trace(replace(request, symbolic=False))
+        joint = _prepared(trace(replace(request, symbolic=False)), request)
         variants = _variants(request, joint)
         joint = _with_sizes(joint, variants, request)
-    split_input_and_weight_gradients(joint)
+    else:
+        joint = _prepared(joint, request)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
     graph = _graph(joint, kinds, flow, aliases)
-    return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, variants)
+    return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
+
+
+def _prepared(joint: JointGraph, request: Request) -> JointGraph:
+    """Rewrite a fresh graph so that it can be cut, and its micro-batches weighed."""
+    split_input_and_weight_gradients(joint)
+    if request.samples is None:  # it is never cut into samples
+        return joint
+    return with_one_kind_of_term(with_totals(joint, request.device))
 
 
 def _variants(request: Request, joint: JointGraph) -> Variants:
     answers = tuple(bool(guard.expected) for guard in joint.record.guards)
 
     def retrace(samples: int) -> JointGraph:
-        traced = trace(replace(request, samples=samples, symbolic=False, answers=lambda: answers))
-        split_input_and_weight_gradients(traced)
-        return traced
+        return _prepared(trace(replace(request, samples=samples, symbolic=False, answers=lambda: answers)), request)
 
     return Variants(joint, retrace)
 

@@ -5,16 +5,17 @@ whole batch. Nodes that mix samples (batch statistics, contrastive losses) are f
 and slices give another result than the whole batch would.
 
 The rules look at symbolic shapes and operators only. A value without a sample dimension that was reduced over samples
-is `mean`, `sum`, `max` or `min` as long as only linear operations follow; anything else is `mixed`, and treated as a
-mean of slices.
+is `mean`, `sum`, `max` or `min` as long as only linear operations follow; `linear` is a combination of means, sums and
+values that do not depend on the samples, which `capture.terms` turns into a mean. Anything else is `mixed`, and treated
+as a mean of slices. Operations that only keep a loss finite (`clamp`, `nan_to_num`, `where`) are assumed to be idle.
 
 Legend: n number of samples (the graph's symbol); rows: rows of a flattened dimension that belong to one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import sympy
@@ -23,9 +24,9 @@ from torch import fx
 
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.stage_program import Value
-from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
+from lightning_pipe.capture.torch_private import argument_names, has_no_data, is_backward, operator_name
 
-Role = Literal["same", "cat", "mean", "sum", "max", "min", "mixed"]
+Role = Literal["same", "cat", "mean", "sum", "max", "min", "linear", "mixed"]
 
 _REDUCTIONS: dict[str, Role] = {
     "sum": "sum",
@@ -38,7 +39,13 @@ _REDUCTIONS: dict[str, Role] = {
     "all": "min",
     "mm": "sum",
     "dot": "sum",
+    "vdot": "sum",
+    "mv": "sum",
+    "bmm": "sum",
 }
+_GUARDS = frozenset("clamp clamp_min clamp_max maximum minimum nan_to_num where".split())
+_LINEAR: frozenset[Role] = frozenset({"mean", "sum", "linear"})
+_ZEROS = ("zeros", "zeros_like", "new_zeros")
 _KEEP = frozenset(
     "view _unsafe_view reshape clone neg _to_copy unsqueeze squeeze expand alias detach lift_fresh_copy t transpose "
     "permute select slice contiguous _to_copy".split()
@@ -66,13 +73,20 @@ class Flow:
         roles: how slices combine.
         samples: where samples lie; absent where they do not, or not in consecutive rows.
         coupled: nodes that mix samples, with the reason.
+        assumed: nodes that keep the role of what they are given as long as they are idle (`clamp`).
         loss: role of the loss; "mixed" means that the loss is no sum or mean over samples.
     """
 
     roles: dict[str, Role]
     samples: dict[str, Samples]
     coupled: dict[str, str]
+    assumed: frozenset[str]
     loss: Role
+
+    def with_loss(self, joint: JointGraph, role: Role) -> Flow:
+        """Return the same with another role of the loss."""
+        assert joint.loss is not None, "a step with a loss"
+        return replace(self, roles={**self.roles, joint.loss: role}, loss=role)
 
 
 def follow(joint: JointGraph) -> Flow:
@@ -80,6 +94,7 @@ def follow(joint: JointGraph) -> Flow:
     roles: dict[str, Role] = {}
     samples: dict[str, Samples] = {}
     coupled: dict[str, str] = {}
+    assumed: set[str] = set()
     for node in joint.module.graph.nodes:
         if node.op == "output" or node.name in joint.tangents:
             continue
@@ -91,6 +106,8 @@ def follow(joint: JointGraph) -> Flow:
             continue
         role = _role(node, joint, roles)
         roles[node.name] = role
+        if role in _LINEAR and operator_name(node) in _GUARDS:
+            assumed.add(node.name)
         if role == "cat":
             found = _locate(node, joint, samples)
             if found is not None:
@@ -101,7 +118,19 @@ def follow(joint: JointGraph) -> Flow:
     for name in joint.results[len(joint.results) - len(joint.record.guards) :]:
         roles[name] = "max"
     loss: Role = roles[joint.loss] if joint.loss is not None else "same"
-    return Flow(roles, samples, coupled, loss)
+    return Flow(roles, samples, coupled, frozenset(assumed), loss)
+
+
+def leading_to(names: Iterable[str | None], joint: JointGraph) -> set[str]:
+    """Name the nodes from which these are computed, and these."""
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    pending, found = [nodes[name] for name in names if name is not None], set[str]()
+    while pending:
+        node = pending.pop()
+        if node.name not in found:
+            found.add(node.name)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
@@ -114,7 +143,7 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         size=size_function(meta, joint),
         batch_dim=found.dim if found else None,
         rows=found.rows if found else 1,
-        combine="mean" if role == "mixed" else role,
+        combine="mean" if role in ("mixed", "linear") else role,
         order=_memory_order(meta, joint),
     )
 
@@ -167,12 +196,16 @@ def dims_with_samples(value: Any, joint: JointGraph) -> list[int]:
 def _has_samples(node: fx.Node, joint: JointGraph) -> bool:
     if joint.symbol is not None:
         return bool(_sample_dims(node, joint))
+    if joint.is_of_whole_batch(node.name):
+        return False
     shape = _tensor_shape(node)
     return bool(shape) and shape[0] == joint.samples
 
 
 def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
     meta = node.meta.get("val")
+    if (weighed := node.meta.get("role")) is not None:  # by capture.totals or capture.terms
+        return weighed
     if isinstance(meta, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
         return "same"
     if isinstance(meta, (tuple, list)):
@@ -230,21 +263,55 @@ def _combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
     sizes = _sized_inputs(node, joint)
     if name in ("mul", "div") and len([r for r in inputs if r != "same"]) == 1 and not sizes:
         divides = name == "div" and inputs and inputs[0] == "same" and isinstance(node.args[0], fx.Node)
-        return "mixed" if divides else varying.pop()
+        squares, rounds = node.args[0] is node.args[1], node.kwargs.get("rounding_mode") is not None
+        return "mixed" if divides or squares or rounds else varying.pop()
     if name == "div" and sizes == 1 and varying == {"sum"}:
         return "mean"
     if name == "mul" and sizes == 1 and varying == {"mean"}:
         return "sum"
-    if name in ("add", "sub", "stack", "cat", "where"):
-        plain = "same" in inputs or any(isinstance(a, (int, float)) for a in node.args[1:2])
-        if varying == {"mean"} or (varying == {"sum"} and (not plain or name in ("stack", "cat"))):
-            return varying.pop()
-        return "mixed"
+    if name in ("add", "sub", "stack", "cat") and varying <= _LINEAR:
+        return _added(node, inputs)
+    if name in _GUARDS:
+        return _guarded(node, name, inputs)
     if name in _KEEP and len(varying) == 1:
         return varying.pop()
-    if name in ("sum", "mean") and varying <= {"mean", "sum"} and len(varying) == 1:
+    if name in ("sum", "mean") and varying <= _LINEAR and len(varying) == 1:
         return varying.pop()
     return "mixed"
+
+
+def _added(node: fx.Node, inputs: list[Role]) -> Role:
+    """Return the role of a sum, difference or stack of means, sums and others that do not depend on the samples."""
+    varying = {role for role in inputs if role != "same"}
+    if varying == {"mean"}:
+        return "mean"
+    if varying != {"sum"}:
+        return "linear"
+    if operator_name(node) in ("stack", "cat"):
+        return "sum" if "same" not in inputs else "linear"
+    constant = any(isinstance(a, (int, float)) and a != 0 for a in node.args[1:2])
+    same = (n for n, role in zip(node.all_input_nodes, inputs, strict=True) if role == "same")
+    return "linear" if constant or not all(map(_is_zero, same)) else "sum"
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Say whether a node is made of zeros, as those that a loop starts to add to."""
+    while operator_name(node) in _KEEP and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    name = operator_name(node)
+    if name in ("full", "full_like", "scalar_tensor"):
+        return not any(node.args[0 if name == "scalar_tensor" else 1 :])
+    if node.op == "get_attr":
+        constant = getattr(node.graph.owning_module, str(node.target), None)
+        return isinstance(constant, torch.Tensor) and not has_no_data(constant) and not bool(constant.any())
+    return name in _ZEROS
+
+
+def _guarded(node: fx.Node, name: str, inputs: list[Role]) -> Role:
+    """Return the role of what keeps a reduced value finite or within bounds, which is taken to change nothing."""
+    kept = inputs[1:] if name == "where" and isinstance(node.args[0], fx.Node) else inputs
+    varying = {role for role in kept if role != "same"}
+    return varying.pop() if len(varying) == 1 and varying <= _LINEAR else "mixed"
 
 
 def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Samples | None:
@@ -271,7 +338,12 @@ def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Sa
 
 def _leaf_samples(node: fx.Node, joint: JointGraph) -> Samples | None:
     """In a graph of constant size only the batch's own leaves are known to have their samples first."""
-    is_leaf = node.name in joint.leaves and bool(_tensor_shape(node)) and _tensor_shape(node)[0] == joint.samples
+    is_leaf = (
+        node.name in joint.leaves
+        and not joint.is_of_whole_batch(node.name)
+        and bool(_tensor_shape(node))
+        and _tensor_shape(node)[0] == joint.samples
+    )
     return Samples(0, 1) if is_leaf else None
 
 

@@ -17,10 +17,28 @@ from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.python_guards import PythonGuards
 from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Read, Ref, StepRecord
+from lightning_pipe.capture.stage_program import Half
 from lightning_pipe.capture.step import NUMBERS, StepFunction
 from lightning_pipe.errors import CaptureError
 
 _LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What is counted of the whole batch before it is cut (`capture.totals`).
+
+    Attributes:
+        count: function of leaves and buffers that gives the totals of its samples, but for their number.
+        roles: how the totals of pieces make those of the batch; the first is that of the number of samples.
+        leaf: index of their vector among the tensors of the batch: behind the last.
+        dtype: its type.
+    """
+
+    count: Half
+    roles: tuple[str, ...]
+    leaf: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,7 @@ class JointGraph:
         conditions: (expression over the symbol that must hold, where it comes from).
         record: what the step said.
         guards: what the step read, which must not change.
+        totals: what is counted of the whole batch; None if nothing is.
     """
 
     module: fx.GraphModule
@@ -56,6 +75,17 @@ class JointGraph:
     conditions: tuple[tuple[sympy.Basic, str], ...]
     record: StepRecord
     guards: PythonGuards
+    totals: Totals | None = None
+
+    @property
+    def totals_buffers(self) -> dict[str, str]:
+        """Return the buffers that the totals are computed from: placeholder -> name."""
+        names = () if self.totals is None else self.totals.count.inputs
+        return {name: self.buffers[name] for name in names if name in self.buffers}
+
+    def is_of_whole_batch(self, name: str) -> bool:
+        """Say whether a value is the vector of totals."""
+        return self.totals is not None and self.leaves.get(name) == self.totals.leaf
 
     def fits(self, samples: int) -> str:
         """Return "" if the graph holds for this number of samples, else the condition that fails and its origin."""
@@ -106,9 +136,7 @@ def describe(
     results = tuple(_unclone(value).name for value in plain[has_loss:])
     gradients = _gradients(described)
     if has_loss and not gradients:
-        raise CaptureError(
-            "The loss does not depend on any parameter that requires a gradient; there is nothing to train."
-        )
+        raise without_gradient(_detached_at(step))
     return JointGraph(
         module=module,
         parameters={n: _own(d.target) for n, d in inputs.items() if isinstance(d, private.ParamAOTInput)},
@@ -130,6 +158,26 @@ def describe(
         record=_record(step, loss, results),
         guards=guards,
     )
+
+
+def without_gradient(line: str) -> CaptureError:
+    """Build the refusal of a loss that trains nothing.
+
+    Args:
+        line: the user's line that detaches it; "" if unknown.
+    """
+    where = f" It is detached at {line}." if line else ""
+    return CaptureError(
+        "The loss does not depend on any parameter that requires a gradient; there is nothing to train."
+        f"{where} Return a loss that is computed from the module's parameters, without detach(), .data, .item() or "
+        "no_grad() in between."
+    )
+
+
+def _detached_at(step: StepFunction) -> str:
+    """Return the last line at which the step detaches a tensor."""
+    calls = step.observers[-1].calls if step.observers else []
+    return next((line for (name, *_), line in reversed(calls) if name in ("detach", "detach_")), "")
 
 
 def _gradients(described: list[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lightning_pipe.capture.assign import moved
 from lightning_pipe.capture.capture import canonical_names
+from lightning_pipe.capture.denominators import unequal
 from lightning_pipe.capture.record import Ref, StepRecord
 from lightning_pipe.capture.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replay_needs import Needs, keeps_for_hooks, needs_of, readers_of, uncuttable
@@ -110,16 +111,36 @@ class Replay:
         """Take the arguments of the next batch, and what it holds besides tensors."""
         self._now.arguments, self._now.template = arguments, template
         self._now.said.clear()
+        self._now.denominators.clear()
 
     def said(self) -> list[tuple[int, int, int, Recording]]:
         """Return (micro-batch, first sample, samples, words) of every play of the last stage since `begin`."""
         return list(self._now.said)
+
+    def unequal_denominator(self) -> str:
+        """Return the line where plays of the last stage since `begin` divided by counts that weigh wrongly, or ""."""
+        return unequal(self._now.denominators)
+
+    def with_role(self, role: Literal["mean", "sum"]) -> Replay:
+        """Return the same step with losses of micro-batches combined as means or as sums."""
+        return Replay(self._request, replace(self.trace, combine=role), reason=self.reason)
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""
         if self._request.samples is None and samples != self.trace.samples:
             return f"its batches cannot be cut, and it was traced with {self.trace.samples} samples"
         return ""
+
+    def with_totals(
+        self,
+        leaves: Sequence[Any],
+        *,
+        cut: Sequence[bool],
+        sizes: Sequence[int],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """Return the leaves of a whole batch as stages read them, and which are cut: as they are."""
+        return tuple(leaves), tuple(cut)
 
     def changed(self) -> str:
         """Return "": the Python of the step runs every time."""

@@ -26,9 +26,11 @@ from torch import nn
 
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.collectives import no_collectives
+from lightning_pipe.capture.denominators import Denominator, Denominators
 from lightning_pipe.capture.metric_result import with_loss
+from lightning_pipe.capture.record import LogCall, MetricCall, Ref
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
-from lightning_pipe.capture.replay_values import filled, leaf_size, lifted, replaced, size_of, tensors_in
+from lightning_pipe.capture.replay_values import LOSS, filled, leaf_size, lifted, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.tables import twin_buffers
@@ -52,11 +54,13 @@ class Now:
         arguments: positional arguments of the step after the batch.
         template: the batch without its tensors.
         said: (micro-batch, first sample, samples, what the step said) of every play of a last stage.
+        denominators: what these plays divided losses by.
     """
 
     arguments: tuple[int, ...]
     template: Any
     said: list[tuple[int, int, int, Recording]] = field(default_factory=list)
+    denominators: list[Denominator] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -195,11 +199,14 @@ class Player:
                 answered_calls(self._modules, play.answer),
             ):
                 stack.enter_context(entered)
+            if self._part.is_last and self._step.has_backward:
+                stack.enter_context(Denominators(samples, self._now.denominators.append))
             output = play.run(lambda: self._call(samples, leaves))
             loss = self._loss(output)
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
             recording.returned = lifted(output, recording, loss)
+            recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
             recording.results = [tensor.detach() for tensor in recording.results]
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in play.sent.items()}
@@ -327,6 +334,15 @@ class Player:
     def step(self) -> Step:
         """Return the step."""
         return self._step
+
+
+def _naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
+    """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
+    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
+        return call
+    logged = recording.results[int(call.value.name)]
+    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
+    return replace(call, value=Ref(LOSS)) if is_loss else call
 
 
 class _Play:

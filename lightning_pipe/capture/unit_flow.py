@@ -24,6 +24,7 @@ from lightning_pipe.capture.units import Change, Escape, Source, Sources
 
 _NOTHING: Sources = frozenset()
 _READ_AS_A_WHOLE = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+_DETACHING = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach)
 _UNTAGGED = frozenset({torch.ops.aten._pack_padded_sequence.default})  # its shape depends on the lengths
 _MASKS = (torch.bool, torch.uint8)
 
@@ -178,14 +179,20 @@ class Reader(TorchFunctionMode):
     """Tell a follower of values that leave torch as a whole, by no operation, and of derivatives taken in glue.
 
     Derivatives through a unit need its inside: it is read past.
+
+    Attributes:
+        detached: the last line at which a tensor with a gradient is detached; "" if there is none.
     """
 
     def __init__(self, follower: Follower) -> None:
         super().__init__()
         self._follower = follower
+        self.detached = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call."""
+        if func in _DETACHING and args[0].requires_grad and (line := user_line(2)):
+            self.detached = line
         if self._follower.inside is None:
             if func in _READ_AS_A_WHOLE:
                 self._follower.escape(self._follower.reads(args[:1]))

@@ -21,6 +21,7 @@ from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.hazards import assignment_line
+from lightning_pipe.capture.joint import without_gradient
 from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.numbers import Place, numbers_said
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
@@ -131,10 +132,10 @@ class Runner:
         follower = units.follower
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
-        before = torch.get_rng_state()
+        before, reader = torch.get_rng_state(), Reader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
-            with kept.keeper, self._scene(recording), hooks, units.intercepted(), Reader(follower), follower:
+            with kept.keeper, self._scene(recording), hooks, units.intercepted(), reader, follower:
                 output = self._call(leaves)
         except CaptureError:
             raise
@@ -150,7 +151,9 @@ class Runner:
         tail = follower.reads([*tensors_in(output, objects=True), *recording.results])
         is_random = not torch.equal(before, torch.get_rng_state())
         ends = None if loss is None else reductions(loss)
-        backward_s, trained = (0.0, frozenset[str]()) if other or loss is None else self._differentiate(loss)
+        backward_s, trained = (
+            (0.0, frozenset[str]()) if other or loss is None else self._differentiate(loss, detached=reader.detached)
+        )
         return Run(
             samples=self._count(other),
             seen=tuple(units.seen),
@@ -169,10 +172,14 @@ class Runner:
             numbers=numbers_said(output, recording.calls),
         )
 
-    def _differentiate(self, loss: torch.Tensor) -> tuple[float, frozenset[str]]:
-        """Return the seconds of the backward, and the names of the parameters that got a gradient."""
+    def _differentiate(self, loss: torch.Tensor, *, detached: str) -> tuple[float, frozenset[str]]:
+        """Return the seconds of the backward, and the names of the parameters that got a gradient.
+
+        Raises:
+            CaptureError: if there is nothing to differentiate, naming the line that detaches the loss.
+        """
         if not loss.requires_grad:
-            return 0.0, frozenset()
+            raise without_gradient(detached)
         begin = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         seconds = time.perf_counter() - begin

@@ -125,6 +125,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=frozenset(written & {*canonical_names(request.module)}),
+        has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
 
 

@@ -133,6 +133,7 @@ class UnitTrace:
         is_random_in_python: whether Python's or NumPy's are.
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
         writes: names of the parameters that the step writes to.
+        has_terms: whether the loss adds sums over samples to other terms.
     """
 
     units: tuple[Unit, ...]
@@ -147,3 +148,4 @@ class UnitTrace:
     is_random_in_python: bool
     proportional: frozenset[tuple[str, ...]] = frozenset()
     writes: frozenset[str] = frozenset()
+    has_terms: bool = False

@@ -17,11 +17,12 @@ of gradients and one set of activations. Buffers, attributes, gradients and gene
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
 import torch
@@ -77,7 +78,7 @@ class Incomparable(Exception):
     """The two cannot be compared; the text says why."""
 
 
-def check_captured(captured: Captured, call: Call, *, samples: int, control: Control, seed: int) -> None:
+def check_captured(captured: Captured, call: Call, *, samples: int, control: Control, seed: int) -> float:
     """Compare a captured training step with the plain one on the first samples of a batch; on all ranks together.
 
     Args:
@@ -87,11 +88,14 @@ def check_captured(captured: Captured, call: Call, *, samples: int, control: Con
         control: to the other ranks.
         seed: seed of the random numbers.
 
+    Returns:
+        The seconds that it took.
+
     Raises:
         CaptureError: on every rank, if they differ, naming the worst parameter, and what to do.
     """
 
-    def check() -> None:
+    def check() -> float:
         assert call.tensors is not None, "rank 0 has looked at the batch"
         request = captured.request
         cut = request.structure.cut(request.batch_dim) if request.samples is not None else (False,) * len(call.tensors)
@@ -99,9 +103,11 @@ def check_captured(captured: Captured, call: Call, *, samples: int, control: Con
             tensor.narrow(request.batch_dim, 0, samples) if along else tensor
             for tensor, along in zip(call.tensors, cut, strict=True)
         ]
+        begin = time.perf_counter()
         _check(captured.capture, request, first, samples=samples, seed=seed)
+        return time.perf_counter() - begin
 
-    control.agreed(check, source=0, what="whether the captured step is right")
+    return control.agreed(check, source=0, what="whether the captured step is right")
 
 
 def _check(
@@ -140,7 +146,28 @@ def differences(
         Incomparable: if the two cannot be run, or do not draw the same random numbers.
         CaptureError: if the captured step fails where the plain one does not.
     """
-    module, device, key = request.module, request.device, RandomKey(seed, 0, 0)
+    key = RandomKey(seed, 0, 0)
+    with on_one_device(request) as prepare:
+        plain = plain_run(captured, request, prepare(tensors), key)
+        results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=(samples,), key=key)
+        if (guard := wrong_answer(captured.record, results[0])) is not None:
+            raise Incomparable(
+                f"the question at {guard.line} has another answer for the first samples than for the batch"
+            )
+        return compared(plain, loss, gradients)
+
+
+@contextlib.contextmanager
+def on_one_device(request: Request) -> Iterator[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
+    """Have the whole module on its device for some runs, each of which begins with the same state.
+
+    Yields:
+        A function to be called before every run: it returns copies of the leaves, and puts the module back.
+
+    Raises:
+        Incomparable: if the module cannot be run here.
+    """
+    module, device = request.module, request.device
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise Incomparable("the module is on the meta device")
     size = sum(parameter.nbytes for parameter in module.parameters())
@@ -149,71 +176,115 @@ def differences(
             f"its parameters take {format_bytes(size)}, and two runs with gradients on one rank are for modules up to "
             f"{format_bytes(_MOST_ON_HOST_BYTES)}"
         )
-
-    def copies() -> list[torch.Tensor]:
-        return [tensor.detach().to(device, copy=True) for tensor in tensors]
-
     with restored_generators(), left_as_it_was(module) as kept, located(module, device), kept.keeper:
-        try:
-            _move(module, device)
-            plain = _plain(captured, request, copies(), key)
+
+        def prepare(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             kept.restore()
             _move(module, device)
-            results, gradients = _run_captured(captured, request, copies(), samples=samples, key=key)
-            if (guard := wrong_answer(captured.record, results)) is not None:
-                raise Incomparable(
-                    f"the question at {guard.line} has another answer for the first samples than for the batch"
-                )
-            loss = results[captured.record.loss or ""]
-            assert isinstance(loss, torch.Tensor), "the loss is a tensor"
-            return _compared(plain, loss, gradients)
+            return [tensor.detach().to(device, copy=True) for tensor in tensors]
+
+        try:
+            yield prepare
         except torch.OutOfMemoryError:
             raise Incomparable(f"the whole module and its gradients do not fit into the memory of {device}") from None
 
 
-def _plain(captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], key: RandomKey) -> Plain:
-    """Run the plain step, if it runs so early: hooks that prepare it may come later."""
+def plain_run(
+    captured: Capture | Replay,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    key: RandomKey,
+    *,
+    matched: bool = True,
+) -> Plain:
+    """Run the plain step, if it runs so early: hooks that prepare it may come later.
+
+    Args:
+        captured: the step.
+        request: what was captured.
+        tensors: leaves.
+        key: of the random numbers.
+        matched: whether these must be those of the captured step.
+
+    Raises:
+        Incomparable: if it does not run, or draws other random numbers.
+    """
     try:
         plain = run_plainly(captured, request, tensors, key)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise Incomparable(f"before training the plain step raises {type(error).__name__}: {error}") from error
-    if plain.unmatched:
+    if matched and plain.unmatched:
         raise Incomparable(f"their random numbers cannot be made the same ({plain.unmatched})")
     return plain
 
 
-def _run_captured(
-    captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, key: RandomKey
-) -> tuple[Mapping[str, Content], dict[str, torch.Tensor]]:
-    """Run the captured step as one stage; return its results, and gradients by canonical name."""
+def run_captured(
+    captured: Capture | Replay,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    *,
+    sizes: tuple[int, ...],
+    key: RandomKey,
+    role: str | None = None,
+) -> tuple[list[Mapping[str, Content]], dict[str, torch.Tensor], torch.Tensor]:
+    """Run the captured step as one stage, by micro-batches.
+
+    Args:
+        captured: the step.
+        request: what was captured.
+        tensors: leaves of all samples.
+        sizes: samples of the micro-batches.
+        key: of the random numbers of the first.
+        role: whether losses are combined as "mean" or "sum"; by default as the captured step says.
+
+    Returns:
+        Results of the micro-batches, gradients by canonical name, and the loss of all samples.
+    """
     module, split = request.module, captured.split(())
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     if isinstance(captured, Capture):
         buffers[NUMBERS] = _numbers(captured, request)
+    for parameter in parameters.values():
+        parameter.grad = None
     state = State(parameters, buffers, request.device)
     stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
     if isinstance(captured, Replay):
         captured.begin(request.arguments, request.structure.template)
     stage.begin(Counter(), training=True)
-    stage.load(0, dict(enumerate(tensors)))
-    whole = Slice(samples, key, mean_weight=1.0, sum_weight=1.0)
-    try:
-        stage.compute("F", 0, whole)
-        results = stage.results(0)
-        stage.compute("B", 0, whole)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, raises "
-            f"{type(error).__name__} on the first micro-batch ({samples} samples), where the plain step does not: "
-            f"{error}. {_advice(captured)}"
-        ) from error
+    whole = len(sizes) == 1
+    cut = (False,) * len(tensors) if whole else request.structure.cut(request.batch_dim)
+    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
+    value = split.values[captured.record.loss or ""]
+    how = role or ("sum" if value.combine == "sum" else "mean")
+    results, total = [], torch.zeros((), dtype=torch.float64)
+    first = 0
+    for number, samples in enumerate(sizes):
+        weight = 1.0 if how == "sum" else samples / sum(sizes)
+        own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
+        parts = [t.narrow(request.batch_dim, first, samples) if c else t for t, c in zip(leaves, cut, strict=True)]
+        stage.load(number, dict(enumerate(parts)))
+        try:
+            stage.compute("F", number, own)
+            results.append(stage.results(number))
+            stage.compute("B", number, own)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, raises "
+                f"{type(error).__name__} on the first micro-batch ({samples} samples), where the plain step does not: "
+                f"{error}. {_advice(captured)}"
+            ) from error
+        loss = results[-1][captured.record.loss or ""]
+        assert isinstance(loss, torch.Tensor), "the loss is a tensor"
+        total = total + loss.detach().cpu().double() * weight
+        first += samples
     names = dict.fromkeys(canonical_names(module).values())
-    return results, {name: grad for name in names if (grad := parameters[name].grad) is not None}
+    found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
+    return results, found, total.to(loss.dtype)
 
 
 def _numbers(captured: Capture, request: Request) -> torch.Tensor:
@@ -231,7 +302,8 @@ def _move(module: pl.LightningModule, device: torch.device) -> None:
             owner._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def _compared(plain: Plain, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> tuple[Difference, Difference]:
+def compared(plain: Plain, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> tuple[Difference, Difference]:
+    """Return the difference of the loss, and the largest of a gradient."""
     least = torch.finfo(plain.coarsest).eps ** 0.25
     pairs = {name: _pair(gradients.get(name), plain.gradients.get(name)) for name in {**plain.gradients, **gradients}}
     largest = max((_largest(expected) for _, expected in pairs.values()), default=0.0)
@@ -245,7 +317,7 @@ def _compared(plain: Plain, loss: torch.Tensor, gradients: Mapping[str, torch.Te
         numbers = float(found.flatten()[at]), float(expected.flatten()[at])
         return Difference(name, *numbers, relative, plain.coarsest)
 
-    found, expected = _pair(loss.reshape(1), plain.loss.reshape(1))
+    found, expected = _pair(loss.cpu().reshape(1), plain.loss.cpu().reshape(1))
     all_differences = (difference(name, *pair, least * largest) for name, pair in pairs.items() if pair[0].numel())
     none = Difference("", 0.0, 0.0, 0.0, plain.coarsest)
     return difference("", found, expected, least), max(all_differences, key=lambda one: one.relative, default=none)

@@ -50,6 +50,7 @@ from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
+from lightning_pipe.strategy.whole import Role, role_by_numbers
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Pipeline:
         self._proposal: Planned | None = None
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
+        self._role: Role | None = None
         self._later = later
         self.runner = self._runner = Runner(
             links, weights=weights, later=later, batch_dim=config.batch_dim, device=device
@@ -198,20 +200,30 @@ class Pipeline:
             captured = self._capture_for(call, samples)
             cuts = self._cuts(captured.capture.graph)
         if training and config.check:
-            self._check(captured, call, samples)
+            captured = self._checked(captured, call, samples)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout, device=self._device)
         self._steps[self._key(call)] = [step]
 
-    def _check(self, captured: Captured, call: Call, samples: int) -> None:
+    def _checked(self, captured: Captured, call: Call, samples: int) -> Captured:
+        """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
         first = max(slices(self._plan_now.layout, self._sizes(captured.capture, samples)[:1]))
+        control = self._links.control
         try:
-            check_captured(captured, call, samples=first, control=self._links.control, seed=self._runner.seed)
+            seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
         except CaptureError as error:
             if self._config.capture != "auto" or isinstance(captured.capture, Replay):
                 raise
             self._planned = None
             raise _WrongCapture(str(error)) from error
+        return self._weighed(captured, call, seconds=seconds)
+
+    def _weighed(self, captured: Captured, call: Call, *, seconds: float) -> Captured:
+        """Let numbers decide how losses of micro-batches are combined, where a batch is cut."""
+        sizes = self._sizes(captured.capture, self.samples(call.structure))
+        if len(sizes) > 1:
+            self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
+        return captured.with_role(self._role)
 
     def run(self, call: Call, turn: Turn) -> Ran:
         """Run a step on a batch.
@@ -337,7 +349,8 @@ class Pipeline:
                 found: Capture | Replay = Replay(request, traced(request), reason=reason)
             else:
                 found = captured_by(self._config.capture, request, traced=traced)
-            return Captured(found, replace(request, answers=None), reader, call.structure.template)
+        captured = Captured(found, replace(request, answers=None), reader, call.structure.template)
+        return captured.with_role(self._role if call.method == TRAINING else None)
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""

@@ -41,7 +41,7 @@ def captured_by(route: str, request: Request, *, traced: Callable[[Request], Uni
         replay = Replay(request, traced(request), reason=str(reason))
     except CaptureError as error:
         if str(error) == str(reason):
-            raise error from None
+            raise reason from None
         raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
     log.info("%s: %s", request.method, told(replay))
     return replay

@@ -7,6 +7,7 @@ that is taken again, and the batch begun again.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from functools import partial
 
 import torch
@@ -50,6 +51,7 @@ class Runner:
         self.seed = 0
         self._trained = 0
         self.reduced = False
+        self._warned = False
 
     def run(self, step: Step, call: Call, turn: Turn, *, sizes: tuple[int, ...], cut: tuple[bool, ...]) -> Ran:
         """Run a captured step on a batch.
@@ -68,8 +70,9 @@ class Runner:
         step.refresh(self._trained)
         if training and self.reduced:
             step.keep_sums_once()
+        leaves, cut = step.capture.with_totals(turn.tensors, cut=cut, sizes=sizes, buffers=step.buffers)
         job = Job(
-            leaves=turn.tensors,
+            leaves=leaves,
             cut=cut,
             offsets=tuple(sum(sizes[:m]) for m in range(len(sizes))),
             weight=turn.weight,
@@ -87,6 +90,7 @@ class Runner:
         if isinstance(step.capture, Replay):
             words = gathered(step.capture.said(), program.layout.stages[-1], self._links.control)
             record, said = combined(words, device=self._device, proportional=step.capture.trace.proportional)
+            self._warn_of_denominators(step.capture)
             values = {**values, **said}
         return Ran(
             record,
@@ -99,6 +103,18 @@ class Runner:
             peak.bytes if peak is not None else None,
             before,
             collected.votes["stop"] > 0 if step.early else None,
+        )
+
+    def _warn_of_denominators(self, capture: Replay) -> None:
+        """Say once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
+        if self._warned or not (line := capture.unequal_denominator()):
+            return
+        self._warned = True
+        warnings.warn(
+            f"The loss divides at {line} by what is not the same for all micro-batches of a batch, and a replayed step "
+            "does not know that of the batch: so micro-batches weigh by their samples, as with gradient accumulation. "
+            'Set microbatches=1, or capture="joint" if the step can be one graph.',
+            stacklevel=2,
         )
 
     def note_trained(self, *, synchronised: bool) -> None:

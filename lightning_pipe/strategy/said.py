@@ -122,8 +122,8 @@ class _Merger:
         """Return one value of all pieces."""
         first = found[0]
         if isinstance(first, Ref):
-            if first.name == LOSS:
-                return first
+            if any(ref.name == LOSS for ref in found):
+                return Ref(LOSS)
             tensors = [piece.recording.results[int(ref.name)] for piece, ref in zip(pieces, found, strict=True)]
             return self._named(_joined(tensors, [piece.samples for piece in pieces], how))
         if isinstance(first, MetricValue):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -60,6 +60,12 @@ class Captured:
     reader: Reader
     template: Any
 
+    def with_role(self, role: Literal["mean", "sum"] | None) -> Captured:
+        """Return the same with losses of micro-batches combined in this way; None leaves that as it is."""
+        if role is None or self.capture.record.loss is None:
+            return self
+        return replace(self, capture=self.capture.with_role(role))
+
 
 class Step:
     """A captured step on this rank.
@@ -75,6 +81,7 @@ class Step:
 
     Attributes:
         early: as given.
+        buffers: of this rank, by name.
     """
 
     def __init__(
@@ -102,6 +109,7 @@ class Step:
             buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),
             device=device,
         )
+        self.buffers = state.buffers
         transport = links.transport
         self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=self.capture.record.loss)
         beside = links.control.transport if early else None

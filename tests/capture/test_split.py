@@ -83,6 +83,12 @@ def autograd(module: Net, samples: int = 4):
     return loss.detach(), {n: p.grad for n, p in module.named_parameters()}, dict(module.named_buffers())
 
 
+def leaves(capture, samples=4):
+    """Return the tensors of a batch as stages read them."""
+    own = batch(samples)
+    return capture.with_totals(own, cut=(False,) * len(own), sizes=(samples,), buffers={})[0]
+
+
 @pytest.mark.parametrize("samples", [4, 3, 1])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_stages_equal_autograd_for_any_cut_and_any_number_of_samples(net, stages, samples):
@@ -91,7 +97,7 @@ def test_stages_equal_autograd_for_any_cut_and_any_number_of_samples(net, stages
     for seed in range(3):
         copied = copy.deepcopy(module)
         split = capture.split(all_cuts(capture, stages=stages, seed=seed))
-        results, found = run_stages(split, copied, batch(samples), key=KEY, weight=1.0)
+        results, found = run_stages(split, copied, leaves(capture, samples), key=KEY, weight=1.0)
         assert torch.equal(results[capture.record.loss], loss)
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():
@@ -108,7 +114,7 @@ def test_exact_ties_keep_the_order_of_all_sums(net):
     loss, gradients, _ = autograd(module)
     for stages in (2, 3, 4):
         split = capture.split(all_cuts(capture, stages=stages, seed=stages), exact_ties=True)
-        results, found = run_stages(split, copy.deepcopy(module), batch(), key=KEY, weight=1.0)
+        results, found = run_stages(split, copy.deepcopy(module), leaves(capture), key=KEY, weight=1.0)
         assert torch.equal(results[capture.record.loss], loss)
         assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
 
@@ -120,7 +126,7 @@ def test_what_crosses_has_the_declared_shape(net):
         values = {}
         for program in split.stages:
             values |= {n: split.values[n].size(samples) for names in program.sends.values() for n in names}
-        results, _ = run_stages(split, copy.deepcopy(module), batch(samples), key=KEY, weight=1.0)
+        results, _ = run_stages(split, copy.deepcopy(module), leaves(capture, samples), key=KEY, weight=1.0)
         assert values
         for name, tensor in results.items():
             assert tuple(tensor.shape) == split.values[name].size(samples)
@@ -174,10 +180,10 @@ def test_dropout_does_not_depend_on_the_layout():
     state = torch.get_rng_state()
     runs = []
     for cuts in ((), all_cuts(capture, stages=2, seed=0), all_cuts(capture, stages=3, seed=1)):
-        results, _ = run_stages(capture.split(cuts), copy.deepcopy(module), batch(), key=KEY, weight=1.0)
+        results, _ = run_stages(capture.split(cuts), copy.deepcopy(module), leaves(capture), key=KEY, weight=1.0)
         runs.append(results[capture.record.loss])
     other = RandomKey(seed=1, step=1, microbatch=0)
-    later, _ = run_stages(capture.split(()), copy.deepcopy(module), batch(), key=other, weight=1.0)
+    later, _ = run_stages(capture.split(()), copy.deepcopy(module), leaves(capture), key=other, weight=1.0)
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
     assert not torch.equal(runs[0], later[capture.record.loss])
     assert torch.equal(torch.get_rng_state(), state)
@@ -332,7 +338,7 @@ def test_a_step_that_fixes_the_number_of_samples_is_traced_once_per_number():
     for samples in (4, 3, 2):
         assert capture.misfit(samples) == ""
         loss, gradients, _ = autograd(module, samples)
-        results, found = run_stages(split, copy.deepcopy(module), batch(samples), key=KEY, weight=1.0)
+        results, found = run_stages(split, copy.deepcopy(module), leaves(capture, samples), key=KEY, weight=1.0)
         assert torch.equal(results[capture.record.loss], loss)
         assert all(torch.equal(found[name], gradients[name]) for name in found)
 

@@ -89,12 +89,14 @@ class Stages:
             Stage(program, self.split.values, state=self.state, loss=capture.record.loss)
             for program in self.split.stages
         ]
-        self._leaves = [t[: self.samples].clone() if t.ndim else t.clone() for t in flatten(batch)[0]]
+        own = [t[: self.samples].clone() if t.ndim else t.clone() for t in flatten(batch)[0]]
+        buffers, uncut = self.state.buffers, (False,) * len(own)
+        leaves, _ = capture.with_totals(own, cut=uncut, sizes=(self.samples,), buffers=buffers)
         self._mail: dict[tuple[str, int], dict[str, Content]] = defaultdict(dict)
         self._results: dict[int, dict[str, Content]] = defaultdict(dict)
         for stage in self.stages:
             stage.begin(Counter({(d, t, 0): 1 for d, t in stage.program.sends}), training=True)
-            stage.load(0, dict(enumerate(self._leaves)))
+            stage.load(0, dict(enumerate(leaves)))
 
     def held(self, s: int) -> dict[int, int]:
         """Return the memory that a stage holds, results included, without what is always there."""
@@ -188,9 +190,10 @@ def test_the_peak_of_a_whole_program_is_what_was_predicted(name, schedule, sizes
     executor = Executor(split, layout, state=state, transport=Hub().endpoint(0), loss=capture.record.loss)
     always = storages([*state.parameters.values(), *state.buffers.values()])
     offsets = tuple(sum(sizes[:m]) for m in range(len(sizes)))
-    tally = Tally({*always, *storages(tensors)})
+    leaves, cut = capture.with_totals(tensors, cut=(True,) * len(tensors), sizes=sizes, buffers=state.buffers)
+    tally = Tally({*always, *storages(leaves)})
     with tally:
-        run_together([executor], program, [Job(tuple(tensors), (True,) * len(tensors), offsets, seed=1)])
+        run_together([executor], program, [Job(leaves, cut, offsets, seed=1)])
     measured = sum(always.values()) + tally.peak
     assert measured <= 1.01 * curve.peak_total_bytes
     assert curve.peak_total_bytes <= 1.02 * (measured + sum(storages(tensors).values()))

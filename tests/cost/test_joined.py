@@ -36,7 +36,9 @@ class Runs:
         self._module = module
         tensors = tuple(flatten(batch)[0])
         offsets = tuple(sum(SIZES[:m]) for m in range(len(SIZES)))
-        self.job = Job(tensors, tuple(t.ndim > 0 for t in tensors), offsets, seed=3)
+        cut = tuple(t.ndim > 0 for t in tensors)
+        leaves, cut = capture.with_totals(tensors, cut=cut, sizes=SIZES, buffers=dict(module.named_buffers()))
+        self.job = Job(leaves, cut, offsets, seed=3)
 
     def program(self, join: int) -> VerifiedProgram:
         order = order_of("2bp", layout=self.layout, microbatches=len(SIZES))

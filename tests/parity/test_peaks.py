@@ -58,7 +58,8 @@ def check_peaks(judged: Judged, name: str, microbatches: int) -> None:
     ]
     tensors, structure = flatten(loader(name)[0])
     sizes = microbatch_sizes(BATCH, microbatches)
-    job = Job(tuple(tensors), structure.cut(), tuple(itertools.accumulate((0, *sizes[:-1]))))
+    leaves, cut = capture.with_totals(tensors, cut=structure.cut(), sizes=sizes, buffers=state.buffers)
+    job = Job(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))))
     outcomes = run_together(executors, judged.program, [job] * ranks, record_memory=True)
     for rank, (outcome, curve) in enumerate(zip(outcomes, judged.curves, strict=True)):
         peak = max(held for _, held in outcome.memory)

@@ -132,9 +132,10 @@ def pipeline(
         sizes = microbatch_sizes(structure.samples(), MICROBATCHES)
         order = planned_order(plan, microbatches=len(sizes))
         program = verify(lower(order, layout=plan.layout, sizes=sizes, traffic=split.traffic, join=planned_join(plan)))
-        job = Job(
-            tuple(tensors), structure.cut(), tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED, step=number
+        leaves, cut = capture.with_totals(
+            tensors, cut=structure.cut(), sizes=sizes, buffers=dict(module.named_buffers())
         )
+        job = Job(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED, step=number)
         for own in modules:
             own.load_state_dict({**own.state_dict(), **dict(module.named_parameters())})
             own.zero_grad()

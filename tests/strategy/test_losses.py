@@ -1,0 +1,177 @@
+"""A batch that is cut into micro-batches has the loss and the gradients of the whole batch, or it is said that not.
+
+Whatever the loss: sums, terms of several kinds, means over what is not ignored. Where it cannot be (a loss that compares
+samples, or a replayed step that counts), nothing is trained in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pipe.errors import CaptureError
+from ranks.world import World
+from strategy.fits import dapple, make_trainer
+from strategy.losses import COUNTED, MEANS, MIXED, SUMS, TERMS, Module, fit, fit_cut, worst
+
+ROUNDING = 1e-6  # of float64 sums in another order
+EXACT = {**SUMS, **TERMS, **COUNTED, **MEANS}
+
+
+@functools.cache
+def plain(name: str, targets: str = "uneven"):
+    return fit({**EXACT, **MIXED}[name], targets=targets)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_loss_of_a_graph_is_that_of_the_whole_batch(name):
+    found = fit_cut(EXACT[name])
+    assert worst(found, plain(name)) < ROUNDING, (found, plain(name))
+    assert not found.warned
+
+
+@pytest.mark.parametrize("name", [*SUMS, *MEANS])
+def test_a_replayed_sum_or_mean_is_that_of_the_whole_batch(name):
+    found = fit_cut(EXACT[name], capture="replay")
+    assert worst(found, plain(name)) < ROUNDING, (found, plain(name))
+
+
+@pytest.mark.parametrize("name", [*TERMS, *COUNTED])
+def test_a_replayed_loss_is_that_of_the_whole_batch_or_refused(name):
+    try:
+        found = fit_cut(EXACT[name], capture="replay")
+    except CaptureError as refused:
+        assert "microbatches=1" in str(refused) and ("losses.py:" in str(refused) or "terms" in str(refused))
+    else:
+        assert found.warned or worst(found, plain(name)) < ROUNDING, (found, plain(name))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["python's sum", "uncertainty", "ignore_index", "masked mean, mean and penalty"])
+def test_that_holds_for_any_number_of_micro_batches(name, microbatches):
+    assert worst(fit_cut(EXACT[name], microbatches=microbatches), plain(name)) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["ignore_index", "class weights", "masked mean", "masked mean, clamped"])
+def test_a_batch_without_a_target_does_what_it_does_on_one_device(name):
+    assert worst(fit_cut(EXACT[name], targets="all"), plain(name, "all")) == 0.0
+
+
+def test_without_ignored_targets_gradients_are_those_of_accumulation_to_the_last_bit():
+    def accumulated() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module = Module(EXACT["ignore_index"]).double()
+        module.log = lambda *_: None
+        (x, y), parts = next(iter(loader("none"))), 4
+        for own in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (module.training_step(own, 0) / parts).backward()
+        return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+    found, expected = fit_cut(EXACT["ignore_index"], targets="none").gradients, accumulated()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def loader(targets: str) -> DataLoader:
+    from strategy.losses import SAMPLES, batch
+
+    return DataLoader(batch(targets=targets), batch_size=SAMPLES)
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+@pytest.mark.parametrize("name", MIXED)
+def test_what_micro_batches_change_is_said_with_numbers(name, capture):
+    try:
+        found = fit_cut(MIXED[name], capture=capture)
+    except CaptureError as refused:
+        assert capture == "replay" and "microbatches=1" in str(refused)
+        return
+    assert worst(found, plain(name)) > 1e-3, "nothing to say"
+    (said,) = [text for text in found.warned if "relative difference" in text]
+    assert capture == "replay" or "losses.py:" in said, said
+
+
+def test_numbers_overrule_what_operations_seem_to_say():
+    def normalised(m, o, y):
+        weights = y + 101.0
+        return (F.cross_entropy(o, y.clamp(min=0), reduction="none") * (weights / weights.sum() * len(y))).mean()
+
+    found = fit_cut(normalised)
+    assert worst(found, fit(normalised)) < ROUNDING
+    assert any("combined as a sum" in text for text in found.warned)
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_random_numbers_do_not_count_as_a_change(capture):
+    noisy = fit_cut(lambda m, o, y: (o + torch.randn_like(o)).square().mean(), capture=capture, dropout=0.5)
+    assert not noisy.warned
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay", "auto"])
+def test_a_loss_that_trains_nothing_is_refused_with_the_line_that_detaches_it(capture):
+    with pytest.raises(CaptureError, match=r"nothing to train. It is detached at .*test_losses.py:"):
+        fit_cut(lambda m, o, y: o.detach().square().mean(), capture=capture)
+
+
+def test_a_replayed_loss_that_begins_to_weigh_wrongly_is_said():
+    from strategy.losses import SAMPLES, batch
+
+    module = Module(EXACT["ignore_index"]).double()
+    trainer = make_trainer(dapple(capture="replay", microbatches=4), max_epochs=1)
+    batches = DataLoader([*batch(targets="none"), *batch(targets="uneven")], batch_size=SAMPLES)
+    with pytest.warns(UserWarning, match=r"divides at .*losses.py:.* not the same for all micro-batches"):
+        trainer.fit(module, batches)
+
+
+def fit_two_ranks(name: str, capture: str):
+    """Train one batch on two ranks; a worker function."""
+    found = fit_cut(EXACT[name], capture=capture)
+    return found.losses, found.gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "capture"), [("ignored and penalty", "joint"), ("class weights", "joint"), ("sum", "replay")]
+)
+def test_two_ranks_have_the_losses_and_gradients_of_one_device(name, capture):
+    expected, trained = plain(name), {}
+    for losses, gradients in World(2).run(fit_two_ranks, name, capture):
+        assert losses == pytest.approx(expected.losses, rel=ROUNDING)
+        trained |= gradients
+    for parameter, gradient in trained.items():
+        torch.testing.assert_close(gradient, expected.gradients[parameter], rtol=ROUNDING, atol=ROUNDING)
+    assert trained.keys() == expected.gradients.keys()
+
+
+def test_a_language_model_weighs_micro_batches_by_their_tokens():
+    transformers = pytest.importorskip("transformers", reason="the models of libraries need the extra `libraries`")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    ids = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    for row, end in enumerate((12, 9, 0, 0, 7, 12, 3, 5)):  # the second micro-batch has no label at all
+        labels[row, end:] = -100
+
+    class Language(Module):
+        def __init__(self) -> None:
+            super().__init__(lambda *_: None)
+            self.model = transformers.GPT2LMHeadModel(config)
+
+        def training_step(self, batch, batch_idx):
+            return self.model(input_ids=batch["ids"], labels=batch["labels"]).loss
+
+    def gradients(strategy):
+        torch.manual_seed(0)
+        module = Language().double()
+        data = [{"ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
+        make_trainer(strategy, max_epochs=1).fit(module, DataLoader(data, batch_size=8))
+        return module.gradients
+
+    expected, found = gradients("auto"), gradients(dapple(microbatches=4, capture="joint"))
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        assert float((found[name] - gradient).abs().max()) <= ROUNDING * scale, name
