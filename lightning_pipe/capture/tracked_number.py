@@ -136,7 +136,8 @@ class _Exact:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Exact) or type(self.value) is not type(other.value):
             return False
-        return self.value is other.value or self.value == other.value or self.value != self.value != other.value
+        one, two = self.value, other.value
+        return one is two or bool(one == two) or (one != one and two != two)
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value))
