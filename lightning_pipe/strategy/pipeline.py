@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, 
 from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.routes import captured_by, told
 from lightning_pipe.strategy.runner import Runner
+from lightning_pipe.strategy.shapes import ShapesCaptured
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader, texts, without_texts
 from lightning_pipe.strategy.undo import Before
@@ -93,6 +95,7 @@ class Pipeline:
         self._steps: dict[tuple[Any, ...], list[Step]] = {}
         self._planned: _Planned | None = None
         self._proposal: Planned | None = None
+        self._shapes = ShapesCaptured()
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
         self._later = later
@@ -253,7 +256,9 @@ class Pipeline:
             BatchError: if there is no way to cut the batch.
         """
         layout = self._plan_now.layout
+        begin = time.perf_counter()
         found = self._capture(call, self._largest_slice(samples))
+        self._shapes.note(call, time.perf_counter() - begin)
         if self._sizes(found.capture, samples):
             return found
         whole = max(slices(layout, (samples,)))  # a symbolic graph may demand more than one sample, say
