@@ -42,6 +42,31 @@ class Tokens(Dataset):
         return self.data[start : start + LENGTH], self.data[start + 1 : start + LENGTH + 1]
 
 
+class SmallTransformer(LightningTransformer):
+    """The demo with few numbers, of tokens that need not be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY)
+        self.model = Transformer(VOCABULARY, ninp=16, nhead=2, nhid=16, nlayers=2, dropout=0.0)
+
+    def prepare_data(self) -> None:
+        pass
+
+
+class SmallLSTM(LightningLSTM):
+    """The demo with few numbers, of tokens that need not be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY)
+        self.model = SimpleLSTM(VOCABULARY, ninp=16, nhid=16, nlayers=2, dropout=0.0)
+
+    def prepare_data(self) -> None:
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
 def boring() -> tuple[pl.LightningModule, Any]:
     return BoringModel(), DataLoader(RandomDataset(32, 24), batch_size=4)
 
@@ -59,16 +84,12 @@ def demo() -> tuple[pl.LightningModule, Any]:
 
 
 def transformer() -> tuple[pl.LightningModule, Any]:
-    module = LightningTransformer(VOCABULARY)
-    module.model = Transformer(VOCABULARY, ninp=16, nhead=2, nhid=16, nlayers=2, dropout=0.0)
-    return module, DataLoader(Tokens(24), batch_size=4)
+    return SmallTransformer(), DataLoader(Tokens(24), batch_size=4)
 
 
 def lstm() -> tuple[pl.LightningModule, Any]:
-    module, tokens = LightningLSTM(VOCABULARY), Tokens(24)
-    module.model = SimpleLSTM(VOCABULARY, ninp=16, nhid=16, nlayers=2, dropout=0.0)
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.5)
-    return module, DataLoader(tokens, batch_sampler=SequenceSampler(tokens, batch_size=4))
+    tokens = Tokens(24)
+    return SmallLSTM(), DataLoader(tokens, batch_sampler=SequenceSampler(tokens, batch_size=4))
 
 
 def manual() -> tuple[pl.LightningModule, Any]:
