@@ -1,4 +1,4 @@
-"""What hangs in several places of a module, or is used in several, is one: in the graph, in stages, in the checkpoint."""
+"""What hangs in several places of a module, or is used in several, is one: in graph, stages and checkpoint."""
 
 from __future__ import annotations
 
