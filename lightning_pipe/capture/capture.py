@@ -7,6 +7,7 @@ split = capture.split((17, 40))      # three stages
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from torch import fx
 from lightning_pipe.capture.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.numbers import calls_of_samples, numbers_said, of_samples
@@ -123,8 +125,17 @@ def capture_step(request: Request) -> Capture:
     split_input_and_weight_gradients(joint)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
+    _refuse_overwritten_ties(joint, aliases)
     graph = _graph(joint, kinds, flow, aliases)
     return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, variants)
+
+
+def _refuse_overwritten_ties(joint: JointGraph, aliases: dict[str, str]) -> None:
+    """Refuse a step that writes to a parameter which hangs in several places: each is an input of its own."""
+    places = Counter(aliases[name] for name in joint.parameters.values())
+    for name in joint.mutations:
+        if places[aliases.get(name, name)] > 1:
+            raise hazard(f"it writes to the parameter {name}, which hangs in several modules", "")
 
 
 def _variants(request: Request, joint: JointGraph) -> Variants:
