@@ -31,7 +31,7 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.errors import BatchError
+from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
@@ -157,7 +157,12 @@ class Pipeline:
 
         def make() -> Plan:
             assert problem is not None, "made on rank 0"
-            candidates.extend(propose(problem, config, given=self._given))
+            try:
+                candidates.extend(propose(problem, config, given=self._given))
+            except PlanError as error:
+                if isinstance(captured.capture, Replay) and graph.uncuttable and (kept := captured.capture.kept):
+                    raise PlanError(f"{error} {call.method} keeps state for its next call: {kept}.") from error
+                raise
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")
