@@ -156,7 +156,11 @@ class Replay:
             raise PlanError(
                 f"{self._request.method} cannot be cut before {place}: a stage before it would need what only stages "
                 "behind it know (state that the step keeps, or a shape that depends on data)."
-                + (f" It keeps {self.kept}. Return it from the step and keep it in a hook, or log it." if self.kept else "")
+                + (
+                    f" It keeps {self.kept}. Return it from the step and keep it in a hook, or log it."
+                    if self.kept
+                    else ""
+                )
             )
         return _Splitter(self._request, self.trace, self._aliases, self._now).split(cuts)
 

@@ -32,8 +32,9 @@ from lightning_pipe.capture.hazards import (
     user_line,
 )
 from lightning_pipe.capture.helper_objects import HelperObjects
-from lightning_pipe.capture.metric_result import MetricResult, value_of_call, with_loss
-from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Read, Ref, Sized
+from lightning_pipe.capture.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
+from lightning_pipe.capture.numbers import sized
+from lightning_pipe.capture.record import LogCall, MetricCall, MetricRef, MetricValue, Read, Ref
 from lightning_pipe.capture.tables import Tables, twin_buffers
 from lightning_pipe.errors import CaptureError
 
@@ -361,7 +362,7 @@ def recording_calls(
             if method in ("update", "reset"):
                 return None
             if method == "compute":
-                compute = partial(_refuse_accumulated, user_line(2))
+                compute = partial(refuse_accumulated, user_line(2))
             else:
                 compute = partial(value_of_call, metrics[path], own[path], args, kwargs)
             return MetricResult(len(recording.calls) - 1, compute, user_line(2))
@@ -386,10 +387,6 @@ def recording_calls(
 _RECORDED = ("update", "forward", "compute", "reset")
 
 
-def _refuse_accumulated(line: str) -> None:
-    raise hazard("what a torchmetrics object has accumulated is used by the step (it can only be logged)", line)
-
-
 @contextlib.contextmanager
 def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
     """Give an object another method for a while."""
@@ -403,15 +400,3 @@ def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
             del vars(owner)[name]
         else:
             vars(owner)[name] = before
-
-
-def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
-    """Return a symbolic number as a function of the number of samples."""
-    expression = value.node.expr
-    symbols = list(expression.free_symbols)
-
-    def of(samples: int) -> int | float:
-        number = expression.xreplace(dict.fromkeys(symbols, samples))
-        return int(number) if isinstance(value, torch.SymInt) else float(number)
-
-    return Sized(of)
