@@ -253,3 +253,32 @@ def test_a_class_that_answers_calls_of_torch_is_passed_by_inside_only():
     with private.unguarded():
         assert tensor.sum() == 2
     assert tensor.sum() is None
+
+
+def test_parameter_lists_and_dicts_keep_parameters_as_attributes():
+    listed, named = (
+        nn.ParameterList([nn.Parameter(torch.ones(1))]),
+        nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}),
+    )
+    assert getattr(listed, listed._get_abs_string_index(0)) is listed[0]
+    assert getattr(named, named._key_to_attr("a")) is named["a"]
+    with private.parameters_in_new_lists():
+        assert listed[0:1][0] is listed[0]
+        assert named.copy()["a"] is named["a"]
+
+
+def test_tensors_of_a_trace_are_recognised():
+    seen = []
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(self.inner(x))
+            return seen[-1].square().mean()
+
+    _joint(Step(), torch.randn(5, 3))
+    assert seen and all(map(private.is_traced, seen))
+    assert not private.is_traced(torch.ones(1)) and not private.is_traced(nn.Parameter(torch.ones(1)))
