@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -189,6 +190,7 @@ def capture_step(request: Request) -> Capture:
         joint = _prepared(joint, request)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
+    _refuse_overwritten_ties(joint, aliases)
     graph = _graph(joint, kinds, flow, aliases)
     return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
 
@@ -199,6 +201,14 @@ def _prepared(joint: JointGraph, request: Request) -> JointGraph:
     if request.samples is None:  # it is never cut into samples
         return joint
     return with_one_kind_of_term(with_totals(joint, request.device))
+
+
+def _refuse_overwritten_ties(joint: JointGraph, aliases: dict[str, str]) -> None:
+    """Refuse a step that writes to a parameter which hangs in several places: each is an input of its own."""
+    places = Counter(aliases[name] for name in joint.parameters.values())
+    for name in joint.mutations:
+        if places[aliases.get(name, name)] > 1:
+            raise hazard(f"it writes to the parameter {name}, which hangs in several modules", "")
 
 
 def _variants(request: Request, joint: JointGraph) -> Variants:

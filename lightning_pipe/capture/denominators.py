@@ -65,7 +65,9 @@ class Denominators(TorchFunctionMode):
             value = _valid_weight(*args, **kwargs)
         elif func in _DIVISIONS and len(args) == 2:
             value = _divisor(*args)
-        elif (func in _MEANS and len(args) == 1 and not kwargs.keys() & {"dim", "axis"}) or (func in _LOSSES and kwargs.get("reduction", "mean") == "mean"):
+        elif (func in _MEANS and len(args) == 1 and not kwargs.keys() & {"dim", "axis"}) or (
+            func in _LOSSES and kwargs.get("reduction", "mean") == "mean"
+        ):
             value = _elements(args[0])
         if value is not None:
             self._sink(Denominator(self._count, user_line(2), value.detach(), self._samples))

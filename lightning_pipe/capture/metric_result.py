@@ -78,6 +78,11 @@ for _operator in _OPERATORS:
     setattr(MetricResult, f"__{_operator}__", _delegated(f"__{_operator}__"))
 
 
+def refuse_accumulated(line: str) -> None:
+    """Refuse a step that uses what a torchmetrics object has accumulated."""
+    raise hazard("what a torchmetrics object has accumulated is used by the step (it can only be logged)", line)
+
+
 def value_of_call(metric: torch.nn.Module, own: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
     """Return what `forward` of a torchmetrics object gives for these arguments, and leave the object as it is.
 

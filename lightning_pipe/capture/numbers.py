@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
+
 from lightning_pipe.capture.record import LogCall, MetricCall, Sized
 from lightning_pipe.errors import CaptureError
 
@@ -83,6 +85,18 @@ def _line(values: Sequence[float], counts: Sequence[int], where: str) -> Sized:
         )
     whole = isinstance(one, int)
     return Sized(lambda samples: round(one + slope * (samples - a)) if whole else one + slope * (samples - a))
+
+
+def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
+    """Return a symbolic number as a function of the number of samples."""
+    expression = value.node.expr
+    symbols = list(expression.free_symbols)
+
+    def of(samples: int) -> int | float:
+        number = expression.xreplace(dict.fromkeys(symbols, samples))
+        return int(number) if isinstance(value, torch.SymInt) else float(number)
+
+    return Sized(of)
 
 
 def call_keys(calls: Sequence[Call]) -> tuple[Place, ...]:

@@ -5,8 +5,7 @@
     globals, class attributes    those that the code names that was seen to run
     closures, helper objects, containers    behind the values of these (`python_state`)
 
-`state_slots` lists all that a step might change, whether it reads it or not: attributes of all modules and their
-classes, and globals that the user's own code names.
+`attribute_slots` and `shared_slots` list all that a step might change, whether it reads it or not.
 """
 
 from __future__ import annotations
@@ -60,12 +59,16 @@ def _class_slot(cls: type, name: str) -> Slot:
     return Slot(ClassAttributes(cls), name, f"{cls.__name__}.{name}", path)
 
 
-def state_slots(module: pl.LightningModule) -> Iterator[Slot]:
-    """List the places whose content a step might change."""
+def attribute_slots(module: pl.LightningModule) -> Iterator[Slot]:
+    """List the attributes of all modules."""
     for path, owner in owners_of(module):
         for name in attributes_of(owner):
             if name not in _TORCHS_OWN:
                 yield attribute_slot(path, owner, name)
+
+
+def shared_slots(module: pl.LightningModule) -> Iterator[Slot]:
+    """List what the user's code shares: data of classes, and globals that the code names."""
     classes = dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__ if _is_users(cls))
     for cls in classes:
         for name, value in vars(cls).items():

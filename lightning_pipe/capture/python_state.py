@@ -19,7 +19,7 @@ import sys
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -62,8 +62,8 @@ class Slot:
         container: what can be asked for `key` and given another value for it.
         key: name or index.
         name: the place as the user would write it, such as `self.hparams['alpha']`.
-        path: how other ranks find it (`follow`): where it begins, then `("attribute", name)` or `("item", key)` per
-            step; () if they cannot.
+        path: how other ranks find it (`follow`): where it begins, then (kind of step, name or key) per step; () if they
+            cannot.
     """
 
     container: Any
@@ -90,11 +90,10 @@ class Slot:
         """Return what two slots share that are the same place."""
         return _identity(self.container), self.key
 
-    def inside(self, container: Any, key: Any, *, attribute: bool) -> Slot:
+    def inside(self, container: Any, key: Any, kind: str) -> Slot:
         """Return a slot in the value of this one."""
-        name = f"{self.name}.{key}" if attribute else f"{self.name}[{key!r}]"
-        step = ("attribute" if attribute else "item", key)
-        return Slot(container, key, name, (*self.path, step) if self.path else ())
+        name = f"{self.name}[{key!r}]" if kind == "item" else f"{self.name}.{key}"
+        return Slot(container, key, name, (*self.path, (kind, key)) if self.path else ())
 
 
 def follow(module: nn.Module, path: Path) -> Slot:
@@ -109,10 +108,25 @@ def follow(module: nn.Module, path: Path) -> Slot:
     else:
         container = vars(sys.modules[root])
     for (_, key), (next_kind, _) in itertools.pairwise(steps):
-        value = container[key]
-        attributes = vars(value) if hasattr(value, "__dict__") else _SlotsOf(value, _slot_names_of(type(value)))
-        container = attributes if next_kind == "attribute" else value
+        container = _parts_by_kind(container[key], next_kind)
     return Slot(container, steps[-1][1], "".join(str(key) for _, key in steps), path)
+
+
+def _parts_by_kind(value: Any, kind: str) -> Any:
+    """Return what holds the parts of a value that a path leads to by steps of this kind."""
+    if kind == "item":
+        return value
+    if kind == "cell":
+        return _Cells(value)
+    if kind == "held":
+        return _held(value)
+    return vars(value) if hasattr(value, "__dict__") else _SlotsOf(value, _slot_names_of(type(value)))
+
+
+def _held(value: Any) -> Mapping[str, Any]:
+    """Return what a bound method or a partial function holds."""
+    names = ("__self__", "__func__") if isinstance(value, types.MethodType) else ("func", "args", "keywords")
+    return types.MappingProxyType({name: getattr(value, name) for name in names})
 
 
 class _Absent:
@@ -249,11 +263,11 @@ class _Entries:
         container: the dict.
         slot: where what it belongs to is.
         hidden: keys that are not looked at.
-        attributes: whether the entries are attributes of that.
+        kind: of the step from that to an entry.
     """
 
-    def __init__(self, container: Any, slot: Slot, *, hidden: Keys = frozenset(), attributes: bool = False) -> None:
-        self._container, self._at, self._hidden, self._attributes = container, slot, hidden, attributes
+    def __init__(self, container: Any, slot: Slot, *, hidden: Keys = frozenset(), kind: str = "item") -> None:
+        self._container, self._at, self._hidden, self._kind = container, slot, hidden, kind
         self.content = self._now()
 
     def _now(self) -> dict[Any, Any]:
@@ -266,7 +280,7 @@ class _Entries:
             yield self._slot(key)
 
     def _slot(self, key: Any) -> Slot:
-        return self._at.inside(self._container, key, attribute=self._attributes)
+        return self._at.inside(self._container, key, self._kind)
 
     def is_same(self) -> bool:
         content, container = self.content, self._container
@@ -303,7 +317,7 @@ class _Items:
         for index, item in enumerate(self.content):
             container = self._container if isinstance(self._container, list) else dict(enumerate(self.content))
             if type(item) not in _SCALARS:
-                yield self._slot.inside(container, index, attribute=False)
+                yield self._slot.inside(container, index, "item")
 
     def is_same(self) -> bool:
         if self._hidden:
@@ -321,7 +335,7 @@ class _Items:
         now = list(self._container)
         if isinstance(self._container, list) and len(now) == len(self.content):
             for index in self._different():
-                slot = self._slot.inside(self._container, index, attribute=False)
+                slot = self._slot.inside(self._container, index, "item")
                 yield Change(slot, self.content[index], now[index])
         else:
             yield Change(self._slot, self.content, now, is_content=True)
@@ -332,6 +346,35 @@ class _Items:
             return
         self._container.clear()
         (self._container.update if isinstance(self._container, set) else self._container.extend)(self.content)
+
+
+class _Written:
+    """A tensor, which counts by its version.
+
+    Args:
+        slot: where it is.
+        tensor: the tensor.
+        copied: whether its content can be put back.
+    """
+
+    def __init__(self, slot: Slot, tensor: torch.Tensor, *, copied: bool) -> None:
+        self._slot, self._tensor, self._version = slot, tensor, _version(tensor)
+        self._content = tensor.detach().clone() if copied else None
+
+    def slots(self) -> Iterator[Slot]:
+        return iter(())
+
+    def is_same(self) -> bool:
+        return bool(_version(self._tensor) == self._version)
+
+    def changes(self) -> Iterator[Change]:
+        yield Change(self._slot, self._tensor, self._tensor, is_content=True)
+
+    def restore(self) -> None:
+        if self._content is not None and not self.is_same():
+            with torch.no_grad():
+                self._tensor.copy_(self._content)
+            self._version = _version(self._tensor)
 
 
 class _Stated:
@@ -368,6 +411,9 @@ def _equal_states(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+_Part: TypeAlias = _Entries | _Items | _Written | _Stated
+
+
 class Snapshot:
     """The Python state behind some slots at one moment.
 
@@ -375,15 +421,19 @@ class Snapshot:
         slots: where it begins.
         tree: module whose sub-modules, parameters and buffers are not entered.
         ignored: places inside that are not looked at.
+        copies: whether the content of tensors can be put back, too.
     """
 
-    def __init__(self, slots: Iterable[Slot], *, tree: nn.Module, ignored: Iterable[Slot] = ()) -> None:
+    def __init__(
+        self, slots: Iterable[Slot], *, tree: nn.Module, ignored: Iterable[Slot] = (), copies: bool = False
+    ) -> None:
+        self._copies = copies
         self._roots = [(slot, slot.read()) for slot in slots]
         self._tree = frozenset(map(id, (*tree.modules(), *tree.parameters(), *tree.buffers())))
         self._ignored: dict[Any, set[Any]] = {}
         for slot in ignored:
             self._ignored.setdefault(_identity(slot.container), set()).add(slot.key)
-        self._parts: list[_Entries | _Items | _Stated] = []
+        self._parts: list[_Part] = []
         self._seen: dict[int, Any] = {}
         self._enter()
 
@@ -419,11 +469,11 @@ class Snapshot:
                 self._parts.append(part)
                 waiting.extend((inner, inner.read()) for inner in part.slots())
 
-    def _parts_of(self, slot: Slot, value: Any) -> Iterator[_Entries | _Items | _Stated]:
+    def _parts_of(self, slot: Slot, value: Any) -> Iterator[_Part]:
         if isinstance(value, _FOREIGN_TYPES) or id(value) in self._tree:
             return
         if isinstance(value, torch.Tensor):
-            yield _Stated(slot, functools.partial(_version, value), None)
+            yield _Written(slot, value, copied=self._copies and value.numel() <= _COPIED_ELEMENTS)
             return
         hidden = self._ignored.get(id(value), frozenset())
         if isinstance(value, dict):
@@ -442,16 +492,11 @@ class Snapshot:
         elif isinstance(value, types.FunctionType):
             cells = _Cells(value)
             hidden = self._ignored.get(_identity(cells), frozenset())
-            yield _Entries(cells, replace(slot, path=()), hidden=hidden, attributes=True)
-            yield _Entries(types.MappingProxyType(_defaults(value)), replace(slot, path=()), attributes=True)
+            yield _Entries(cells, slot, hidden=hidden, kind="cell")
+            yield _Entries(types.MappingProxyType(_defaults(value)), replace(slot, path=()), kind="default")
             return
-        elif isinstance(value, types.MethodType):
-            held = {"__self__": value.__self__, "__func__": value.__func__}
-            yield _Entries(types.MappingProxyType(held), replace(slot, path=()), attributes=True)
-            return
-        elif isinstance(value, functools.partial):
-            held = {"func": value.func, "args": value.args, "keywords": value.keywords}
-            yield _Entries(types.MappingProxyType(held), replace(slot, path=()), attributes=True)
+        elif isinstance(value, (types.MethodType, functools.partial)):
+            yield _Entries(_held(value), slot, kind="held")
             return
         elif isinstance(value, Iterator):
             yield from _iterator(slot, value)
@@ -461,9 +506,9 @@ class Snapshot:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             hidden = self._ignored.get(id(attributes), frozenset())
-            yield _Entries(attributes, slot, hidden=hidden, attributes=True)
+            yield _Entries(attributes, slot, hidden=hidden, kind="attribute")
         if names := _slot_names_of(type(value)):
-            yield _Entries(_SlotsOf(value, names), slot, attributes=True)
+            yield _Entries(_SlotsOf(value, names), slot, kind="attribute")
 
 
 def _slot_names_of(cls: type) -> list[str]:
@@ -493,7 +538,28 @@ def _array(slot: Slot, array: np.ndarray[Any, Any]) -> _Stated:
     return _Stated(slot, lambda: zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data), None)
 
 
-_COPIED_BYTES = 2**20
+_COPIED_BYTES, _COPIED_ELEMENTS = 2**20, 2**20  # of arrays and tensors whose content can be put back
+
+
+def state_of(value: Any) -> Any:
+    """Return the state of a generator of random numbers, or the content of an array or tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    functions = _generator_state(value)
+    return None if functions is None else functions[0]()
+
+
+def set_state(value: Any, state: Any) -> None:
+    """Give a generator its state back, or an array or tensor its content."""
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.copy_(state)
+    elif isinstance(value, np.ndarray):
+        value[...] = state
+    elif (functions := _generator_state(value)) is not None:
+        functions[1](state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
 def _generator_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

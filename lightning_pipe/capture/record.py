@@ -45,18 +45,19 @@ class Computed:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a step leaves on the module without having looked at what was there.
+    """What a step leaves behind in Python state, on the module or elsewhere.
 
     Attributes:
         path: where (`capture.python_state.follow`).
         name: the same for a reader.
-        how: `assign` a value, `extend` a list by values, `refill` a list with values, `update` a dict.
+        how: `assign` a value, `remove` it, `extend` a list by values, `refill` a collection with values, `update` a
+            dict, set the `state` of a generator of random numbers or the content of an array or tensor.
         value: with tensors replaced by `Ref` and the like.
     """
 
     path: tuple[tuple[str, Any], ...]
     name: str
-    how: Literal["assign", "extend", "refill", "update"]
+    how: Literal["assign", "remove", "extend", "refill", "update", "state"]
     value: Any
 
 

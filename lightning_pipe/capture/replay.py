@@ -103,6 +103,12 @@ class Replay:
         return Layers(tuple(layers), samples)
 
     @property
+    def kept(self) -> str:
+        """Name the state that the step keeps, and the lines that change it; "" if it keeps none."""
+        named = {f"self.{change.name}{f' at {change.line}' if change.line else ''}" for change in self.trace.changes}
+        return "; ".join(sorted(named))
+
+    @property
     def takes_whole_batches(self) -> bool:
         """Return whether a batch must not be cut: what the step keeps for hooks would be that of a micro-batch."""
         return keeps_for_hooks(self.trace)
@@ -168,11 +174,14 @@ class Replay:
         wrong = sorted(forbidden.intersection(cuts))
         if wrong or (self.takes_whole_batches and any(cut == 0 for cut in cuts)):
             place = (*self._names, "its end")[wrong[0] if wrong else 0]
-            kept = "; ".join(f"self.{change.name} at {change.line}" for change in self.trace.changes)
             raise PlanError(
                 f"{self._request.method} cannot be cut before {place}: a stage before it would need what only stages "
                 "behind it know (state that the step keeps, or a shape that depends on data)."
-                + (f" It keeps {kept}. Return it from the step and keep it in a hook, or log it." if kept else "")
+                + (
+                    f" It keeps {self.kept}. Return it from the step and keep it in a hook, or log it."
+                    if self.kept
+                    else ""
+                )
             )
         return _Splitter(self._request, self.trace, self._aliases, self._now).split(cuts)
 

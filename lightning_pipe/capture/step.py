@@ -25,10 +25,11 @@ from torch import nn
 
 from lightning_pipe.capture.batch import Structure, with_numbers
 from lightning_pipe.capture.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
-from lightning_pipe.capture.metric_result import MetricResult, value_of_call, with_loss
+from lightning_pipe.capture.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
+from lightning_pipe.capture.numbers import sized
 from lightning_pipe.capture.python_reads import Reads
 from lightning_pipe.capture.python_state import Slot
-from lightning_pipe.capture.record import Computed, Kept, LogCall, MetricCall, MetricRef, MetricValue, Read, Ref, Sized
+from lightning_pipe.capture.record import Computed, Kept, LogCall, MetricCall, MetricRef, MetricValue, Read, Ref
 from lightning_pipe.capture.step_state import StepState
 from lightning_pipe.capture.tables import Tables, twin_buffers
 from lightning_pipe.capture.torch_private import keeping_version
@@ -417,7 +418,7 @@ def recording_calls(
             if method in ("update", "reset"):
                 return None
             if method == "compute":
-                compute = partial(_refuse_accumulated, user_line(2))
+                compute = partial(refuse_accumulated, user_line(2))
             else:
                 compute = partial(value_of_call, metrics[path], own[path], args, kwargs)
             return MetricResult(len(recording.calls) - 1, compute, user_line(2))
@@ -442,10 +443,6 @@ def recording_calls(
 _RECORDED = ("update", "forward", "compute", "reset")
 
 
-def _refuse_accumulated(line: str) -> None:
-    raise hazard("what a torchmetrics object has accumulated is used by the step (it can only be logged)", line)
-
-
 @contextlib.contextmanager
 def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
     """Give an object another method for a while."""
@@ -459,15 +456,3 @@ def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
             del vars(owner)[name]
         else:
             vars(owner)[name] = before
-
-
-def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
-    """Return a symbolic number as a function of the number of samples."""
-    expression = value.node.expr
-    symbols = list(expression.free_symbols)
-
-    def of(samples: int) -> int | float:
-        number = expression.xreplace(dict.fromkeys(symbols, samples))
-        return int(number) if isinstance(value, torch.SymInt) else float(number)
-
-    return Sized(of)

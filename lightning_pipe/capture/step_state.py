@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 
 from lightning_pipe.capture.hazards import assignment_line, hazard
 from lightning_pipe.capture.kept_collections import KeptDict, KeptList, kept_collections
-from lightning_pipe.capture.python_reads import Reads, state_slots
-from lightning_pipe.capture.python_state import ABSENT, Change, Slot, Snapshot
+from lightning_pipe.capture.python_reads import Reads, attribute_slots, shared_slots
+from lightning_pipe.capture.python_state import ABSENT, Change, Slot, Snapshot, state_of
 from lightning_pipe.capture.record import Kept
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
@@ -53,17 +54,16 @@ class StepState:
         Raises:
             CaptureError: if the step keeps state that it reads again.
         """
-        slots = list(state_slots(self.module))
-        snapshot = Snapshot(slots, tree=self.module)
+        state = ModuleState(self.module)
         try:
-            with kept_collections(slots) as collections:
+            with kept_collections(state.slots) as collections:
                 yield
                 for slot, collection in collections:
                     self._note_collection(slot, collection)
-            for change in _with_new_attributes(snapshot, slots, self.module):
+            for change in state.changes():
                 self._note(change)
         finally:
-            restore_state(snapshot, slots, self.module)
+            state.restore()
 
     def _note_collection(self, slot: Slot, collection: KeptList | KeptDict) -> None:
         if slot.read() is not collection:
@@ -108,30 +108,62 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None))) or type(value).__name__ == "TracedNumber"
 
 
-def _new_attributes(slots: list[Slot], module: pl.LightningModule) -> list[Slot]:
-    known = {slot.place for slot in slots}
-    return [slot for slot in state_slots(module) if slot.place not in known]
+class ModuleState:
+    """The Python state that a step might change, as it is now.
+
+    Args:
+        module: the user's module.
+        shared: its `shared_slots`, where they are known.
+        copies: whether the content of tensors can be put back, too.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, *, shared: Sequence[Slot] | None = None, copies: bool = False
+    ) -> None:
+        self._module = module
+        shared = tuple(shared_slots(module)) if shared is None else shared
+        self.slots = (*attribute_slots(module), *shared)
+        self._known = {slot.place for slot in self.slots}
+        self._snapshot = Snapshot(self.slots, tree=module, copies=copies)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield every place that is not what it was, new attributes among them."""
+        yield from self._snapshot.changes()
+        for slot in self._new():
+            yield Change(slot, ABSENT, slot.read())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for slot in self._new():
+            slot.write(ABSENT)
+        self._snapshot.restore()
+
+    def kept(self) -> list[Kept]:
+        """List what has changed, as what a step leaves behind."""
+        return [_as_kept(change) for change in self.changes()]
+
+    def _new(self) -> list[Slot]:
+        return [slot for slot in attribute_slots(self._module) if slot.place not in self._known]
 
 
-def _with_new_attributes(snapshot: Snapshot, slots: list[Slot], module: pl.LightningModule) -> Iterator[Change]:
-    yield from snapshot.changes()
-    for slot in _new_attributes(slots, module):
-        yield Change(slot, ABSENT, slot.read())
-
-
-def restore_state(snapshot: Snapshot, slots: list[Slot], module: pl.LightningModule) -> None:
-    """Put back what a snapshot of all `state_slots` has, and remove attributes that are new since."""
-    for slot in _new_attributes(slots, module):
-        slot.write(ABSENT)
-    snapshot.restore()
+def _as_kept(change: Change) -> Kept:
+    slot, now = change.slot, change.now
+    if not change.is_content:
+        return Kept(slot.path, slot.name, "remove" if now is ABSENT else "assign", None if now is ABSENT else now)
+    if not isinstance(slot.read(), (list, set, deque)):
+        return Kept(slot.path, slot.name, "state", state_of(slot.read()))
+    before = len(change.before)
+    grew = isinstance(slot.read(), list) and all(a is b for a, b in zip(change.before, now[:before], strict=False))
+    if grew and len(now) >= before:
+        return Kept(slot.path, slot.name, "extend", now[before:])
+    return Kept(slot.path, slot.name, "refill", now)
 
 
 @contextlib.contextmanager
-def state_put_back(module: pl.LightningModule) -> Iterator[Snapshot]:
-    """Put back what the code inside changes of Python state; the yielded snapshot tells what that is."""
-    slots = list(state_slots(module))
-    snapshot = Snapshot(slots, tree=module)
+def state_put_back(module: pl.LightningModule) -> Iterator[ModuleState]:
+    """Put back what the code inside changes of Python state; what is yielded tells what that is."""
+    state = ModuleState(module)
     try:
-        yield snapshot
+        yield state
     finally:
-        restore_state(snapshot, slots, module)
+        state.restore()

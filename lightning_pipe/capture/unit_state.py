@@ -19,9 +19,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python_reads import attributes_of, state_slots
-from lightning_pipe.capture.python_state import Snapshot
-from lightning_pipe.capture.step_state import restore_state
+from lightning_pipe.capture.python_reads import attributes_of
+from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.tables import refill
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 
@@ -133,12 +132,11 @@ class Kept:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.keeper = _Keeper(module)
-        self._module, self._slots = module, list(state_slots(module))
-        self._state, self._undo = Snapshot(self._slots, tree=module), _undo(module)
+        self._state, self._undo = ModuleState(module, copies=True), _undo(module)
 
     def restore(self) -> None:
         """Put everything back."""
-        restore_state(self._state, self._slots, self._module)
+        self._state.restore()
         for action in self._undo:
             action()
         self.keeper.restore()

@@ -90,7 +90,9 @@ def show_gradient(parameter: StandIn, norm: torch.Tensor | None = None) -> None:
 def _note_change(name: str, changed: Any, factor: Any = None, *_: Any) -> None:
     """Keep the norms of what is scaled, and forget those of what is changed otherwise."""
     power = _SCALED.get(name, 0)
-    is_number = isinstance(factor, (int, float)) or (isinstance(factor, torch.Tensor) and not factor.ndim)
+    is_number = isinstance(factor, (int, float)) or (
+        isinstance(factor, torch.Tensor) and not factor.ndim and not factor.is_meta
+    )
     for one in changed if isinstance(changed, (list, tuple)) else [changed]:
         if one.known_norm is not None:
             one.known_norm = one.known_norm * abs(factor) ** power if power and is_number else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.errors import BatchError, CaptureError
+from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
@@ -46,6 +47,7 @@ from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.routes import captured_by, told
 from lightning_pipe.strategy.runner import Runner
+from lightning_pipe.strategy.shapes import ShapesCaptured
 from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader
 from lightning_pipe.strategy.undo import Before
@@ -106,6 +108,7 @@ class Pipeline:
         self._varying: dict[Any, Slot] = {}
         self._planned: _Planned | None = None
         self._proposal: Planned | None = None
+        self._shapes = ShapesCaptured()
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
         self._role: Role | None = None
@@ -186,7 +189,12 @@ class Pipeline:
 
         def make() -> Plan:
             assert problem is not None, "made on rank 0"
-            candidates.extend(propose(problem, config, given=self._given))
+            try:
+                candidates.extend(propose(problem, config, given=self._given))
+            except PlanError as error:
+                if isinstance(captured.capture, Replay) and graph.uncuttable and (kept := captured.capture.kept):
+                    raise PlanError(f"{error} {call.method} keeps state for its next call: {kept}.") from error
+                raise
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")
@@ -304,7 +312,9 @@ class Pipeline:
             BatchError: if there is no way to cut the batch.
         """
         layout = self._plan_now.layout
+        begin = time.perf_counter()
         found = self._capture(call, self._largest_slice(samples))
+        self._shapes.note(call, time.perf_counter() - begin)
         if self._sizes(found.capture, samples):
             return found
         whole = max(slices(layout, (samples,)))  # a symbolic graph may demand more than one sample, say

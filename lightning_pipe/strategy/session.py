@@ -226,7 +226,7 @@ class Session:
         state = self._pipeline.runner
         with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=state.reduced):
             ran = self._pipeline.run(call, turn)
-        if self._readers and turn.synchronise and self._links.control.ranks > 1:
+        if self._readers and self._clippers and turn.synchronise and self._links.control.ranks > 1:
             clipper = self._clippers[0]
             self.weights.show_gradients(dict(zip(clipper.parameters(), clipper.norms().of_each(), strict=True)))
         else:

@@ -42,6 +42,7 @@ from lightning_pipe.strategy.refusals import (
     refuse_parameters,
     refuse_post_validation,
 )
+from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
 from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
@@ -205,6 +206,8 @@ class DappleStrategy(ParallelStrategy):
             self._install_loop(trainer)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
+            if self.world_size > 1:
+                self._links.control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
             if self.config.post_validation:
                 refuse_post_validation(module)
         self.setup_precision_plugin()
@@ -212,6 +215,10 @@ class DappleStrategy(ParallelStrategy):
             self._session.use_optimizers(self.optimizers)
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            check_separable(optimizer)
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"

@@ -6,7 +6,9 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_pipe.capture import torch_private as private
@@ -174,3 +176,109 @@ def test_a_version_grows_with_every_write_and_with_nothing_else():
     assert private.version_of(tensor) == before
     tensor[:1].mul_(2)
     assert private.version_of(tensor) > before
+
+
+def test_hooks_on_gradients_can_be_taken_off_and_put_back():
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+    parameter.register_hook(lambda gradient: gradient * 3)
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    tables = private.gradient_hooks(parameter)
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [1.0, 1.0] and not seen
+    for table, hooks in zip(tables, before, strict=True):
+        table.update(hooks)
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [4.0, 4.0] and seen == [parameter]
+    assert private.gradient_hooks(nn.Parameter(torch.ones(1))) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"]
+)
+def test_hooks_on_the_backward_of_a_module_are_noticed(register: str):
+    module = nn.Linear(1, 1)
+    assert not private.has_backward_hooks(module) and not private.has_backward_hooks_on_all()
+    getattr(module, register)(lambda *_: None)
+    assert private.has_backward_hooks(module)
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    assert private.has_backward_hooks_on_all()
+    handle.remove()
+
+
+def test_every_collective_asks_first_and_a_question_about_ranks_does_not():
+    class Asked(Exception):
+        pass
+
+    def refuse(name: str) -> None:
+        raise Asked(name)
+
+    one, two = torch.ones(2), torch.ones(2)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "broadcast": lambda: dist.broadcast(one, 0),
+        "all_gather": lambda: dist.all_gather([two], one),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(two, one),
+        "all_gather_object": lambda: dist.all_gather_object([None], 1),
+        "reduce": lambda: dist.reduce(one, 0),
+        "reduce_scatter": lambda: dist.reduce_scatter(one, [two]),
+        "gather": lambda: dist.gather(one, [two]),
+        "scatter": lambda: dist.scatter(one, [two]),
+        "all_to_all": lambda: dist.all_to_all([one], [two]),
+        "barrier": lambda: dist.barrier(),
+        "functional": lambda: _functional_collectives.all_reduce(one, "sum", [0]),
+    }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with private.answered_collectives(refuse):
+            for call in calls.values():
+                with pytest.raises(Asked):
+                    call()
+            assert dist.get_rank() == 0 and dist.get_world_size() == 1
+        dist.all_reduce(one)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_class_that_answers_calls_of_torch_is_passed_by_inside_only():
+    class Silent(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return None
+
+    tensor = torch.ones(2).as_subclass(Silent)
+    assert tensor.sum() is None
+    with private.unguarded():
+        assert tensor.sum() == 2
+    assert tensor.sum() is None
+
+
+def test_parameter_lists_and_dicts_keep_parameters_as_attributes():
+    listed, named = (
+        nn.ParameterList([nn.Parameter(torch.ones(1))]),
+        nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}),
+    )
+    assert getattr(listed, listed._get_abs_string_index(0)) is listed[0]
+    assert getattr(named, named._key_to_attr("a")) is named["a"]
+    with private.parameters_in_new_lists():
+        assert listed[0:1][0] is listed[0]
+        assert named.copy()["a"] is named["a"]
+
+
+def test_tensors_of_a_trace_are_recognised():
+    seen = []
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(self.inner(x))
+            return seen[-1].square().mean()
+
+    _joint(Step(), torch.randn(5, 3))
+    assert seen and all(map(private.is_traced, seen))
+    assert not private.is_traced(torch.ones(1)) and not private.is_traced(nn.Parameter(torch.ones(1)))

@@ -112,7 +112,12 @@ def test_fewer_micro_batches_leave_out_the_computes_of_the_others():
         (2, Wishes(4, order=("0F0 0B0", "1F0 1B0")), PlanError, "of 1 micro-batches, but microbatches=4 is set"),
         (4, Wishes(8, (2, 2), "chimera"), ConfigError, "even number of devices of one rank each"),
         (3, Wishes(8, schedule="dualpipe"), ConfigError, "even number of devices"),
-        (4, Wishes(8, schedule="interleaved", chunks=5), PlanError, "16 operations, too few places to cut for 20"),
+        (
+            4,
+            Wishes(8, schedule="interleaved", chunks=5),
+            PlanError,
+            "16 operations and can be cut at 15 places between them, too few for 20 stages",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(ranks, wishes, error, message):

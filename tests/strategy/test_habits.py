@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from capture.traces import traced_inside
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.errors import CaptureError
-from ranks.world import World
+from ranks.world import Raised, World
 from strategy.fits import Losses, dapple, make_trainer
 
 WIDTH, SAMPLES = 8, 24
@@ -193,3 +193,25 @@ def test_what_a_helper_has_collected_is_that_of_one_device() -> None:
     expected = fitted("CollectsInAHelper", None)[1]
     for _, metrics, _ in World(2).run(fitted, "CollectsInAHelper", {"layout": "1-1", "microbatches": 2}):
         assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+class CountsInAHelper(Regressor):
+    """Keeps state for its next call in an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collector = Collector()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.collector.errors.append(loss.detach())
+        return loss * len(self.collector.errors)
+
+
+MODULES["CountsInAHelper"] = CountsInAHelper
+
+
+def test_a_training_step_that_keeps_state_in_a_helper_is_refused_before_training_by_name() -> None:
+    for result in World(2).results(fitted, "CountsInAHelper", {"layout": "1-1", "microbatches": 2}):
+        assert isinstance(result, Raised) and result.kind == "PlanError"
+        assert "training_step keeps state for its next call: self.collector" in result.text

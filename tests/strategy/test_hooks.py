@@ -350,3 +350,56 @@ def test_hooks_on_the_backward_of_all_modules_are_refused() -> None:
             fitted(Net(), {})
     finally:
         handle.remove()
+
+
+class Global(torch.optim.SGD):
+    """Divide by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+        return loss
+
+
+class Signs(torch.optim.Optimizer):
+    """Step by the signs of gradients, with some noise: every parameter by itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.power = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            self.state[parameter].setdefault("noise", torch.rand_like(parameter))
+            parameter.add_(parameter.grad.sign(), alpha=-0.01 * self.power)
+        return loss
+
+
+class WithGlobal(Net):
+    def configure_optimizers(self) -> Any:
+        return Global(self.parameters(), lr=0.1)
+
+
+class WithSigns(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = Signs(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+
+KINDS |= {"global": WithGlobal, "signs": WithSigns}
+
+
+def test_an_optimizer_of_the_users_own_may_not_couple_parameters() -> None:
+    for result in World(2).results(fit_kind, "global", TWO):
+        assert isinstance(result, Raised) and result.kind == "UnsupportedError", result
+        assert "Global steps a parameter differently" in result.text
+    expected = fit_kind("signs", None)
+    for found in World(2).run(fit_kind, "signs", TWO):
+        assert_as_on_one_device(found, expected)

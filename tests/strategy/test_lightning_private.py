@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.trainer.states import RunningStage
 
 import lightning_pipe.strategy as package
 from lightning_pipe.strategy import lightning_private as private
@@ -80,3 +82,12 @@ def test_every_private_name_is_described() -> None:
     used = set(re.findall(r"\b_[a-z][a-z_]+\b", source.split('"""', 2)[2]))
     own = {"_holds"}
     assert {name for name in used - own if name not in text} == set()
+
+
+def test_a_throughput_monitor_keeps_what_it_measures_with_by_stage() -> None:
+    monitor, trainer = ThroughputMonitor(len), make_trainer("auto", max_epochs=1)
+    assert private.throughputs(monitor) == []
+    trainer.state.stage = RunningStage.VALIDATING
+    monitor.setup(trainer, make_module("dict_batch"), "validate")
+    (found,) = private.throughputs(monitor)
+    assert found.world_size == 1 and hasattr(found, "available_flops")

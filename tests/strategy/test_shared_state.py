@@ -1,4 +1,4 @@
-"""What hangs in several places of a module, or is used in several, is one: in the graph, in stages, in the checkpoint."""
+"""What hangs in several places of a module, or is used in several, is one: in graph, stages and checkpoint."""
 
 from __future__ import annotations
 
@@ -219,9 +219,22 @@ def test_a_trace_that_fails_leaves_the_module_its_own_tensors(kind: str) -> None
     module = Failing().train()
     module.kind = kind
     before = dict(module.state_dict(keep_vars=True))
-    tensors, structure = flatten((torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long)))
+    structure = flatten((torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long)))[1]
     with pytest.raises((CaptureError, KeyboardInterrupt)):
         capture_step(Request(module, "training_step", structure, samples=4))
     after = dict(module.state_dict(keep_vars=True))
     assert after.keys() == before.keys()
     assert all(after[name] is tensor for name, tensor in before.items())
+
+
+class ClampsATiedWeight(TiedWeight):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.one.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_writes_to_a_tied_weight_is_no_graph() -> None:
+    structure = flatten((torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long)))[1]
+    with pytest.raises(CaptureError, match=r"writes to the parameter one\.weight, which hangs in several modules"):
+        capture_step(Request(ClampsATiedWeight().train(), "training_step", structure, samples=4))
