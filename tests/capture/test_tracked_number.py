@@ -10,6 +10,7 @@ import operator
 import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from math import cos, isfinite
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_where_no_guard_is_broken_a_tracked_expression_is_what_python_computes(b
             if tuple(map(type, others)) != tuple(map(type, values)) or tracing.broken(*others):
                 continue  # sources keep their types
             held += 1
-            plain, now = _outcome(run, others), _outcome(lambda numbers: _evaluated(traced, numbers), others)
+            plain, now = _outcome(run, others), _outcome(partial(_evaluated, traced), others)
             if isinstance(plain, type):
                 assert now is plain, f"seed {seed}: {now} instead of {plain} for {others} after {values}"
                 continue
