@@ -26,6 +26,7 @@ from lightning_pipe.capture.backward_hooks import check_hooked_units, hooked_mod
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import restored_generators
 from lightning_pipe.capture.numbers import proportional
+from lightning_pipe.capture.replay_state import is_inside, same_left
 from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.unit_choice import Call, choose, faster, units_of
@@ -59,10 +60,11 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         with kept.keeper:
             first = runner.timed()
         tree = faster(first, runner.timed())
-        chosen, run = _separated(runner, tree, parts, kept)
-        kept.restore()
+        steady = Kept(request.module)  # what the calls before have left is there
+        chosen, run = _separated(runner, tree, parts, steady)
         count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
-        others = [runner.followed(chosen, kept, other=number) for number in range(1, count + 1)]
+        others = [runner.followed(chosen, steady, other=number) for number in range(1, count + 1)]
+        steady.restore()
         in_python = drawn()
     calls = units_of(tree, chosen)
     for paths in ([call.path for call in calls], *([seen.path for seen in other.seen] for other in others)):
@@ -125,8 +127,29 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=frozenset(written & {*canonical_names(request.module)}),
+        whole=_why_whole(runs) if others else "",
+        keeping=_keeping(run),
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
+
+
+def _why_whole(runs: Sequence[Run]) -> str:
+    """Return why micro-batches would not do what the whole batch does; "" if they may."""
+    if any(run.seeds for run in runs):
+        return "it seeds torch's generators"
+    first, *others = runs
+    if hidden := next((left for left in first.left if not left.path), None):
+        raise CaptureError(f"The step changes {hidden.name}, which other ranks cannot find. Keep it on the module.")
+    for other in others:
+        for one, two in itertools.zip_longest(first.left, other.left):
+            if one is None or two is None or not same_left(one, two):
+                return f"what it keeps in {(one or two).name} depends on the samples"
+    return ""
+
+
+def _keeping(run: Run) -> frozenset[int]:
+    """Return the units inside which Python state has changed."""
+    return frozenset(k for k, seen in enumerate(run.seen) if any(is_inside(left, seen.path) for left in run.left))
 
 
 def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
