@@ -50,7 +50,10 @@ _KEEP = frozenset(
     "view _unsafe_view reshape clone neg _to_copy unsqueeze squeeze expand alias detach lift_fresh_copy t transpose "
     "permute select slice contiguous _to_copy".split()
 )
-_ALONG = frozenset("cumsum cumprod sort topk roll flip _softmax _log_softmax argsort median logsumexp".split())
+_ALONG = frozenset(
+    "cumsum cumprod logcumsumexp cummax cummin sort topk roll flip _softmax _log_softmax argsort median "
+    "logsumexp".split()
+)
 BATCH_STATISTICS = "batch statistics"
 _MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
 _CONSTANT_LIKE = ("ones_like", "zeros_like", "full_like", "empty_like", "new_")
@@ -239,6 +242,13 @@ def _is_size(node: fx.Node, joint: JointGraph) -> bool:
     return joint.symbol in expression.free_symbols and not (expression / joint.symbol).free_symbols
 
 
+def _varies_unlike_samples(node: fx.Node, joint: JointGraph) -> bool:
+    """Say whether a node is a Python number that depends on the number of samples, but is not proportional to it."""
+    meta = node.meta.get("val")
+    is_number = joint.symbol is not None and isinstance(meta, (torch.SymInt, torch.SymFloat))
+    return is_number and joint.symbol in meta.node.expr.free_symbols and not _is_size(node, joint)
+
+
 def _reduced(operation: Any, node: fx.Node) -> Role:
     """Return the role of a value without samples that an operation makes of values with samples."""
     name = operator_name(operation)
@@ -259,6 +269,8 @@ def _combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
     name = operator_name(node)
     if name.startswith(_CONSTANT_LIKE):
         return "same"
+    if any(_varies_unlike_samples(n, joint) for n in node.all_input_nodes):
+        return "mixed"
     varying = {role for role in inputs if role != "same"}
     sizes = _sized_inputs(node, joint)
     if name in ("mul", "div") and len([r for r in inputs if r != "same"]) == 1 and not sizes:
@@ -338,7 +350,12 @@ def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Sa
 
 def _leaf_samples(node: fx.Node, joint: JointGraph) -> Samples | None:
     """In a graph of constant size only the batch's own leaves are known to have their samples first."""
-    is_leaf = node.name in joint.leaves and not joint.is_of_whole_batch(node.name) and bool(_tensor_shape(node)) and _tensor_shape(node)[0] == joint.samples
+    is_leaf = (
+        node.name in joint.leaves
+        and not joint.is_of_whole_batch(node.name)
+        and bool(_tensor_shape(node))
+        and _tensor_shape(node)[0] == joint.samples
+    )
     return Samples(0, 1) if is_leaf else None
 
 
@@ -369,12 +386,22 @@ def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples:
         return "a value of all samples is used for each"
     if name in _ALONG and len(node.args) > 1:
         first = node.all_input_nodes[0]
-        where, dim = samples.get(first.name), node.args[1]
-        if where is not None and isinstance(dim, int) and dim % len(_tensor_shape(first)) == where.dim:
+        where, dims = samples.get(first.name), _dims_along(node)
+        if where is not None and any(dim % len(_tensor_shape(first)) == where.dim for dim in dims):
             return f"{name} runs along the samples"
     if name in ("index", "index_select") and any(operator_name(n) == "randperm" for n in node.all_input_nodes):
         return "samples are shuffled"
     return ""
+
+
+def _dims_along(node: fx.Node) -> list[int]:
+    """List the dimensions along which an operation runs that takes them by name or as its second argument."""
+    names = argument_names(node)
+    given: Any = node.args[1]
+    for name in ("dim", "dims"):
+        place = names.index(name) if name in names else len(node.args)
+        given = node.kwargs.get(name, node.args[place] if place < len(node.args) else given)
+    return [dim for dim in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(dim, int)]
 
 
 def _trains(node: fx.Node) -> bool:

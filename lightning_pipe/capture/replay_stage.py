@@ -26,9 +26,9 @@ from torch import nn
 
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.denominators import Denominator, Denominators
+from lightning_pipe.capture.record import LogCall, MetricCall, Ref
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_values import LOSS, filled, leaf_size, lifted, replaced, size_of, tensors_in
-from lightning_pipe.capture.record import LogCall, MetricCall, Ref
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only

@@ -211,7 +211,8 @@ class Splitter:
         return StageProgram(
             stage=stage,
             parameters={n: self._aliases[f] for n, f in joint.parameters.items() if n in read},
-            buffers={n: f for n, f in joint.buffers.items() if n in read} | (joint.totals_buffers if stage == 0 else {}),
+            buffers={n: f for n, f in joint.buffers.items() if n in read}
+            | (joint.totals_buffers if stage == 0 else {}),
             leaves={n: i for n, i in joint.leaves.items() if stage == 0 and n in read | wants | set(own.results)},
             tangents=tuple(n for n in joint.tangents if n in read),
             forward=forward,

@@ -73,7 +73,9 @@ def _weigh(term: fx.Node, joint: JointGraph, *, within: Set[str]) -> None:
         after = after.next
     vector = next(node for node in joint.module.graph.nodes if joint.is_of_whole_batch(node.name))
     samples = samples_before(after, joint)
-    ratio = insert(after, _aten.div.Tensor, insert(after, _aten.select.int, vector, 0, 0, like=term), samples, like=term)
+    ratio = insert(
+        after, _aten.div.Tensor, insert(after, _aten.select.int, vector, 0, 0, like=term), samples, like=term
+    )
     ratio = insert(after, _aten._to_copy.default, ratio, like=term, dtype=term.meta["val"].dtype)
     weighed = insert(after, _aten.mul.Tensor, term, ratio, like=term)
     weighed.meta["role"] = "mean"

@@ -244,7 +244,9 @@ def run_captured(
     buffers = dict(module.named_buffers(remove_duplicate=False))
     for parameter in parameters.values():
         parameter.grad = None
-    stage = Stage(split.stages[0], split.values, state=State(parameters, buffers, request.device), loss=captured.record.loss)
+    stage = Stage(
+        split.stages[0], split.values, state=State(parameters, buffers, request.device), loss=captured.record.loss
+    )
     if isinstance(captured, Replay):
         captured.begin(request.arguments)
     stage.begin(Counter(), training=True)

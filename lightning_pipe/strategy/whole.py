@@ -1,9 +1,9 @@
 """What do micro-batches change? Measured once, before training: the whole first batch against its micro-batches.
 
-On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a single
-stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
-`strategy.check`, whose tolerances hold here too. The numbers decide where the operations of a loss do not say whether it
-is a mean or a sum over samples:
+On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a
+single stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
+`strategy.check`, whose tolerances hold here too. The numbers decide where the operations of a loss do not say whether
+it is a mean or a sum over samples:
 
     one of the two gives what the whole batch gives      that is its role, whatever the operations seemed to say
     neither does                                         the nearer one, and the difference is said: batch statistics,
@@ -76,7 +76,7 @@ class Measured:
 def role_by_numbers(
     captured: Captured, call: Call, *, sizes: tuple[int, ...], control: Control, seconds: float
 ) -> Role | None:
-    """Return how the losses of micro-batches make that of the batch, None if it was not measured; on all ranks together.
+    """Return how losses of micro-batches make that of the batch, None if that was not measured; on all ranks together.
 
     Args:
         captured: the step.
@@ -173,12 +173,11 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             *(count, found.role, found.relative, seconds),
         )
         return
-    where = places(capture)
     text = (
         f"{count} micro-batches do not give what the whole batch gives: on the first batch the loss of {method} is "
         f"{found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference {found.loss.relative:.1e}), "
         f"and the gradient of {found.worst.name or 'no parameter'} differs most, by {found.worst.relative:.1e} of its "
-        f"largest value. {where} Gradient accumulation has the same difference; microbatches=1 has none."
+        "largest value."
     )
     if isinstance(capture, Replay) and (why := _unweighable(capture, found)):
         raise CaptureError(
@@ -186,7 +185,7 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
             "same."
         )
-    rank_zero_warn(text)
+    rank_zero_warn(f"{text} {places(capture)} Gradient accumulation has the same difference; microbatches=1 has none.")
 
 
 def _unweighable(captured: Replay, found: Measured) -> str:
@@ -198,9 +197,9 @@ def _unweighable(captured: Replay, found: Measured) -> str:
 def places(captured: Capture | Replay) -> str:
     """Say where a step does with its samples what micro-batches change, as far as that is known."""
     if isinstance(captured, Replay):
-        return "Something in the step, or the loss, compares samples or divides by what differs between micro-batches."
+        return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
     nodes = {node.name: node for node in captured.joint.module.graph.nodes}
-    found = {name: reason for name, reason in captured.flow.coupled.items()}
+    found = dict(captured.flow.coupled)
     if captured.joint.loss is not None and captured.flow.roles[captured.joint.loss] not in ("mean", "sum"):
         found.update(dict.fromkeys(mixing(captured), "neither a mean nor a sum over samples"))
     said: dict[str, None] = {}
@@ -210,7 +209,10 @@ def places(captured: Capture | Replay) -> str:
         said[f"{reason}{module} at {custom.get('line') or name}"] = None
     most = 4
     more = f", and {len(said) - most} more places" if len(said) > most else ""
-    return f"Samples are mixed: {'; '.join(list(said)[:most])}{more}." if said else ""
+    if not said:
+        custom = nodes[captured.joint.loss or ""].meta.get("custom") or {}
+        return f"No operation is known to mix samples; the loss is made at {custom.get('line') or 'an unknown line'}."
+    return f"Samples are mixed: {'; '.join(list(said)[:most])}{more}."
 
 
 def mixing(captured: Capture) -> list[str]:

@@ -152,7 +152,9 @@ def check_joint(name: str, captured: Joint, *, counts: tuple[int, ...]) -> None:
             capture, module, job, cuts=cuts, layout=layout, sizes=sizes, schedule=dice.choice(["gpipe", "1f1b"])
         )
         for m, (one, two) in enumerate(zip(found_losses, losses, strict=True)):
-            torch.testing.assert_close(one * share[m], two * weights[m], rtol=1e-6, atol=1e-7, msg=f"loss {m} for cuts {cuts}")
+            torch.testing.assert_close(
+                one * share[m], two * weights[m], rtol=1e-6, atol=1e-7, msg=f"loss {m} for cuts {cuts}"
+            )
         assert found.keys() == expected.keys(), cuts
         for parameter, gradient in expected.items():
             scale = float(gradient.abs().max())
