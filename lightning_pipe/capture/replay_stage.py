@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -26,9 +26,16 @@ from torch import nn
 
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.denominators import Denominator, Denominators
-from lightning_pipe.capture.record import LogCall, MetricCall, Ref
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
-from lightning_pipe.capture.replay_values import LOSS, filled, leaf_size, lifted, replaced, size_of, tensors_in
+from lightning_pipe.capture.replay_values import (
+    filled,
+    leaf_size,
+    lifted,
+    naming_loss,
+    replaced,
+    size_of,
+    tensors_in,
+)
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
@@ -197,7 +204,7 @@ class Player:
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
             recording.returned = lifted(output, recording, loss)
-            recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
+            recording.calls = [naming_loss(call, recording, loss) for call in recording.calls]
             recording.results = [tensor.detach() for tensor in recording.results]
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in play.sent.items()}
@@ -320,15 +327,6 @@ class Player:
     def step(self) -> Step:
         """Return the step."""
         return self._step
-
-
-def _naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
-    """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
-    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
-        return call
-    logged = recording.results[int(call.value.name)]
-    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
-    return replace(call, value=Ref(LOSS)) if is_loss else call
 
 
 class _Play:

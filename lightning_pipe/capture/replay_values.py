@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.batch import Leaf, Slot
-from lightning_pipe.capture.record import Ref
+from lightning_pipe.capture.record import LogCall, MetricCall, Ref
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.units import Output
 
@@ -57,3 +58,12 @@ def lifted(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
     return apply_to_collection(
         output, torch.Tensor, lambda t: Ref(LOSS) if loss is not None and t is original else recording.ref(t)
     )
+
+
+def naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
+    """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
+    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
+        return call
+    logged = recording.results[int(call.value.name)]
+    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
+    return replace(call, value=Ref(LOSS)) if is_loss else call

@@ -29,9 +29,10 @@ from torch import fx
 
 from lightning_pipe.capture.assign import is_random
 from lightning_pipe.capture.emit import Emitter
-from lightning_pipe.capture.flow import Flow, Role, follow, leading_to
+from lightning_pipe.capture.flow import Flow, follow, leading_to
 from lightning_pipe.capture.insert import insert
 from lightning_pipe.capture.joint import JointGraph, Totals
+from lightning_pipe.capture.roles import Role
 from lightning_pipe.capture.stage_program import Half
 from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 from lightning_pipe.errors import CaptureError
