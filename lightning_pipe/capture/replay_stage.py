@@ -27,15 +27,7 @@ from torch import nn
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.denominators import Denominator, Denominators
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
-from lightning_pipe.capture.replay_values import (
-    filled,
-    leaf_size,
-    lifted,
-    naming_loss,
-    replaced,
-    size_of,
-    tensors_in,
-)
+from lightning_pipe.capture.replay_values import filled, finish, leaf_size, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
@@ -203,9 +195,7 @@ class Player:
             loss = self._loss(output)
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
-            recording.returned = lifted(output, recording, loss)
-            recording.calls = [naming_loss(call, recording, loss) for call in recording.calls]
-            recording.results = [tensor.detach() for tensor in recording.results]
+            finish(recording, output, loss)
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in play.sent.items()}
         return self._keep(play, loss, state), sent, None if loss is None else loss.detach(), changed

@@ -52,15 +52,17 @@ def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return apply_to_collection(template, Slot, lambda slot: tensors[slot.index])
 
 
-def lifted(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
-    """Return what the step returned with references in the place of tensors; the loss is named `loss`."""
+def finish(recording: Recording, output: Any, loss: torch.Tensor | None) -> None:
+    """Complete the words of a play by what it returned; the loss is named `loss` wherever it is said."""
     original = output.get("loss") if isinstance(output, dict) and loss is not None else output
-    return apply_to_collection(
+    recording.returned = apply_to_collection(
         output, torch.Tensor, lambda t: Ref(LOSS) if loss is not None and t is original else recording.ref(t)
     )
+    recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
+    recording.results = [tensor.detach() for tensor in recording.results]
 
 
-def naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
+def _naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
     """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
     if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
         return call

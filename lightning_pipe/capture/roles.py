@@ -43,6 +43,7 @@ _CONSTANT_LIKE = ("ones_like", "zeros_like", "full_like", "empty_like", "new_")
 
 
 def sized_inputs(node: fx.Node, joint: JointGraph) -> int:
+    """Count the inputs of a node that are Python numbers proportional to the number of samples."""
     return sum(_is_size(n, joint) for n in node.all_input_nodes)
 
 

@@ -100,7 +100,7 @@ def totals_of(
     given = [leaves[joint.leaves[n]] if n in joint.leaves else buffers[joint.buffers[n]] for n in half.inputs]
     with torch.no_grad():
         found = half.run(samples, None, *given)
-        number = torch.tensor([samples], dtype=totals.dtype, device=leaves[0].device)
+        number = torch.full((1,), samples, dtype=totals.dtype, device=leaves[0].device)  # no copy from the host
         return torch.cat([number, *(value.reshape(-1).to(totals.dtype) for value in found)])
 
 

@@ -106,6 +106,11 @@ class Pipeline:
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
 
     @property
+    def is_measured(self) -> bool:
+        """Return whether it was measured, and said, what micro-batches change."""
+        return self._role is not None
+
+    @property
     def proposal(self) -> Planned | None:
         """Return the plan with what it was made for, on rank 0, once there is one."""
         return self._proposal
