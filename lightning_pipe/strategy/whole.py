@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ def role_by_numbers(
         seconds: what running the plain and the captured step on one micro-batch has taken.
 
     Raises:
-        CaptureError: on every rank, if a replayed loss divides by what differs between micro-batches.
+        CaptureError: on every rank, if a replayed loss divides by what differs between micro-batches, or a loss is a
+            number for the batch and none for a micro-batch.
     """
 
     def decide() -> Role | None:
@@ -184,6 +186,11 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             f"{text} The loss {why}, which a replayed step cannot weigh. "
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
             "same."
+        )
+    if math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
+        raise CaptureError(
+            f"{text} {places(capture)} Training would make all weights NaN. Set microbatches=1, or use fewer "
+            "micro-batches; check=false trains all the same."
         )
     rank_zero_warn(f"{text} {places(capture)} Gradient accumulation has the same difference; microbatches=1 has none.")
 

@@ -98,6 +98,15 @@ def test_what_micro_batches_change_is_said_with_numbers(name, capture):
     assert capture == "replay" or "losses.py:" in said, said
 
 
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_a_loss_that_is_no_number_for_a_micro_batch_is_refused(capture):
+    def of_some(m, o, y):
+        return torch.nanmean(torch.where(y != -100, F.cross_entropy(o, y, reduction="none"), torch.nan))
+
+    found, refusal = fit_or_refusal(of_some, capture)
+    assert found is None and "NaN" in refusal and "microbatches=1" in refusal
+
+
 def test_numbers_overrule_what_operations_seem_to_say():
     def normalised(m, o, y):
         weights = y + 101.0
