@@ -271,7 +271,7 @@ def run_captured(
         except Exception as error:
             raise CaptureError(
                 f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, raises "
-                f"{type(error).__name__} on the first micro-batch ({samples} samples), where the plain step does not: "
+                f"{type(error).__name__} on micro-batch {number} ({samples} samples), where the plain step does not: "
                 f"{error}. {_advice(captured)}"
             ) from error
         loss = results[-1][captured.record.loss or ""]

@@ -47,7 +47,7 @@ from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader, texts, without_texts
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
-from lightning_pipe.strategy.whole import Role, role_by_numbers
+from lightning_pipe.strategy.whole import Role, role_by_numbers, warn_of_unknown_role
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +177,8 @@ class Pipeline:
             first = max(slices(plan.layout, self._sizes(captured.capture, samples)[:1]))
             seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
             captured = self._weighed(captured, call, seconds=seconds)
+        if call.method == TRAINING and self._role is None and plan.microbatches > 1:
+            warn_of_unknown_role(captured)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout)
         self._steps[self._key(call)] = [step]

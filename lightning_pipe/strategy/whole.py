@@ -17,7 +17,6 @@ long or too much memory.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
@@ -106,6 +105,16 @@ def role_by_numbers(
         return found.role
 
     return control.agreed(decide, source=0, what="what micro-batches change")
+
+
+def warn_of_unknown_role(captured: Captured) -> None:
+    """Say what a loss is taken for whose operations do not tell, where it was not measured."""
+    capture = captured.capture
+    if isinstance(capture, Capture) and capture.flow.loss not in ("mean", "sum"):
+        rank_zero_warn(
+            f"The operations of the loss of {captured.request.method} do not say whether it is a mean or a sum over "
+            f"samples, and that was not measured: its micro-batches are combined as a mean. {places(capture)}"
+        )
 
 
 def measure(
@@ -267,14 +276,3 @@ class NoRandomness(TorchDispatchMode):
         if name.startswith(("rand", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")):
             return result.fill_(0.5 if result.is_floating_point() else 0)
         return result
-
-
-def cut_into(
-    tensors: Sequence[Any], cut: Sequence[bool], sizes: Sequence[int], dim: int
-) -> list[tuple[int, list[Any]]]:
-    """Return the number of samples and the leaves of every micro-batch."""
-    firsts = itertools.accumulate(sizes, initial=0)
-    return [
-        (size, [t.narrow(dim, first, size) if c else t for t, c in zip(tensors, cut, strict=True)])
-        for first, size in zip(firsts, sizes, strict=False)
-    ]

@@ -107,6 +107,11 @@ def test_a_loss_that_is_no_number_for_a_micro_batch_is_refused(capture):
     assert found is None and "NaN" in refusal and "microbatches=1" in refusal
 
 
+def test_without_the_check_a_loss_that_is_not_understood_is_said_to_be_taken_for_a_mean():
+    found = fit(MIXED["norm"], dapple(capture="joint", microbatches=4, check=False))
+    assert any("combined as a mean" in text and "losses.py:" in text for text in found.warned)
+
+
 def test_numbers_overrule_what_operations_seem_to_say():
     def normalised(m, o, y):
         weights = y + 101.0
