@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.record import Kept, LogCall, MetricCall, Ref
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_state import speaks
-from lightning_pipe.capture.replay_values import LOSS, filled, leaf_size, lifted, replaced, size_of, tensors_in
+from lightning_pipe.capture.replay_values import filled, finish, leaf_size, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.step_state import ModuleState
@@ -221,9 +221,7 @@ class Player:
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
             recording.is_whole, recording.answers = True, answerer.answers
-            recording.returned = lifted(output, recording, loss)
-            recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
-            recording.results = [tensor.detach() for tensor in recording.results]
+            finish(recording, output, loss)
         if self._part.is_last or recording.kept:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in play.sent.items()}
@@ -365,15 +363,6 @@ class Player:
     def step(self) -> Step:
         """Return the step."""
         return self._step
-
-
-def _naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
-    """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
-    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
-        return call
-    logged = recording.results[int(call.value.name)]
-    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
-    return replace(call, value=Ref(LOSS)) if is_loss else call
 
 
 class _Play:

@@ -54,7 +54,7 @@ from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
-from lightning_pipe.strategy.whole import Role, role_by_numbers
+from lightning_pipe.strategy.whole import Role, role_by_numbers, warn_of_unknown_role
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,11 @@ class Pipeline:
     def planned(self) -> tuple[Plan, Graph] | None:
         """Return the plan and its graph, once there are any."""
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether it was measured, and said, what micro-batches change."""
+        return self._role is not None
 
     @property
     def proposal(self) -> Planned | None:
@@ -211,6 +216,8 @@ class Pipeline:
             cuts = self._cuts(captured.capture.graph)
         if training and config.check:
             captured = self._checked(captured, call, samples)
+        if training and self._role is None and plan.microbatches > 1:
+            warn_of_unknown_role(captured)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout, device=self._device)
         self._steps[self._key(call)] = [step]

@@ -278,7 +278,7 @@ class Session:
         planned = self._pipeline.proposal
         if planned is not None:  # on rank 0
             introduce(planned, whole)
-        _warn_of_mixing(plan, graph)
+        _warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
             _warn_of_backward_hooks(self._module)
 
@@ -347,11 +347,12 @@ def _warn_of_backward_hooks(module: pl.LightningModule) -> None:
         )
 
 
-def _warn_of_mixing(plan: Plan, graph: Graph) -> None:
-    """Warn of what micro-batches change."""
+def _warn_of_mixing(plan: Plan, graph: Graph, *, measured: bool) -> None:
+    """Warn of what micro-batches (unless that was measured, and said) and slices of them change."""
     nodes = (node for node in graph.nodes if node.name in graph.coupled and node.op != CALL)
     mixed = dict.fromkeys(node.module or node.op for node in nodes)
-    if mixed and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
+    is_cut = plan.microbatches > 1 and not measured
+    if mixed and (is_cut or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
         rank_zero_warn(
             f"Samples are mixed in {', '.join(mixed)}: it sees micro-batches (or slices) instead of whole batches, as "
             "with gradient accumulation, so results differ a little from those of one device without accumulation."
