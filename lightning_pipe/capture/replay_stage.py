@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.denominators import Denominator, Denominators
 from lightning_pipe.capture.hazards import Answerer
 from lightning_pipe.capture.metric_result import with_loss
-from lightning_pipe.capture.record import Kept, LogCall, MetricCall, Ref
+from lightning_pipe.capture.record import Kept
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_state import speaks
 from lightning_pipe.capture.replay_values import filled, finish, leaf_size, replaced, size_of, tensors_in

@@ -2,8 +2,8 @@
 
 Every stage plays the step for every micro-batch, as far as its units go, so a counter that the step advances would
 advance differently on every rank. Therefore each play begins with what was there before the batch. What it has changed
-is noted by the stage that knows (`speaks`): by the last one, which alone plays the step to its end, and for what happens
-inside of a unit by the stage of that unit. After the batch every rank leaves behind the same (`record.Kept`).
+is noted by the stage that knows (`speaks`): by the last one, which alone plays the step to its end, and for what
+happens inside of a unit by the stage of that unit. After the batch every rank leaves behind the same (`record.Kept`).
 
 That is what one device does if all micro-batches leave the same behind. Where they do not, the batch must not be cut
 (`UnitTrace.whole`); found out while units are traced, and after every batch.

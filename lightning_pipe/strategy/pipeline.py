@@ -228,8 +228,8 @@ class Pipeline:
         if not whole:
             return self._config
         rank_zero_warn(
-            f"{captured.request.method} takes whole batches, as one micro-batch each, since {whole}. Ranks work one after "
-            "another then; let the step keep nothing that depends on the samples, if it shall be faster."
+            f"{captured.request.method} takes whole batches, as one micro-batch each, since {whole}. So ranks work one "
+            "after another; a step that keeps nothing that depends on the samples is faster."
         )
         return replace(self._config, microbatches=1) if self._given is None else self._config
 
@@ -265,11 +265,11 @@ class Pipeline:
         step, sizes = self._step(call, samples)
         before = Before(self._weights) if self._may_be_undone(step, call) else None
         ran = self._run(step, sizes, call, turn)
-        if step.capture.record.guards and before is not None:
-            if (guard := wrong_answer(ran.record, ran.values)) is not None:
-                before.restore()
-                step, sizes = self._answered(step, call, samples, guard)
-                ran = self._run(step, sizes, call, turn)
+        guard = wrong_answer(ran.record, ran.values) if before is not None else None
+        if before is not None and guard is not None:
+            before.restore()
+            step, sizes = self._answered(step, call, samples, guard)
+            ran = self._run(step, sizes, call, turn)
         if ran.differing and isinstance(step.capture, Replay):
             log.info("%s takes whole batches from now on: %s.", call.method, ran.differing)
             step.capture.leave_whole(ran.differing)
