@@ -288,6 +288,7 @@ class _Splitter:
             receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
             sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
             mutations={name: f"changed:{name}" for name in part.mutations},
+            once=self._trace.once & set(part.mutations),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),
         )

@@ -75,6 +75,7 @@ class Run:
         flops: of each unit.
         tail, escapes, changes, trained, loss, is_random: as in `UnitTrace`.
         left: what it has left behind in Python state.
+        buffers: content of the buffers that it has changed.
         seeds: whether it has seeded torch's generators itself.
         reductions: of the loss; None without one.
         backward_s: seconds of the whole backward.
@@ -96,6 +97,7 @@ class Run:
     reductions: Reductions | None
     backward_s: float
     left: tuple[LeftBehind, ...]
+    buffers: Mapping[str, torch.Tensor]
     seeds: bool
     numbers: Mapping[Place, float]
 
@@ -179,6 +181,7 @@ class Runner:
             reductions=ends,
             backward_s=backward_s,
             left=left,
+            buffers=units.buffers(),
             seeds=bool(seeded),
             numbers=numbers_said(output, recording.calls),
         )
@@ -335,6 +338,12 @@ class _Units:
             self.follower.mutated.setdefault(unit, {})[name] = None
         elif not name.startswith(f"{path}."):
             self._changes.append(Change(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the content of the buffers that have changed."""
+        names = {name for own in self.follower.mutated.values() for name in own}
+        names |= {change.name for change in (*self.follower.writes, *self._changes)}
+        return {name: b.detach().clone() for name, b in self._module.named_buffers() if name in names}
 
     def changes(self) -> tuple[Change, ...]:
         """Return all changes in their order, with their lines."""
