@@ -32,6 +32,10 @@ class CaptureError(PipeError):
     """Report a step that cannot be turned into a graph, with the hazard and the user's line."""
 
 
+class StepError(CaptureError):
+    """Report a step that raises an error of its own, before any question of a graph."""
+
+
 class BatchError(PipeError, ValueError):
     """Report a batch that cannot be cut into micro-batches."""
 

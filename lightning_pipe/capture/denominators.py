@@ -1,8 +1,8 @@
 """What does a replayed loss divide by? Watched while the step is played, to tell where micro-batches weigh wrongly.
 
-A graph reads what it divides by from totals of the whole batch (`capture.totals`). A replayed step runs as it is, so its
-micro-batches divide by their own counts. `Denominators` notes these, per call and relative to the number of samples:
-where they are not the same for all micro-batches, the loss is not that of the whole batch.
+A graph reads what it divides by from totals of the whole batch (`capture.totals`). A replayed step runs as it is, so
+its micro-batches divide by their own counts. `Denominators` notes these, per call and relative to the number of
+samples: where they are not the same for all micro-batches, the loss is not that of the whole batch.
 
     cross_entropy, nll_loss with reduction="mean"     weight of the valid targets
     loss / count                                      a single number without a gradient
@@ -65,9 +65,7 @@ class Denominators(TorchFunctionMode):
             value = _valid_weight(*args, **kwargs)
         elif func in _DIVISIONS and len(args) == 2:
             value = _divisor(*args)
-        elif (func in _MEANS and len(args) == 1 and not kwargs.keys() & {"dim", "axis"}) or (
-            func in _LOSSES and kwargs.get("reduction", "mean") == "mean"
-        ):
+        elif _is_mean(func, args, kwargs):
             value = _elements(args[0])
         if value is not None:
             self._sink(Denominator(self._count, user_line(2), value.detach(), self._samples))
@@ -97,6 +95,12 @@ def _divisor(loss: Any, count: Any) -> torch.Tensor | None:
         return None
     is_loss = loss.requires_grad and loss.ndim == 0 and count.ndim == 0
     return count if is_loss and not count.requires_grad else None
+
+
+def _is_mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func in _MEANS:
+        return len(args) == 1 and not kwargs.keys() & {"dim", "axis"}
+    return func in _LOSSES and bool(args) and kwargs.get("reduction", "mean") == "mean"
 
 
 def _elements(loss: Any) -> torch.Tensor | None:

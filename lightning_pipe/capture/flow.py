@@ -16,44 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.roles import GUARDS, LINEAR, Role, combined, reduced, sized_inputs
 from lightning_pipe.capture.stage_program import Value
-from lightning_pipe.capture.torch_private import argument_names, has_no_data, is_backward, operator_name
+from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 
-Role = Literal["same", "cat", "mean", "sum", "max", "min", "linear", "mixed"]
-
-_REDUCTIONS: dict[str, Role] = {
-    "sum": "sum",
-    "mean": "mean",
-    "amax": "max",
-    "max": "max",
-    "any": "max",
-    "amin": "min",
-    "min": "min",
-    "all": "min",
-    "mm": "sum",
-    "dot": "sum",
-    "vdot": "sum",
-    "mv": "sum",
-    "bmm": "sum",
-}
-_GUARDS = frozenset("clamp clamp_min clamp_max maximum minimum nan_to_num where".split())
-_LINEAR: frozenset[Role] = frozenset({"mean", "sum", "linear"})
-_ZEROS = ("zeros", "zeros_like", "new_zeros")
-_KEEP = frozenset(
-    "view _unsafe_view reshape clone neg _to_copy unsqueeze squeeze expand alias detach lift_fresh_copy t transpose "
-    "permute select slice contiguous _to_copy".split()
+_ALONG = frozenset(
+    "cumsum cumprod logcumsumexp cummax cummin sort topk roll flip _softmax _log_softmax argsort median "
+    "logsumexp".split()
 )
-_ALONG = frozenset("cumsum cumprod sort topk roll flip _softmax _log_softmax argsort median logsumexp".split())
 BATCH_STATISTICS = "batch statistics"
-_MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
-_CONSTANT_LIKE = ("ones_like", "zeros_like", "full_like", "empty_like", "new_")
 _FLATTENING = frozenset({"view", "_unsafe_view", "reshape"})
 
 
@@ -106,7 +84,7 @@ def follow(joint: JointGraph) -> Flow:
             continue
         role = _role(node, joint, roles)
         roles[node.name] = role
-        if role in _LINEAR and operator_name(node) in _GUARDS:
+        if role in LINEAR and operator_name(node) in GUARDS:
             assumed.add(node.name)
         if role == "cat":
             found = _locate(node, joint, samples)
@@ -218,100 +196,12 @@ def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
         return "same"
     inputs = [roles.get(n.name, "same") for n in node.all_input_nodes]
     if operator_name(node) == "getitem":
-        return _reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]
-    if all(role == "same" for role in inputs) and not _sized_inputs(node, joint):
+        return reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]
+    if all(role == "same" for role in inputs) and not sized_inputs(node, joint):
         return "same"
     if "cat" in inputs:
-        return _reduced(node, node)
-    return _combined(node, inputs, joint)
-
-
-def _sized_inputs(node: fx.Node, joint: JointGraph) -> int:
-    return sum(_is_size(n, joint) for n in node.all_input_nodes)
-
-
-def _is_size(node: fx.Node, joint: JointGraph) -> bool:
-    """Say whether a node is a Python number proportional to the number of samples."""
-    meta = node.meta.get("val")
-    if joint.symbol is None or not isinstance(meta, (torch.SymInt, torch.SymFloat)):
-        return False
-    expression = meta.node.expr
-    return joint.symbol in expression.free_symbols and not (expression / joint.symbol).free_symbols
-
-
-def _reduced(operation: Any, node: fx.Node) -> Role:
-    """Return the role of a value without samples that an operation makes of values with samples."""
-    name = operator_name(operation)
-    if name.startswith(_CONSTANT_LIKE):
-        return "same"
-    schema = argument_names(operation)
-    if "reduction" in schema:
-        if name == "nll_loss_forward" and node.args[1:] == (1,):
-            return "sum"  # its second output is the weight of all targets
-        given = operation.args[schema.index("reduction") :]
-        found: dict[int, Role] = {_MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}
-        return found.get(given[0] if given else _MEAN_REDUCTION, "mixed")
-    return _REDUCTIONS.get(name, "mixed")
-
-
-def _combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
-    """Return the role of a value computed from reduced values."""
-    name = operator_name(node)
-    if name.startswith(_CONSTANT_LIKE):
-        return "same"
-    varying = {role for role in inputs if role != "same"}
-    sizes = _sized_inputs(node, joint)
-    if name in ("mul", "div") and len([r for r in inputs if r != "same"]) == 1 and not sizes:
-        divides = name == "div" and inputs and inputs[0] == "same" and isinstance(node.args[0], fx.Node)
-        squares, rounds = node.args[0] is node.args[1], node.kwargs.get("rounding_mode") is not None
-        return "mixed" if divides or squares or rounds else varying.pop()
-    if name == "div" and sizes == 1 and varying == {"sum"}:
-        return "mean"
-    if name == "mul" and sizes == 1 and varying == {"mean"}:
-        return "sum"
-    if name in ("add", "sub", "stack", "cat") and varying <= _LINEAR:
-        return _added(node, inputs)
-    if name in _GUARDS:
-        return _guarded(node, name, inputs)
-    if name in _KEEP and len(varying) == 1:
-        return varying.pop()
-    if name in ("sum", "mean") and varying <= _LINEAR and len(varying) == 1:
-        return varying.pop()
-    return "mixed"
-
-
-def _added(node: fx.Node, inputs: list[Role]) -> Role:
-    """Return the role of a sum, difference or stack of means, sums and others that do not depend on the samples."""
-    varying = {role for role in inputs if role != "same"}
-    if varying == {"mean"}:
-        return "mean"
-    if varying != {"sum"}:
-        return "linear"
-    if operator_name(node) in ("stack", "cat"):
-        return "sum" if "same" not in inputs else "linear"
-    constant = any(isinstance(a, (int, float)) and a != 0 for a in node.args[1:2])
-    same = (n for n, role in zip(node.all_input_nodes, inputs, strict=True) if role == "same")
-    return "linear" if constant or not all(map(_is_zero, same)) else "sum"
-
-
-def _is_zero(node: fx.Node) -> bool:
-    """Say whether a node is made of zeros, as those that a loop starts to add to."""
-    while operator_name(node) in _KEEP and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    name = operator_name(node)
-    if name in ("full", "full_like", "scalar_tensor"):
-        return not any(node.args[0 if name == "scalar_tensor" else 1 :])
-    if node.op == "get_attr":
-        constant = getattr(node.graph.owning_module, str(node.target), None)
-        return isinstance(constant, torch.Tensor) and not has_no_data(constant) and not bool(constant.any())
-    return name in _ZEROS
-
-
-def _guarded(node: fx.Node, name: str, inputs: list[Role]) -> Role:
-    """Return the role of what keeps a reduced value finite or within bounds, which is taken to change nothing."""
-    kept = inputs[1:] if name == "where" and isinstance(node.args[0], fx.Node) else inputs
-    varying = {role for role in kept if role != "same"}
-    return varying.pop() if len(varying) == 1 and varying <= _LINEAR else "mixed"
+        return reduced(node, node)
+    return combined(node, inputs, joint)
 
 
 def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Samples | None:
@@ -374,12 +264,22 @@ def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples:
         return "a value of all samples is used for each"
     if name in _ALONG and len(node.args) > 1:
         first = node.all_input_nodes[0]
-        where, dim = samples.get(first.name), node.args[1]
-        if where is not None and isinstance(dim, int) and dim % len(_tensor_shape(first)) == where.dim:
+        where, dims = samples.get(first.name), _dims_along(node)
+        if where is not None and any(dim % len(_tensor_shape(first)) == where.dim for dim in dims):
             return f"{name} runs along the samples"
     if name in ("index", "index_select") and any(operator_name(n) == "randperm" for n in node.all_input_nodes):
         return "samples are shuffled"
     return ""
+
+
+def _dims_along(node: fx.Node) -> list[int]:
+    """List the dimensions along which an operation runs that takes them by name or as its second argument."""
+    names = argument_names(node)
+    given: Any = node.args[1]
+    for name in ("dim", "dims"):
+        place = names.index(name) if name in names else len(node.args)
+        given = node.kwargs.get(name, node.args[place] if place < len(node.args) else given)
+    return [dim for dim in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(dim, int)]
 
 
 def _trains(node: fx.Node) -> bool:

@@ -273,14 +273,23 @@ def restored_generators() -> Iterator[Callable[[], bool]]:
         np.random.set_state(numpy)
 
 
-@contextlib.contextmanager
-def no_seeding() -> Iterator[None]:
+def no_seeding() -> contextlib.AbstractContextManager[None]:
     """Refuse a step that seeds torch's generators itself; a graph draws from keys of its own."""
 
-    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(name: str) -> None:
+        raise hazard(f"it calls {name}()", user_line(3))
+
+    return noticing_seeding(refuse)
+
+
+@contextlib.contextmanager
+def noticing_seeding(note: Callable[[str], Any]) -> Iterator[None]:
+    """Call `note` with the name of the function by which the user's code seeds torch's generators."""
+
+    def noticed(function: Callable[..., Any]) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
             if not is_library(sys._getframe(1).f_code.co_filename):
-                raise hazard(f"it calls {function.__name__}()", user_line(2))
+                note(function.__name__)
             return function(*args, **kwargs)
 
         return seed
@@ -289,7 +298,7 @@ def no_seeding() -> Iterator[None]:
     places += [(torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "set_rng_state")]
     with contextlib.ExitStack() as stack:
         for owner, name in places:
-            stack.enter_context(mock.patch.object(owner, name, refusing(getattr(owner, name))))
+            stack.enter_context(mock.patch.object(owner, name, noticed(getattr(owner, name))))
         yield
 
 

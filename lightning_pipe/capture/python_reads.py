@@ -41,7 +41,7 @@ from lightning_pipe.capture.users_code import (
 
 _METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
 _TORCHS_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "training", "_trainer", "log", "log_dict"})
+_INTERNAL = frozenset("_parameters _buffers _modules training _trainer log log_dict _compiled_call_impl".split())
 _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
 _LIGHTNING = frozenset(vars(pl.LightningModule())) - {"_hparams"}
 _TORCHS_OWN = frozenset(vars(nn.Module()))

@@ -25,13 +25,15 @@ import torch
 from lightning_pipe.capture.assign import moved
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.denominators import unequal
+from lightning_pipe.capture.python_reads import shared_slots
 from lightning_pipe.capture.record import Ref, StepRecord
 from lightning_pipe.capture.replay_graph import bytes_of, graph_of_units
-from lightning_pipe.capture.replay_needs import Needs, keeps_for_hooks, needs_of, readers_of, uncuttable
+from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
 from lightning_pipe.capture.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.capture.step import Recording
+from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.units import Output, Source, UnitTrace
 from lightning_pipe.core.graph import Graph
@@ -52,6 +54,9 @@ class Replay:
         request: the step, with the module of this rank.
         trace: its units, the same on all ranks.
         reason: why it is replayed.
+
+    Attributes:
+        whole: why batches are not cut; "" if they are.
     """
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
@@ -59,6 +64,8 @@ class Replay:
         self._request, self.trace = request, trace
         self._now = Now(request.arguments, request.structure.template)
         self._aliases = canonical_names(request.module)
+        self._shared = tuple(shared_slots(request.module))
+        self.whole = trace.whole
 
     @property
     def record(self) -> StepRecord:
@@ -110,18 +117,28 @@ class Replay:
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Return whether a batch must not be cut: what the step keeps for hooks would be that of a micro-batch."""
-        return keeps_for_hooks(self.trace)
+        """Return whether a batch must not be cut."""
+        return bool(self.whole)
+
+    def leave_whole(self, reason: str) -> None:
+        """Do not cut batches from now on; on all ranks."""
+        self.whole = reason
 
     def begin(self, arguments: tuple[int, ...], template: Any) -> None:
         """Take the arguments of the next batch, and what it holds besides tensors."""
         self._now.arguments, self._now.template = arguments, template
+        self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
         self._now.denominators.clear()
 
     def said(self) -> list[tuple[int, int, int, Recording]]:
-        """Return (micro-batch, first sample, samples, words) of every play of the last stage since `begin`."""
+        """Return (micro-batch, first sample, samples, words) of every play that says something since `begin`."""
         return list(self._now.said)
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """Return the stages whose plays say something: the last, and those with units that keep Python state."""
+        return self._now.speakers
 
     def unequal_denominator(self) -> str:
         """Return the line where plays of the last stage since `begin` divided by counts that weigh wrongly, or ""."""
@@ -215,6 +232,7 @@ class _Splitter:
             for s, (begin, end) in enumerate(itertools.pairwise(bounds))
         ]
         owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
+        self._now.speakers = tuple(sorted({owner[k] for k in self._trace.keeping} | {len(stages) - 1}))
         programs = tuple(self._program(stage, stages, owner) for stage in stages)
         values = {value.name: value for value in self._values(stages)}
         edges = tuple(
@@ -270,6 +288,7 @@ class _Splitter:
             receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
             sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
             mutations={name: f"changed:{name}" for name in part.mutations},
+            once=self._trace.once & set(part.mutations),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),
         )

@@ -52,7 +52,7 @@ def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> Needs:
         if escape.before <= end:
             reads |= escape.reads
     for change in trace.changes:
-        if change.before <= end and (not change.is_tensor or keeps_for_hooks(trace)):
+        if change.before <= end and not change.is_tensor:
             reads |= change.reads
     if is_last:
         reads |= trace.tail
@@ -81,7 +81,7 @@ def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:
 def uncuttable(trace: UnitTrace) -> frozenset[int]:
     """Return the positions at which the units cannot be separated; that of their number is behind them all."""
     last = len(trace.units) - 1
-    found: set[int] = set(range(1, last + 1)) if keeps_for_hooks(trace) else set()
+    found: set[int] = set()
     for change in trace.changes:
         for reader in _readers(trace, change):
             behind = [change.before - 1, *_units(_with_state(trace, change.reads))]
@@ -94,11 +94,6 @@ def uncuttable(trace: UnitTrace) -> frozenset[int]:
         if not unit.is_fixed:
             found.update(range(k + 1, _last_reader(trace, k) + 1))
     return frozenset(found)
-
-
-def keeps_for_hooks(trace: UnitTrace) -> bool:
-    """Return whether a step without a loss keeps state: hooks read it, so every rank must come past what makes it."""
-    return trace.loss is None and bool(trace.changes)
 
 
 def _users(trace: UnitTrace, name: str) -> list[int]:

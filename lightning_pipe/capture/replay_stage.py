@@ -22,17 +22,21 @@ from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.denominators import Denominator, Denominators
+from lightning_pipe.capture.hazards import Answerer
 from lightning_pipe.capture.metric_result import with_loss
-from lightning_pipe.capture.record import LogCall, MetricCall, Ref
+from lightning_pipe.capture.record import Kept
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
-from lightning_pipe.capture.replay_values import LOSS, filled, leaf_size, lifted, replaced, size_of, tensors_in
+from lightning_pipe.capture.replay_state import speaks
+from lightning_pipe.capture.replay_values import filled, finish, leaf_size, replaced, size_of, tensors_in
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
+from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.tables import twin_buffers
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
 from lightning_pipe.capture.units import UnitTrace
@@ -53,12 +57,16 @@ class Now:
     Attributes:
         arguments: positional arguments of the step after the batch.
         template: the batch without its tensors.
-        said: (micro-batch, first sample, samples, what the step said) of every play of a last stage.
+        state: Python state as it was before the batch.
+        speakers: stages whose plays say something.
+        said: (micro-batch, first sample, samples, what the step said) of every such play.
         denominators: what these plays divided losses by.
     """
 
     arguments: tuple[int, ...]
     template: Any
+    state: ModuleState | None = None
+    speakers: tuple[int, ...] = ()
     said: list[tuple[int, int, int, Recording]] = field(default_factory=list)
     denominators: list[Denominator] = field(default_factory=list)
 
@@ -167,7 +175,7 @@ class Player:
         state: dict[str, torch.Tensor],
         leaves: Mapping[int, torch.Tensor],
         given: Mapping[int, Tensors],
-    ) -> tuple[int, dict[int, Tensors], torch.Tensor | None, dict[str, torch.Tensor]]:
+    ) -> tuple[int, dict[int, Tensors], torch.Tensor, dict[str, torch.Tensor]]:
         """Play the step on some samples.
 
         Args:
@@ -178,16 +186,20 @@ class Player:
             given: outputs of the given units.
 
         Returns:
-            Handle of the tape, outputs of the sent units, the loss (in the last stage), and changed buffers.
+            Handle of the tape, outputs of the sent units, the loss (zero where there is none), and changed buffers.
 
         Raises:
             PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
         """
         play = _Play(self, samples, key, given)
+        python = self._now.state
+        assert python is not None, "a batch has begun"
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         recording = Recording()
+        answerer = Answerer()
         with contextlib.ExitStack() as stack:
+            stack.callback(python.restore)
             for entered in (
                 hung(self._slots, {**state, **apart, **twins, **self._absent}),
                 checkpoint_only(lambda: play.is_inside),
@@ -201,16 +213,20 @@ class Player:
                 stack.enter_context(entered)
             if self._part.is_last and self._step.has_backward:
                 stack.enter_context(Denominators(samples, self._now.denominators.append))
+            if self._step.trace.escapes:
+                stack.enter_context(answerer)
             output = play.run(lambda: self._call(samples, leaves))
             loss = self._loss(output)
+            recording.kept = self._left(python, recording)
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
-            recording.returned = lifted(output, recording, loss)
-            recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
-            recording.results = [tensor.detach() for tensor in recording.results]
+            recording.is_whole, recording.answers = True, answerer.answers
+            finish(recording, output, loss)
+        if self._part.is_last or recording.kept:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in play.sent.items()}
-        return self._keep(play, loss, state), sent, None if loss is None else loss.detach(), changed
+        told = torch.zeros((), dtype=self._step.trace.loss, device=self._step.device) if loss is None else loss.detach()
+        return self._keep(play, loss, state), sent, told, changed
 
     def backward(
         self,
@@ -231,7 +247,9 @@ class Player:
         """
         tape = self._tapes.pop(handle)
         made: list[torch.Tensor] = [] if tape.loss is None or tangent is None else [tape.loss]
-        towards: list[torch.Tensor] = [] if tangent is None else [tangent.reshape(made[0].shape).to(made[0].dtype)]
+        towards: list[torch.Tensor] = (
+            [] if not made or tangent is None else [tangent.reshape(made[0].shape).to(made[0].dtype)]
+        )
         for k, tensors in tape.sent.items():
             back = [found for (unit, _), found in sorted(gradients.items()) if unit == k]
             for i, tensor in enumerate(self._differentiated(k, tensors)):
@@ -247,6 +265,15 @@ class Player:
         complete = iter([torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)])
         returned = {k: tuple(itertools.islice(complete, len(tensors))) for k, tensors in leaves.items()}
         return returned, dict(zip(tape.parameters, complete, strict=True))
+
+    def _left(self, python: ModuleState, recording: Recording) -> list[Kept]:
+        """List what a play has left behind in Python state, as far as this stage knows it."""
+        own = [unit.path for unit in self._units[self._part.begin : self._part.end]]
+        others = [unit.path for unit in (*self._units[: self._part.begin], *self._units[self._part.end :])]
+        left = [one for one in python.kept() if speaks(one, own=own, others=others, is_last=self._part.is_last)]
+        if any(isinstance(tensor, FakeTensor) for one in left for tensor in tensors_in(one.value)):
+            raise PipelineError(f"{left[0].name} keeps something that it did not keep when the step was traced.")
+        return [replace(one, value=apply_to_collection(one.value, torch.Tensor, recording.ref)) for one in left]
 
     def _call(self, samples: int, leaves: Mapping[int, torch.Tensor]) -> Any:
         every = range(len(self._step.structure.leaves))
@@ -271,11 +298,13 @@ class Player:
     def _loss(self, output: Any) -> torch.Tensor | None:
         if not self._part.is_last or self._step.trace.loss is None:
             return None
+        if output is None:  # it skips this batch
+            return None
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise PipelineError(
                 f"{self._step.method} returned {type(loss).__name__} where the first batch gave a loss of one number. "
-                "A step of a pipeline cannot skip a batch; return a loss times zero instead."
+                "Return a loss, or None to skip a batch."
             )
         return loss.reshape(())
 
@@ -336,15 +365,6 @@ class Player:
         return self._step
 
 
-def _naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
-    """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
-    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
-        return call
-    logged = recording.results[int(call.value.name)]
-    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
-    return replace(call, value=Ref(LOSS)) if is_loss else call
-
-
 class _Play:
     """One run of the step: how far it is, whether inside a unit, what it has sent and was given."""
 
@@ -375,12 +395,25 @@ class _Play:
         except _TheRestIsOthers:
             return None
         if self._called != len(self._player.step.trace.units):
+            if output is None and self._player.step.has_backward:
+                self._send_nothing()
+                return None
             missing = self._player.step.trace.units[self._called].path
             raise PipelineError(
                 f"{self._player.step.method} ended where it called {missing} when it was traced. A step of a pipeline "
                 "must call the same modules every time."
             )
         return output
+
+    def _send_nothing(self) -> None:
+        """Send zeros in the place of what the step did not compute, as it skips this batch."""
+        part, step = self._player.part, self._player.step
+        for k in (k for k in part.sent if k not in self.sent):
+            outputs = step.trace.units[k].outputs
+            self.sent[k] = tuple(
+                torch.zeros(size_of(output, self._samples), dtype=output.dtype, device=step.device)
+                for output in outputs
+            )
 
     def _own(self, number: int, call: Callable[[], Any]) -> Any:
         self._seed(2 * number + 1)

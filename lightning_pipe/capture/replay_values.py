@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.batch import Leaf, Slot
 from lightning_pipe.capture.metric_result import MetricResult
-from lightning_pipe.capture.record import MetricValue, Ref
+from lightning_pipe.capture.record import LogCall, MetricCall, MetricValue, Ref
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.units import Output
 
@@ -52,8 +53,8 @@ def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return apply_to_collection(template, Slot, lambda slot: tensors[slot.index])
 
 
-def lifted(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
-    """Return what the step returned with references in the place of tensors; the loss is named `loss`."""
+def finish(recording: Recording, output: Any, loss: torch.Tensor | None) -> None:
+    """Complete the words of a play by what it returned; the loss is named `loss` wherever it is said."""
     original = output.get("loss") if isinstance(output, dict) and loss is not None else output
 
     def lift(value: torch.Tensor | MetricResult) -> Ref | MetricValue:
@@ -61,4 +62,15 @@ def lifted(output: Any, recording: Recording, loss: torch.Tensor | None) -> Any:
             return MetricValue(value.call)
         return Ref(LOSS) if loss is not None and value is original else recording.ref(value)
 
-    return apply_to_collection(output, (torch.Tensor, MetricResult), lift)
+    recording.returned = apply_to_collection(output, (torch.Tensor, MetricResult), lift)
+    recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
+    recording.results = [tensor.detach() for tensor in recording.results]
+
+
+def _naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
+    """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
+    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
+        return call
+    logged = recording.results[int(call.value.name)]
+    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
+    return replace(call, value=Ref(LOSS)) if is_loss else call

@@ -23,6 +23,7 @@ from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.stage_program import Half, Split, StageProgram
+from lightning_pipe.capture.state_once import state_once
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
 from lightning_pipe.errors import PlanError
@@ -221,6 +222,7 @@ class Splitter:
             receives={edge: tuple(names) for edge, names in own.receives.items()},
             sends={edge: tuple(names) for edge, names in own.sends.items()},
             mutations=mutations,
+            once=state_once(joint, self._flow) & mutations.keys(),
             gradients=dict(own.gradients),
             results=tuple(own.results),
         )

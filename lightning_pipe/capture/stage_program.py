@@ -93,6 +93,8 @@ class StageProgram:
             stage has no backward.
         receives, sends: values per edge: (direction, other stage) -> names, in the order in which they travel.
         mutations: buffer name -> value name of its new content after F.
+        once: buffers whose new content does not depend on the samples: every micro-batch reads what was there before
+            the batch, and the new content is written once, at its end, as by one device.
         gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
         results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
     """
@@ -110,6 +112,7 @@ class StageProgram:
     mutations: Mapping[str, str]
     gradients: Mapping[str, str]
     results: tuple[str, ...]
+    once: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,23 @@ NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module ca
 
 @dataclass
 class Recording:
-    """What one run of the step said: calls, and the tensors that must leave the graph."""
+    """What one run of the step said: calls, and the tensors that must leave the graph.
+
+    Attributes:
+        calls: of `self.log` and of metrics, in their order.
+        results: tensors that they, what was returned and what was kept refer to.
+        returned: what the step returned.
+        kept: what it left behind in Python state.
+        answers: truth values of its tensors that it asked for, where somebody notes them.
+        is_whole: whether the run came to the end of the step.
+    """
 
     calls: list[LogCall | MetricCall] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     returned: Any = None
     kept: list[Kept] = field(default_factory=list)
+    answers: list[bool] = field(default_factory=list)
+    is_whole: bool = False
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""

@@ -20,9 +20,10 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.assign import sums_gradients
-from lightning_pipe.capture.flow import Role, follow, leading_to
+from lightning_pipe.capture.flow import follow, leading_to
 from lightning_pipe.capture.insert import insert
 from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.roles import Role
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 from lightning_pipe.capture.totals import samples_before
 

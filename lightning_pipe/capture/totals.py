@@ -1,11 +1,11 @@
 """Denominators of the whole batch: what a step counts of its batch alone is counted before the batch is cut.
 
 A loss over valid tokens is `sum of losses / number of valid tokens`. The number depends on the batch alone: on its
-tensors, on buffers and on constants, on no parameter and no random number. One micro-batch has its own number, so a mean
-of the means of micro-batches is another loss. Therefore, whatever the step reduces over the samples of the batch alone
-becomes a *total*: a small function of the batch's tensors gives all totals of the whole batch where the batch is loaded,
-as one vector of double precision, which travels to the stages as one more tensor of the batch that is not cut. Its first
-number is that of the samples.
+tensors, on buffers and on constants, on no parameter and no random number. One micro-batch has its own number, so a
+mean of the means of micro-batches is another loss. Therefore, whatever the step reduces over the samples of the batch
+alone becomes a *total*: a small function of the batch's tensors gives all totals of the whole batch where the batch is
+loaded, as one vector of double precision, which travels to the stages as one more tensor of the batch that is not cut.
+Its first number is that of the samples.
 
     a reduced value `v(batch)` that the loss or a result needs
         is read from the totals: `sum of losses / v` is then a sum, and no micro-batch divides by zero
@@ -29,9 +29,10 @@ from torch import fx
 
 from lightning_pipe.capture.assign import is_random
 from lightning_pipe.capture.emit import Emitter
-from lightning_pipe.capture.flow import Flow, Role, follow, leading_to
+from lightning_pipe.capture.flow import Flow, follow, leading_to
 from lightning_pipe.capture.insert import insert
 from lightning_pipe.capture.joint import JointGraph, Totals
+from lightning_pipe.capture.roles import Role
 from lightning_pipe.capture.stage_program import Half
 from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 from lightning_pipe.errors import CaptureError
@@ -99,7 +100,7 @@ def totals_of(
     given = [leaves[joint.leaves[n]] if n in joint.leaves else buffers[joint.buffers[n]] for n in half.inputs]
     with torch.no_grad():
         found = half.run(samples, None, *given)
-        number = torch.tensor([samples], dtype=totals.dtype, device=leaves[0].device)
+        number = torch.full((1,), samples, dtype=totals.dtype, device=leaves[0].device)  # no copy from the host
         return torch.cat([number, *(value.reshape(-1).to(totals.dtype) for value in found)])
 
 
@@ -159,10 +160,13 @@ def _batch_only(joint: JointGraph) -> dict[str, bool]:
         elif node.op == "placeholder":
             if node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations:
                 found[node.name] = False
-        elif node.op == "call_function" and not is_backward(node) and not is_random(node):
-            if all(n.name in found for n in inputs):
-                found[node.name] = any(found[n.name] for n in inputs)
+        elif _is_pure(node) and all(n.name in found for n in inputs):
+            found[node.name] = any(found[n.name] for n in inputs)
     return found
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_backward(node) and not is_random(node)
 
 
 def _reduced(joint: JointGraph, flow: Flow, batch_only: Mapping[str, bool]) -> set[str]:

@@ -40,7 +40,7 @@ from lightning_pipe.capture.record import LogCall, MetricCall
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.capture.step_state import state_put_back
 from lightning_pipe.capture.tables import tables_restored
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, StepError
 
 Answers = Callable[[], tuple[bool, ...]]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -268,7 +268,7 @@ def _explain(error: Exception, step: StepFunction) -> CaptureError:
     )
     if any(word in kind or word in str(error) for word in data):
         return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
-    return hazard(f"it raises {kind}: {first}", line)
+    return StepError(str(hazard(f"it raises {kind}: {first}", line)))
 
 
 def _observers(step: StepFunction) -> list[Observer]:

@@ -20,10 +20,11 @@ from lightning_pipe.capture.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.collectives import no_collectives
-from lightning_pipe.capture.hazards import assignment_line
+from lightning_pipe.capture.hazards import assignment_line, noticing_seeding
 from lightning_pipe.capture.joint import without_gradient
 from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.numbers import Place, numbers_said
+from lightning_pipe.capture.record import Kept as LeftBehind
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
 from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
@@ -73,6 +74,9 @@ class Run:
         overwritten: outputs that are changed in place, as (unit, number of the output).
         flops: of each unit.
         tail, escapes, changes, trained, loss, is_random: as in `UnitTrace`.
+        left: what it has left behind in Python state.
+        buffers: content of the buffers that it has changed.
+        seeds: whether it has seeded torch's generators itself.
         reductions: of the loss; None without one.
         backward_s: seconds of the whole backward.
         numbers: that it has returned and logged.
@@ -92,6 +96,9 @@ class Run:
     is_random: bool
     reductions: Reductions | None
     backward_s: float
+    left: tuple[LeftBehind, ...]
+    buffers: Mapping[str, torch.Tensor]
+    seeds: bool
     numbers: Mapping[Place, float]
 
 
@@ -120,14 +127,15 @@ class Runner:
 
         Args:
             chosen: paths of the units.
-            kept: content of the module to be put back later.
+            kept: content of the module that the run begins with.
             other: 0 for the samples of the request, with a backward; another number of samples for other slices.
 
         Raises:
             CaptureError: if the step fails with another number of samples.
         """
+        kept.restore()
         leaves = self._leaves(other)
-        module = self.request.module
+        module, seeded = self.request.module, list[str]()
         units, recording = _Units(module, chosen, watch=None if other else Watch(module)), Recording()
         follower = units.follower
         for number, leaf in enumerate(leaves):
@@ -135,7 +143,8 @@ class Runner:
         before, reader = torch.get_rng_state(), Reader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
-            with kept.keeper, self._scene(recording), hooks, units.intercepted(), reader, follower:
+            seeding = noticing_seeding(seeded.append)
+            with kept.keeper, self._scene(recording), hooks, seeding, units.intercepted(), reader, follower:
                 output = self._call(leaves)
         except CaptureError:
             raise
@@ -148,7 +157,9 @@ class Runner:
             ) from error
         units.look_at_state()
         loss = loss_of(module, self.request.method, output)
-        tail = follower.reads([*tensors_in(output, objects=True), *recording.results])
+        left = kept.left()
+        results = [*tensors_in(output, objects=True), *recording.results, *tensors_in([one.value for one in left])]
+        tail = follower.reads(results)
         is_random = not torch.equal(before, torch.get_rng_state())
         ends = None if loss is None else reductions(loss)
         backward_s, trained = (
@@ -169,6 +180,9 @@ class Runner:
             is_random=is_random,
             reductions=ends,
             backward_s=backward_s,
+            left=left,
+            buffers=units.buffers(),
+            seeds=bool(seeded),
             numbers=numbers_said(output, recording.calls),
         )
 
@@ -228,6 +242,7 @@ class _Units:
         self._module = module
         self._paths = {identity: path for identity, path in call_paths(module).items() if path in chosen}
         self._parameters = frozenset(canonical_names(module))
+        self._tensors = self._parameters | {name for name, _ in module.named_buffers(remove_duplicate=False)}
         self._watch = watch
         self._changes: list[Change] = []
         self._call = nn.Module.__call__
@@ -269,7 +284,9 @@ class _Units:
         return output
 
     def _changed(self) -> list[tuple[str, Any]]:
-        return [] if self._watch is None else list(self._watch.changed().items())
+        """List parameters and buffers that have changed; other state is put back before every play."""
+        found = {} if self._watch is None else self._watch.changed()
+        return [(name, value) for name, value in found.items() if name in self._tensors]
 
     def _note_saved(self, seen: Seen, own: set[Any], tensor: torch.Tensor) -> torch.Tensor:
         """Count what autograd keeps, but for inputs and state; a detached tensor holds no circle of references."""
@@ -321,6 +338,12 @@ class _Units:
             self.follower.mutated.setdefault(unit, {})[name] = None
         elif not name.startswith(f"{path}."):
             self._changes.append(Change(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the content of the buffers that have changed."""
+        names = {name for own in self.follower.mutated.values() for name in own}
+        names |= {change.name for change in (*self.follower.writes, *self._changes)}
+        return {name: b.detach().clone() for name, b in self._module.named_buffers() if name in names}
 
     def changes(self) -> tuple[Change, ...]:
         """Return all changes in their order, with their lines."""

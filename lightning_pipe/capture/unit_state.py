@@ -20,6 +20,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture.python_reads import attributes_of
+from lightning_pipe.capture.record import Kept as LeftBehind
 from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.tables import refill
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
@@ -133,6 +134,10 @@ class Kept:
     def __init__(self, module: pl.LightningModule) -> None:
         self.keeper = _Keeper(module)
         self._state, self._undo = ModuleState(module, copies=True), _undo(module)
+
+    def left(self) -> tuple[LeftBehind, ...]:
+        """List what has changed of Python state since."""
+        return tuple(self._state.kept())
 
     def restore(self) -> None:
         """Put everything back."""

@@ -26,6 +26,7 @@ from lightning_pipe.capture.backward_hooks import check_hooked_units, hooked_mod
 from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import restored_generators
 from lightning_pipe.capture.numbers import proportional
+from lightning_pipe.capture.replay_state import is_inside, same_content, same_left
 from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.unit_choice import Call, choose, faster, units_of
@@ -59,16 +60,26 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         with kept.keeper:
             first = runner.timed()
         tree = faster(first, runner.timed())
-        chosen, run = _separated(runner, tree, parts, kept)
-        kept.restore()
+        steady = Kept(request.module)  # what the calls before have left is there
+        chosen, run = _separated(runner, tree, parts, steady)
         count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
-        others = [runner.followed(chosen, kept, other=number) for number in range(1, count + 1)]
+        others, fits = [], True
+        for number in range(1, count + 1):
+            try:
+                others.append(runner.followed(chosen, steady if fits else kept, other=number))
+            except CaptureError:
+                if not fits:
+                    raise
+                fits = False  # what earlier calls have left is of so many samples; without it the step may run
+                others.append(runner.followed(chosen, kept, other=number))
+        steady.restore()
         in_python = drawn()
     calls = units_of(tree, chosen)
     for paths in ([call.path for call in calls], *([seen.path for seen in other.seen] for other in others)):
         _compare([seen.path for seen in run.seen], paths)
     trace = _described(request, run, others, [call.seconds for call in calls])
-    return replace(trace, is_random_in_python=in_python)
+    whole = trace.whole if fits else "what it keeps from batch to batch is for one number of samples"
+    return replace(trace, is_random_in_python=in_python, whole=whole)
 
 
 def _separated(runner: Runner, tree: Call, parts: int, kept: Kept) -> tuple[frozenset[str], Run]:
@@ -125,8 +136,40 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=frozenset(written & {*canonical_names(request.module)}),
+        whole=_why_whole(runs) if others else "",
+        once=_once(runs) if others else frozenset(),
+        keeping=_keeping(run),
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
+
+
+def _why_whole(runs: Sequence[Run]) -> str:
+    """Return why micro-batches would not do what the whole batch does; "" if they may."""
+    if any(run.seeds for run in runs):
+        return "it seeds torch's generators"
+    first, *others = runs
+    if writes := [change.name for change in first.changes if change.name not in first.buffers]:
+        return f"it writes to the parameter {writes[0]}"
+    if hidden := next((left for left in first.left if not left.path), None):
+        raise CaptureError(f"The step changes {hidden.name}, which other ranks cannot find. Keep it on the module.")
+    for other in others:
+        for one, two in itertools.zip_longest(first.left, other.left):
+            if one is None or two is None or not same_left(one, two):
+                return f"what it keeps in {(one or two).name} depends on the samples"
+    return ""
+
+
+def _once(runs: Sequence[Run]) -> frozenset[str]:
+    """Return the buffers that change alike whatever the samples, in sub-modules (or glue) where all do."""
+    first, *others = runs
+    same = {n for n, b in first.buffers.items() if all(same_content(b, o.buffers.get(n)) for o in others)}
+    mixed = {name.rpartition(".")[0] for name in first.buffers if name not in same} - {""}
+    return frozenset(name for name in same if name.rpartition(".")[0] not in mixed)
+
+
+def _keeping(run: Run) -> frozenset[int]:
+    """Return the units inside which Python state has changed."""
+    return frozenset(k for k, seen in enumerate(run.seen) if any(is_inside(left, seen.path) for left in run.left))
 
 
 def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:

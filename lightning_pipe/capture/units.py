@@ -131,6 +131,10 @@ class UnitTrace:
         combine: how losses of micro-batches make that of the batch.
         is_random: whether torch's random numbers are drawn, by units or glue.
         is_random_in_python: whether Python's or NumPy's are.
+        whole: why a batch must not be cut: what the step keeps for its next call, or for hooks, depends on the samples;
+            "" if it may be.
+        once: buffers whose new content was the same for all samples.
+        keeping: units inside which the step changes Python state.
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
         writes: names of the parameters that the step writes to.
         has_terms: whether the loss adds sums over samples to other terms.
@@ -146,6 +150,9 @@ class UnitTrace:
     combine: Literal["mean", "sum"]
     is_random: bool
     is_random_in_python: bool
+    whole: str = ""
+    once: frozenset[str] = frozenset()
+    keeping: frozenset[int] = frozenset()
     proportional: frozenset[tuple[str, ...]] = frozenset()
     writes: frozenset[str] = frozenset()
     has_terms: bool = False

@@ -251,6 +251,8 @@ class Executor:
     def _finish_batch(self, recorder: Recorder) -> Walk[None]:
         yield from self._exchange.finish_sends()
         yield from self._gradients.finish()
+        for stage in self.stages.values():
+            stage.finish()
         yield from self._gradients.synchronise_buffers()
         started = recorder.mark()
         with _named(f"Rank {self.rank} failed at {Step()}"):

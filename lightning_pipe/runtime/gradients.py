@@ -6,7 +6,7 @@ Whether a parameter takes part is decided from the split, alike on all ranks: a 
 differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`.
 
 Buffers that F mutates: floating ones become the mean over the replicas of their stage, in the proportions in which
-these share the samples, others those of replica 0.
+these share the samples; others, and those that change once per batch, are those of replica 0.
 """
 
 from __future__ import annotations
@@ -99,19 +99,20 @@ class Gradients:
             if self._transport.rank not in replicas or len(replicas) == 1:
                 continue
             for name in sorted(program.mutations):
-                yield from self._synchronise(name, program.stage)
+                yield from self._synchronise(name, program.stage, equal=name in program.once)
 
-    def _synchronise(self, name: str, stage: int) -> Walk[None]:
+    def _synchronise(self, name: str, stage: int, *, equal: bool) -> Walk[None]:
         replicas, shares = self._layout.stages[stage], self._layout.shares(stage)
         group, buffer = stage_group(stage, self._layout), self._state.tensor(name)
-        if buffer.is_floating_point():
+        is_mean = buffer.is_floating_point() and not equal
+        if is_mean:
             content = buffer.contiguous() * shares[replicas.index(self._transport.rank)]
             handle = self._transport.all_reduce(content, group=group)
         else:
             content = buffer.contiguous()
             handle = self._transport.broadcast(content, source=replicas[0], group=group)
         yield Wait(handle, f"buffer {name}")
-        buffer.copy_(content / sum(shares) if buffer.is_floating_point() else content)
+        buffer.copy_(content / sum(shares) if is_mean else content)
 
     def _pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
         """Cut parameters into runs of one type and at most `piece_bytes` (a larger parameter is a run of its own)."""

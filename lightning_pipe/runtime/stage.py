@@ -13,6 +13,7 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
     stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
     stage.outgoing(direction, target, m)                    contents to be sent
     stage.results(m), stage.free(m)
+    stage.finish()                                          after the batch: state that changes once per batch
 
 Gradients of one parameter are added within the micro-batch, then to `parameter.grad`, as autograd does.
 """
@@ -88,6 +89,7 @@ class Stage:
         self._held: dict[int, dict[str, Content]] = defaultdict(dict)
         self._results: dict[int, dict[str, Content]] = {}
         self._pending: dict[int, tuple[Half, ...]] = {}
+        self._later: dict[str, torch.Tensor] = {}
         self._sends: Sends = Counter()
         self._training = True
         self._due = {half: _gradients_due(program, half) for half in ("I", "W")}
@@ -97,6 +99,7 @@ class Stage:
         self._held.clear()
         self._results.clear()
         self._pending.clear()
+        self._later.clear()
         self._sends = Counter(sends)
         self._training = training
 
@@ -260,7 +263,17 @@ class Stage:
         for name, value in self.program.mutations.items():
             content = self._held[microbatch][value]
             assert isinstance(content, torch.Tensor)
-            self._state.tensor(name).copy_(content)
+            if name in self.program.once:
+                self._later[name] = content
+            else:
+                self._state.tensor(name).copy_(content)
+
+    def finish(self) -> None:
+        """Write the state that changes once per batch."""
+        with torch.no_grad():
+            for name, content in self._later.items():
+                self._state.tensor(name).copy_(content)
+        self._later.clear()
 
     def _drop(self, microbatch: int) -> None:
         """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""

@@ -83,6 +83,7 @@ class Ran:
         peak_bytes: most bytes that tensors of this rank took beyond what was there before, if memory was measured.
         state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
         stop: whether any rank was asked to stop; None if the results did not say it.
+        differing: what was not the same for all micro-batches and is one thing for the batch; "" if nothing was.
     """
 
     record: StepRecord
@@ -95,3 +96,9 @@ class Ran:
     peak_bytes: int | None = None
     state_bytes: int = 0
     stop: bool | None = None
+    differing: str = ""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Return whether a training step returned None."""
+        return self.record.loss is None

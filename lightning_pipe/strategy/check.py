@@ -273,9 +273,10 @@ def run_captured(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            which = "a later" if number else "the first"
             raise CaptureError(
                 f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, raises "
-                f"{type(error).__name__} on the first micro-batch ({samples} samples), where the plain step does not: "
+                f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {_advice(captured)}"
             ) from error
         loss = results[-1][captured.record.loss or ""]

@@ -17,8 +17,9 @@ import torch
 import torchmetrics
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from typing_extensions import assert_never
 
-from lightning_pipe.capture.python_state import follow
+from lightning_pipe.capture.python_state import ABSENT, follow, set_state
 from lightning_pipe.capture.record import (
     Computed,
     Guard,
@@ -105,12 +106,20 @@ def _keep(kept: Kept, value: Any, module: pl.LightningModule) -> None:
     match kept.how:
         case "assign":
             slot.write(value)
+        case "remove":
+            slot.write(ABSENT)
         case "extend":
             slot.read().extend(value)
         case "refill":
-            slot.read()[:] = value
+            collection = slot.read()
+            collection.clear()
+            (collection.update if isinstance(collection, set) else collection.extend)(value)
         case "update":
             slot.read().update(value)
+        case "state":
+            set_state(slot.read(), value)
+        case _:
+            assert_never(kept.how)
 
 
 def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> Any:

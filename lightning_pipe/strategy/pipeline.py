@@ -21,11 +21,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
 from lightning_pipe.capture.batch import outline
 from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.record import Guard
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
@@ -52,7 +54,7 @@ from lightning_pipe.strategy.step import Captured, Step, agree, slices
 from lightning_pipe.strategy.texts import Reader
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
-from lightning_pipe.strategy.whole import Role, role_by_numbers
+from lightning_pipe.strategy.whole import Role, role_by_numbers, warn_of_unknown_role
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,11 @@ class Pipeline:
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
 
     @property
+    def is_measured(self) -> bool:
+        """Return whether it was measured, and said, what micro-batches change."""
+        return self._role is not None
+
+    @property
     def proposal(self) -> Planned | None:
         """Return the plan with what it was made for, on rank 0, once there is one."""
         return self._proposal
@@ -190,7 +197,7 @@ class Pipeline:
         def make() -> Plan:
             assert problem is not None, "made on rank 0"
             try:
-                candidates.extend(propose(problem, config, given=self._given))
+                candidates.extend(propose(problem, self._wanted(captured), given=self._given))
             except PlanError as error:
                 if isinstance(captured.capture, Replay) and graph.uncuttable and (kept := captured.capture.kept):
                     raise PlanError(f"{error} {call.method} keeps state for its next call: {kept}.") from error
@@ -209,9 +216,22 @@ class Pipeline:
             cuts = self._cuts(captured.capture.graph)
         if training and config.check:
             captured = self._checked(captured, call, samples)
+        if training and self._role is None and plan.microbatches > 1:
+            warn_of_unknown_role(captured)
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout, device=self._device)
         self._steps[self._key(call)] = [step]
+
+    def _wanted(self, captured: Captured) -> DappleConfig:
+        """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
+        whole = captured.capture.whole if isinstance(captured.capture, Replay) else ""
+        if not whole:
+            return self._config
+        rank_zero_warn(
+            f"{captured.request.method} takes whole batches, as one micro-batch each, since {whole}. So ranks work one "
+            "after another; a step that keeps nothing that depends on the samples is faster."
+        )
+        return replace(self._config, microbatches=1) if self._given is None else self._config
 
     def _checked(self, captured: Captured, call: Call, samples: int) -> Captured:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
@@ -243,15 +263,47 @@ class Pipeline:
         """
         samples = self.samples(call.structure)
         step, sizes = self._step(call, samples)
-        before = Before(self._weights) if step.capture.record.guards and self._config.capture == "auto" else None
+        before = Before(self._weights) if self._may_be_undone(step, call) else None
         ran = self._run(step, sizes, call, turn)
-        if before is not None and (guard := wrong_answer(ran.record, ran.values)) is not None:
+        guard = wrong_answer(ran.record, ran.values) if before is not None else None
+        if before is not None and guard is not None:
             before.restore()
-            step, sizes = self._replayed(call, samples, f"the answer to the question at {guard.line} has changed")
+            step, sizes = self._answered(step, call, samples, guard)
             ran = self._run(step, sizes, call, turn)
+        if ran.differing and isinstance(step.capture, Replay):
+            log.info("%s takes whole batches from now on: %s.", call.method, ran.differing)
+            step.capture.leave_whole(ran.differing)
+            if before is not None:
+                before.restore()
+            ran = self._run(step, (samples,), call, turn)
         if call.method == TRAINING:
+            if ran.is_skipped and before is not None:
+                before.restore()
             self._runner.note_trained(synchronised=turn.synchronise)
         return ran
+
+    def _may_be_undone(self, step: Step, call: Call) -> bool:
+        """Return whether a batch may have to be run again, or skipped, when it has been run."""
+        if isinstance(step.capture, Replay):
+            return call.method == TRAINING
+        return bool(step.capture.record.guards) and self._config.capture == "auto"
+
+    def _answered(self, step: Step, call: Call, samples: int, guard: Guard) -> tuple[Step, tuple[int, ...]]:
+        """Return how a batch is run for which a question has another answer: not, if the step skips it then."""
+        guards = step.capture.record.guards
+        answers = tuple(bool(one.expected) for one in guards[: guards.index(guard)])
+        key = (*self._key(call), *answers, not guard.expected)
+        if key not in self._steps:
+            try:
+                captured = self._capture(call, self._largest_slice(samples), answered=(*answers, not guard.expected))
+            except CaptureError:
+                captured = None
+            if captured is not None and captured.capture.record.loss is None:
+                self._steps[key] = [self._build(captured, self._cuts(captured.capture.graph))]
+        if call.method != TRAINING or key not in self._steps:
+            return self._replayed(call, samples, f"the answer to the question at {guard.line} has changed")
+        (skipping,) = self._steps[key]
+        return skipping, self._sizes(skipping.capture, samples)
 
     def _run(self, step: Step, sizes: tuple[int, ...], call: Call, turn: Turn) -> Ran:
         structure = call.structure
@@ -327,7 +379,9 @@ class Pipeline:
             "equally, or one rank per stage."
         )
 
-    def _capture(self, call: Call, samples: int, *, symbolic: bool = True, reason: str = "") -> Captured:
+    def _capture(
+        self, call: Call, samples: int, *, symbolic: bool = True, reason: str = "", answered: tuple[bool, ...] = ()
+    ) -> Captured:
         """Capture a step; by replay if there is a reason."""
         if self._later is not None:
             self._later.settle()
@@ -344,6 +398,7 @@ class Pipeline:
             symbolic=symbolic,
             varying=tuple(self._varying.values()),
             may_skip=self._planned is not None,
+            answered=answered,
         )
         if answers is not None:
             asked = request

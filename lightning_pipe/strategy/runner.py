@@ -22,7 +22,7 @@ from lightning_pipe.runtime.waiting import Walk, drive
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.post_validation import PostValidation
-from lightning_pipe.strategy.said import combined, gathered
+from lightning_pipe.strategy.said import combined, gathered, uneven
 from lightning_pipe.strategy.step import Step
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
@@ -86,9 +86,11 @@ class Runner:
         with peak or contextlib.nullcontext():
             outcome, results = self._follow(step, program, job, turn)
         collected = drive(results, wait=self._links.watch.wait)
-        record, values = step.capture.record, collected.values
+        record, values, differing = step.capture.record, collected.values, ""
         if isinstance(step.capture, Replay):
-            words = gathered(step.capture.said(), program.layout.stages[-1], self._links.control)
+            speakers = dict.fromkeys(rank for s in step.capture.speakers for rank in program.layout.stages[s])
+            words = gathered(step.capture.said(), tuple(speakers), self._links.control)
+            differing = uneven(words)
             record, said = combined(words, device=self._device, proportional=step.capture.trace.proportional)
             self._warn_of_denominators(step.capture)
             values = {**values, **said}
@@ -103,6 +105,7 @@ class Runner:
             peak.bytes if peak is not None else None,
             before,
             collected.votes["stop"] > 0 if step.early else None,
+            differing,
         )
 
     def _warn_of_denominators(self, capture: Replay) -> None:

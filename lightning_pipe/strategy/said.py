@@ -14,15 +14,18 @@ Legend: a piece is what one play of the last stage said.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.numbers import RETURNED, VALUE, Place, call_keys
-from lightning_pipe.capture.record import LogCall, MetricCall, MetricValue, Ref, StepRecord
+from lightning_pipe.capture.record import Kept, LogCall, MetricCall, MetricValue, Ref, StepRecord
+from lightning_pipe.capture.replay_state import same_left
 from lightning_pipe.capture.replay_values import LOSS
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.runtime.parts import Content
@@ -45,11 +48,11 @@ class _Piece:
 
 
 def gathered(words: Sequence[Words], speakers: Sequence[int], control: Control) -> list[Words]:
-    """Return what all plays of the last stage said, in the order of samples, on every rank.
+    """Return what all plays said, in the order of samples, on every rank.
 
     Args:
         words: those of this rank; none if it does not speak.
-        speakers: ranks of the last stage.
+        speakers: ranks of the stages that say something.
         control: to the other ranks.
     """
     mine = [(m, first, count, _on_host(recording)) for m, first, count, recording in words]
@@ -67,13 +70,41 @@ def combined(
         device: where values are wanted.
         proportional: places of numbers that are in proportion to the samples.
     """
-    pieces = [_Piece(samples, recording, call_keys(recording.calls)) for _, _, samples, recording in words]
+    heard = [_Piece(samples, recording, call_keys(recording.calls)) for _, _, samples, recording in words]
+    pieces = [piece for piece in heard if piece.recording.is_whole]
     order = list(dict.fromkeys(key for piece in pieces for key in piece.keys))
     merger = _Merger(order, device, proportional)
     calls = tuple(merger.call(key, pieces) for key in order)
     returned = merger.value([piece.recording.returned for piece in pieces], pieces, RETURNED)
     loss = LOSS if any(_holds_loss(piece.recording.returned) for piece in pieces) else None
-    return StepRecord(calls, loss, returned, ()), merger.values
+    first, _, _, _ = words[0]
+    left = [p for (microbatch, *_), p in zip(words, heard, strict=True) if microbatch == first]
+    kept = [replace(k, value=merger.value([k.value], [p], (k.name,))) for p in left for k in p.recording.kept]
+    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values
+
+
+def uneven(words: Sequence[Words]) -> str:
+    """Return what micro-batches have left behind, answered or returned differently, "" if they were alike.
+
+    Args:
+        words: what all plays said, in the order of samples.
+    """
+    ends = [recording for *_, recording in words if recording.is_whole]
+    if len({recording.returned is None for recording in ends}) > 1:
+        return "some of its micro-batches are skipped"
+    if any(recording.answers != ends[0].answers for recording in ends):
+        return "a question that the step asks of its tensors has different answers for micro-batches"
+    left: dict[int, list[Kept]] = {}
+    for microbatch, _, _, recording in words:
+        named = {str(i): tensor for i, tensor in enumerate(recording.results)}
+        real = partial(apply_to_collection, dtype=Ref, function=lambda ref, named=named: named.get(ref.name, ref))
+        left.setdefault(microbatch, []).extend(replace(kept, value=real(kept.value)) for kept in recording.kept)
+    first, *others = left.values()
+    for other in others:
+        for one, two in itertools.zip_longest(first, other):
+            if one is None or two is None or not same_left(one, two):
+                return f"what it keeps in {(one or two).name} is different for micro-batches"
+    return ""
 
 
 def _holds_loss(returned: Any) -> bool:

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -27,7 +28,7 @@ from lightning_pipe.capture.backward_hooks import hooked_modules
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import BatchError, UnsupportedError
+from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
@@ -83,6 +84,8 @@ class Session:
         self.stop: bool | None = None
         self.groups: list[Groups] = []
         self._optimizers: list[Optimizer] = []
+        self._contexts = _contexts(plugin)
+        self._is_early = False  # whether the plan has to wait for the first training batch
         self._clippers: list[Clipper] = []
         self._hooks = GradientHooks(self.weights, device=device)
         self._readers: tuple[str, ...] = ()
@@ -91,7 +94,7 @@ class Session:
             config=config,
             links=links,
             weights=self.weights,
-            contexts=_contexts(plugin),
+            contexts=self._contexts,
             device=device,
             later=self._later,
         )
@@ -172,7 +175,16 @@ class Session:
         if structure is not None and structure.leaves:
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             arguments = (0,) if takes_index else ()
-            self._plan(Call(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
+            try:
+                self._plan(Call(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
+            except Exception as error:
+                if not _may_be_early(error, trainer, self._module):
+                    raise
+                self._is_early = True
+                rank_zero_info(
+                    f"training_step raises an error before training, so it is planned when the first batch has come, "
+                    f"after the hooks that run before it. ({type(error).__name__}: {error})"
+                )
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
         """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
@@ -186,6 +198,9 @@ class Session:
         self, method: str, batch: Any, arguments: tuple[int, ...], *, number: int, weight: float, synchronise: bool
     ) -> Any:
         """Run a step of the module on a batch, and return what it returned, the same on all ranks."""
+        if self._is_early and method != TRAINING:
+            return self._plainly(method, batch, arguments)
+        self._is_early = False
         structure = self._structure(batch)
         tensors, now = flatten(batch)
         if self._pipeline.planned is None:
@@ -233,6 +248,12 @@ class Session:
             self.weights.show_gradients()
         return ran
 
+    def _plainly(self, method: str, batch: Any, arguments: tuple[int, ...]) -> Any:
+        """Run a step on this rank alone, which has the whole module and the whole batch until there is a plan."""
+        self.weights.move(self._device)
+        with private.located(self._module, self._device), self._contexts[method]():
+            return getattr(self._module, method)(batch, *arguments)
+
     def end(self, *, healthy: bool) -> None:
         """Give the trainer and the module back what they had.
 
@@ -278,7 +299,7 @@ class Session:
         planned = self._pipeline.proposal
         if planned is not None:  # on rank 0
             introduce(planned, whole)
-        _warn_of_mixing(plan, graph)
+        _warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
             _warn_of_backward_hooks(self._module)
 
@@ -296,6 +317,22 @@ class Session:
             write_trace(Path(self._config.trace), recorded, found)
         if self._config.report is not None:
             write_report(Path(self._config.report), planned, recorded, found)
+
+
+def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Return whether a step may fail because hooks that prepare it have not run."""
+    if isinstance(error, PipeError) and not isinstance(error, StepError):
+        return False
+    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith("lightning.pytorch.")]
+    return any(
+        is_overridden(hook, owner, kind)
+        for kind, owners in ((pl.LightningModule, [module]), (pl.Callback, callbacks))
+        for owner in owners
+        for hook in _PREPARING
+    )
+
+
+_PREPARING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 
 def _is_last_batch(trainer: pl.Trainer) -> bool:
@@ -347,11 +384,12 @@ def _warn_of_backward_hooks(module: pl.LightningModule) -> None:
         )
 
 
-def _warn_of_mixing(plan: Plan, graph: Graph) -> None:
-    """Warn of what micro-batches change."""
+def _warn_of_mixing(plan: Plan, graph: Graph, *, measured: bool) -> None:
+    """Warn of what micro-batches (unless that was measured, and said) and slices of them change."""
     nodes = (node for node in graph.nodes if node.name in graph.coupled and node.op != CALL)
     mixed = dict.fromkeys(node.module or node.op for node in nodes)
-    if mixed and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
+    is_cut = plan.microbatches > 1 and not measured
+    if mixed and (is_cut or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
         rank_zero_warn(
             f"Samples are mixed in {', '.join(mixed)}: it sees micro-batches (or slices) instead of whole batches, as "
             "with gradient accumulation, so results differ a little from those of one device without accumulation."

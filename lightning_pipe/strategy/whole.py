@@ -1,9 +1,9 @@
 """What do micro-batches change? Measured once, before training: the whole first batch against its micro-batches.
 
-On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a single
-stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
-`strategy.check`, whose tolerances hold here too. The numbers decide where the operations of a loss do not say whether it
-is a mean or a sum over samples:
+On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a
+single stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
+`strategy.check`, whose tolerances hold here too. The numbers decide where the operations of a loss do not say whether
+it is a mean or a sum over samples:
 
     one of the two gives what the whole batch gives      that is its role, whatever the operations seemed to say
     neither does                                         the nearer one, and the difference is said: batch statistics,
@@ -17,8 +17,8 @@ long or too much memory.
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Measured:
 def role_by_numbers(
     captured: Captured, call: Call, *, sizes: tuple[int, ...], control: Control, seconds: float
 ) -> Role | None:
-    """Return how the losses of micro-batches make that of the batch, None if it was not measured; on all ranks together.
+    """Return how losses of micro-batches make that of the batch, None if that was not measured; on all ranks together.
 
     Args:
         captured: the step.
@@ -86,7 +86,8 @@ def role_by_numbers(
         seconds: what running the plain and the captured step on one micro-batch has taken.
 
     Raises:
-        CaptureError: on every rank, if a replayed loss divides by what differs between micro-batches.
+        CaptureError: on every rank, if a replayed loss divides by what differs between micro-batches, or a loss is a
+            number for the batch and none for a micro-batch.
     """
 
     def decide() -> Role | None:
@@ -104,6 +105,16 @@ def role_by_numbers(
         return found.role
 
     return control.agreed(decide, source=0, what="what micro-batches change")
+
+
+def warn_of_unknown_role(captured: Captured) -> None:
+    """Say what a loss is taken for whose operations do not tell, where it was not measured."""
+    capture = captured.capture
+    if isinstance(capture, Capture) and capture.flow.loss not in ("mean", "sum"):
+        rank_zero_warn(
+            f"The operations of the loss of {captured.request.method} do not say whether it is a mean or a sum over "
+            f"samples, and that was not measured: its micro-batches are combined as a mean. {places(capture)}"
+        )
 
 
 def measure(
@@ -173,12 +184,11 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             *(count, found.role, found.relative, seconds),
         )
         return
-    where = places(capture)
     text = (
         f"{count} micro-batches do not give what the whole batch gives: on the first batch the loss of {method} is "
         f"{found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference {found.loss.relative:.1e}), "
         f"and the gradient of {found.worst.name or 'no parameter'} differs most, by {found.worst.relative:.1e} of its "
-        f"largest value. {where} Gradient accumulation has the same difference; microbatches=1 has none."
+        "largest value."
     )
     if isinstance(capture, Replay) and (why := _unweighable(capture, found)):
         raise CaptureError(
@@ -186,7 +196,12 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
             "same."
         )
-    rank_zero_warn(text)
+    if math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
+        raise CaptureError(
+            f"{text} {places(capture)} Training would make all weights NaN. Set microbatches=1, or use fewer "
+            "micro-batches; check=false trains all the same."
+        )
+    rank_zero_warn(f"{text} {places(capture)} Gradient accumulation has the same difference; microbatches=1 has none.")
 
 
 def _unweighable(captured: Replay, found: Measured) -> str:
@@ -198,9 +213,9 @@ def _unweighable(captured: Replay, found: Measured) -> str:
 def places(captured: Capture | Replay) -> str:
     """Say where a step does with its samples what micro-batches change, as far as that is known."""
     if isinstance(captured, Replay):
-        return "Something in the step, or the loss, compares samples or divides by what differs between micro-batches."
+        return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
     nodes = {node.name: node for node in captured.joint.module.graph.nodes}
-    found = {name: reason for name, reason in captured.flow.coupled.items()}
+    found = dict(captured.flow.coupled)
     if captured.joint.loss is not None and captured.flow.roles[captured.joint.loss] not in ("mean", "sum"):
         found.update(dict.fromkeys(mixing(captured), "neither a mean nor a sum over samples"))
     said: dict[str, None] = {}
@@ -210,7 +225,10 @@ def places(captured: Capture | Replay) -> str:
         said[f"{reason}{module} at {custom.get('line') or name}"] = None
     most = 4
     more = f", and {len(said) - most} more places" if len(said) > most else ""
-    return f"Samples are mixed: {'; '.join(list(said)[:most])}{more}." if said else ""
+    if not said:
+        custom = nodes[captured.joint.loss or ""].meta.get("custom") or {}
+        return f"No operation is known to mix samples; the loss is made at {custom.get('line') or 'an unknown line'}."
+    return f"Samples are mixed: {'; '.join(list(said)[:most])}{more}."
 
 
 def mixing(captured: Capture) -> list[str]:
@@ -258,14 +276,3 @@ class NoRandomness(TorchDispatchMode):
         if name.startswith(("rand", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")):
             return result.fill_(0.5 if result.is_floating_point() else 0)
         return result
-
-
-def cut_into(
-    tensors: Sequence[Any], cut: Sequence[bool], sizes: Sequence[int], dim: int
-) -> list[tuple[int, list[Any]]]:
-    """Return the number of samples and the leaves of every micro-batch."""
-    firsts = itertools.accumulate(sizes, initial=0)
-    return [
-        (size, [t.narrow(dim, first, size) if c else t for t, c in zip(tensors, cut, strict=True)])
-        for first, size in zip(firsts, sizes, strict=False)
-    ]

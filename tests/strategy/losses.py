@@ -105,11 +105,13 @@ COUNTED: dict[str, Loss] = {
     "class weights": lambda m, o, y: F.cross_entropy(o, y, weight=m.weight),
     "smoothing": lambda m, o, y: F.cross_entropy(o, y, label_smoothing=0.1),
     "smoothing and class weights": lambda m, o, y: F.cross_entropy(o, y, weight=m.weight, label_smoothing=0.1),
-    "weights from counts": lambda m, o, y: F.cross_entropy(o, y, weight=1 / (1.0 + counts(y))),
+    "weights from counts": lambda m, o, y: F.cross_entropy(o, y, weight=1 / (1 + counts(y).double())),
     "ignored and penalty": lambda m, o, y: F.cross_entropy(o, y) + penalty(m),
     "ignored and sum": lambda m, o, y: F.cross_entropy(o, y) + 0.1 * o.pow(2).sum(),
     "nll": lambda m, o, y: F.nll_loss(o.log_softmax(-1), y),
-    "two dimensions": lambda m, o, y: F.cross_entropy(torch.stack([o, 2 * o], -1), torch.stack([y, y.flip(0)], -1)),
+    "two dimensions": lambda m, o, y: F.cross_entropy(
+        torch.stack([o, 2 * o], -1), torch.stack([y, y.clamp(min=0)], -1)
+    ),
     "masked mean": lambda m, o, y: summed(o, y) / kept(y).sum(),
     "masked mean, clamped": lambda m, o, y: summed(o, y) / kept(y).sum().clamp(min=1),
     "masked mse": lambda m, o, y: ((o - 1).square() * kept(y)[:, None]).sum() / (kept(y).sum() * CLASSES).clamp(min=1),
@@ -136,7 +138,7 @@ MIXED: dict[str, Loss] = {
     "dice": lambda m, o, y: 1 - 2 * o.sigmoid()[:, 0].sum() / (o.sigmoid().sum() + 1),
     "root of a mean": lambda m, o, y: o.pow(2).mean().sqrt(),
     "norm": lambda m, o, y: (o - 1).norm(),
-    "maximum": lambda m, o, y: each(o, y).max(),
+    "extreme": lambda m, o, y: each(o, y).max(),
     "logsumexp": lambda m, o, y: torch.logsumexp(each(o, y), 0),
     "exponential": lambda m, o, y: each(o, y).mean().exp(),
     "square of a mean": lambda m, o, y: (lambda s: s * s)(each(o, y).mean()),
@@ -146,6 +148,7 @@ MIXED: dict[str, Loss] = {
     "ranks": lambda m, o, y: (o[:, 0] - torch.logcumsumexp(o[:, 0], 0)).mean(),
     "hardest": lambda m, o, y: each(o, y).topk(2)[0].mean(),
     "first sample": lambda m, o, y: o[0].pow(2).sum(),
+    "flipped": lambda m, o, y: (o * o.flip(0)).mean(),
     "one sample less": lambda m, o, y: o.pow(2).sum() / (len(y) - 1),
 }
 

@@ -1,7 +1,7 @@
 """A batch that is cut into micro-batches has the loss and the gradients of the whole batch, or it is said that not.
 
-Whatever the loss: sums, terms of several kinds, means over what is not ignored. Where it cannot be (a loss that compares
-samples, or a replayed step that counts), nothing is trained in silence.
+Whatever the loss: sums, terms of several kinds, means over what is not ignored. Where it cannot be (a loss that
+compares samples, or a replayed step that counts), nothing is trained in silence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.errors import CaptureError
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
-from strategy.losses import COUNTED, MEANS, MIXED, SUMS, TERMS, Module, fit, fit_cut, worst
+from strategy.losses import COUNTED, MEANS, MIXED, SAMPLES, SUMS, TERMS, Module, batch, fit, fit_cut, worst
 
 ROUNDING = 1e-6  # of float64 sums in another order
 EXACT = {**SUMS, **TERMS, **COUNTED, **MEANS}
@@ -42,12 +42,19 @@ def test_a_replayed_sum_or_mean_is_that_of_the_whole_batch(name):
 
 @pytest.mark.parametrize("name", [*TERMS, *COUNTED])
 def test_a_replayed_loss_is_that_of_the_whole_batch_or_refused(name):
-    try:
-        found = fit_cut(EXACT[name], capture="replay")
-    except CaptureError as refused:
-        assert "microbatches=1" in str(refused) and ("losses.py:" in str(refused) or "terms" in str(refused))
+    found, refusal = fit_or_refusal(EXACT[name], "replay")
+    if found is None:
+        assert "microbatches=1" in refusal and any(why in refusal for why in ("losses.py:", "terms", "NaN"))
     else:
         assert found.warned or worst(found, plain(name)) < ROUNDING, (found, plain(name))
+
+
+def fit_or_refusal(loss, capture: str):
+    """Return what a fit gave, or the text of its refusal."""
+    try:
+        return fit_cut(loss, capture=capture), ""
+    except CaptureError as error:
+        return None, str(error)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
@@ -76,22 +83,33 @@ def test_without_ignored_targets_gradients_are_those_of_accumulation_to_the_last
 
 
 def loader(targets: str) -> DataLoader:
-    from strategy.losses import SAMPLES, batch
-
     return DataLoader(batch(targets=targets), batch_size=SAMPLES)
 
 
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 @pytest.mark.parametrize("name", MIXED)
 def test_what_micro_batches_change_is_said_with_numbers(name, capture):
-    try:
-        found = fit_cut(MIXED[name], capture=capture)
-    except CaptureError as refused:
-        assert capture == "replay" and "microbatches=1" in str(refused)
+    found, refusal = fit_or_refusal(MIXED[name], capture)
+    if found is None:
+        assert capture == "replay" and "microbatches=1" in refusal
         return
     assert worst(found, plain(name)) > 1e-3, "nothing to say"
     (said,) = [text for text in found.warned if "relative difference" in text]
     assert capture == "replay" or "losses.py:" in said, said
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_a_loss_that_is_no_number_for_a_micro_batch_is_refused(capture):
+    def of_some(m, o, y):
+        return torch.nanmean(torch.where(y != -100, F.cross_entropy(o, y, reduction="none"), torch.nan))
+
+    found, refusal = fit_or_refusal(of_some, capture)
+    assert found is None and "NaN" in refusal and "microbatches=1" in refusal
+
+
+def test_without_the_check_a_loss_that_is_not_understood_is_said_to_be_taken_for_a_mean():
+    found = fit(MIXED["norm"], dapple(capture="joint", microbatches=4, check=False))
+    assert any("combined as a mean" in text and "losses.py:" in text for text in found.warned)
 
 
 def test_numbers_overrule_what_operations_seem_to_say():
@@ -117,8 +135,6 @@ def test_a_loss_that_trains_nothing_is_refused_with_the_line_that_detaches_it(ca
 
 
 def test_a_replayed_loss_that_begins_to_weigh_wrongly_is_said():
-    from strategy.losses import SAMPLES, batch
-
     module = Module(EXACT["ignore_index"]).double()
     trainer = make_trainer(dapple(capture="replay", microbatches=4), max_epochs=1)
     batches = DataLoader([*batch(targets="none"), *batch(targets="uneven")], batch_size=SAMPLES)
