@@ -112,8 +112,8 @@ def _reading(cls: type, name: str) -> Any:
 
 
 _LIST_READS = (
-    "__getitem__ __iter__ __len__ __contains__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __mul__ __rmul__ __imul__ "
-    "__reversed__ __repr__ __delitem__ __setitem__ index count pop remove copy sort reverse insert"
+    "__getitem__ __iter__ __len__ __contains__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __mul__ __rmul__ "
+    "__imul__ __reversed__ __repr__ __delitem__ __setitem__ index count pop remove copy sort reverse insert"
 ).split()
 _DICT_READS = (
     "__iter__ __len__ __contains__ __eq__ __ne__ __or__ __ror__ __reversed__ __repr__ __delitem__ keys values items "

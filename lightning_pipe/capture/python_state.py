@@ -362,6 +362,8 @@ class _Entries:
             before, after = self.content.get(key, ABSENT), now.get(key, ABSENT)
             if not same(before, after):
                 yield Change(self._slot(key), before, after)
+        if now.keys() == self.content.keys() and [*now] != [*self.content]:  # another order
+            yield Change(self._at, self._container, self._container, is_content=True)
 
     def restore(self) -> None:
         if isinstance(self._container, types.MappingProxyType):
@@ -370,6 +372,10 @@ class _Entries:
             del self._container[key]
         for key, value in self.content.items():
             if key not in self._container or self._container[key] is not value:
+                self._container[key] = value
+        if isinstance(self._container, dict) and [*self._now()] != [*self.content]:
+            for key, value in self.content.items():
+                del self._container[key]
                 self._container[key] = value
 
 
