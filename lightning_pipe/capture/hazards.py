@@ -328,11 +328,12 @@ def random_line(found: list[str]) -> Iterator[None]:
 
         def watch(frame: Any, event: str, _: Any) -> Any:
             nonlocal current
-            if found or is_library(frame.f_code.co_filename):
+            file = frame.f_code.co_filename
+            if found or is_library(file) or file.startswith("<"):
                 return None
             if drawn():
                 found.append(current)
-            current = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            current = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
             return watch
 
         before = sys.gettrace()
