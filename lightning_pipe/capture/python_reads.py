@@ -272,17 +272,20 @@ class Reads:
         codes = self._codes
         begun: dict[int, types.FrameType] = {}
 
-        def note(frame: types.FrameType, event: str, _: Any) -> None:
+        before = sys.gettrace()
+
+        def note(frame: types.FrameType, event: str, argument: Any) -> Any:
             code = frame.f_code
+            others = None if before is None else before(frame, event, argument)
             if is_library(code.co_filename):
-                return
+                return others
             codes.setdefault(code, frame.f_globals)
             if code.co_flags & inspect.CO_GENERATOR:
                 if id(frame) not in begun and _is_resumed(frame):
                     self._refuse(f"it advances the generator {code.co_name}, which remembers where it is (state)")
                 begun[id(frame)] = frame
+            return others
 
-        before = sys.gettrace()
         sys.settrace(note)
         try:
             yield
