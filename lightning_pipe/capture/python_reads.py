@@ -178,7 +178,8 @@ class Reads:
         """Record inside."""
         with contextlib.ExitStack() as stack:
             for path, owner in owners_of(self._module):
-                stack.enter_context(_other_class(owner, self._methods(path, owner)))
+                if not stack.enter_context(_other_class(owner, self._methods(path, owner))):
+                    self._names.update({(id(vars(owner)), name): (path, owner) for name in attributes_of(owner)})
             trainer = self._module._trainer
             if isinstance(trainer, pl.Trainer):
                 stack.enter_context(_other_class(trainer, {"__getattribute__": self._trainers(type(trainer))}))
@@ -324,20 +325,33 @@ class _Attributes(dict[str, Any]):
             raise KeyError(name) from None
 
 
+def _subclass(cls: type, space: dict[str, Any]) -> type:
+    """Return a subclass of which the class does not hear, as it might register it."""
+    own = vars(cls).get("__init_subclass__")
+    type.__setattr__(cls, "__init_subclass__", classmethod(lambda _: None))
+    try:
+        return type(cls.__name__, (cls,), space)
+    finally:
+        if own is None:
+            type.__delattr__(cls, "__init_subclass__")
+        else:
+            type.__setattr__(cls, "__init_subclass__", own)
+
+
 @contextlib.contextmanager
-def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """Give an object a subclass of its class for a while, where that is possible."""
+def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[bool]:
+    """Give an object a subclass of its class for a while; what is yielded says whether that is possible."""
     cls = type(owner)
     if isinstance(owner, torch.jit.ScriptModule):
-        yield
+        yield False
         return
     space = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     try:
-        object.__setattr__(owner, "__class__", type(cls.__name__, (cls,), space))
+        object.__setattr__(owner, "__class__", _subclass(cls, space))
     except TypeError:  # a class with a layout of its own cannot be swapped
-        yield
+        yield False
         return
     try:
-        yield
+        yield True
     finally:
         object.__setattr__(owner, "__class__", cls)

@@ -6,6 +6,7 @@ import os
 import random
 import re
 from functools import partial
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -442,3 +443,18 @@ def test_capture_leaves_the_module_as_it_was():
     assert {n: id(p) for n, p in module.named_parameters()} == {n: i for n, (i, _) in parameters.items()}
     assert all(torch.equal(p, parameters[n][1]) for n, p in module.named_parameters())
     assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+def test_capture_does_not_register_a_subclass():
+    class Registering(Plain):
+        known: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls) -> None:
+            Registering.known.append(cls.__name__)
+
+    class Registered(Registering):
+        pass
+
+    captured = capture(Registered())
+    assert Registering.known == ["Registered"]
+    assert captured.record.kept == ()
