@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -219,6 +220,8 @@ class Reads:
         for name in self._of_trainer:
             yield Slot(_Attributes(self._module._trainer), name, f"self.trainer.{name}")
         yield from global_slots(self._codes.items())
+        if any(_ENVIRONMENT.intersection(code.co_names) for code in self._codes):
+            yield Slot(_Environment(), "environ", "os.environ")
 
     def _methods(self, path: str, owner: nn.Module) -> Mapping[str, Any]:
         cls, names, written = type(owner), self._names, self._written_first
@@ -273,6 +276,16 @@ class Reads:
 _KEPT_BY_TRAINER = frozenset(
     "optimizers lr_scheduler_configs strategy accelerator callbacks logger loggers model lightning_module".split()
 )
+
+
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+
+
+class _Environment(dict[str, Any]):
+    """The variables of the environment as one value."""
+
+    def __getitem__(self, name: str) -> Any:
+        return tuple(sorted(getattr(os, name).items()))
 
 
 class _Attributes(dict[str, Any]):
