@@ -57,7 +57,7 @@ class Now:
     Attributes:
         arguments: positional arguments of the step after the batch.
         template: the batch without its tensors.
-        state: Python state as it was before the batch.
+        state: Python state as it was before the batch; None before the first.
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         denominators: what these plays divided losses by.
@@ -192,8 +192,7 @@ class Player:
             PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
         """
         play = _Play(self, samples, key, given)
-        python = self._now.state
-        assert python is not None, "a batch has begun"
+        python = self._now.state = self._now.state or ModuleState(self._step.module, copies=True)
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         recording = Recording()
