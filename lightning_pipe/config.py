@@ -47,6 +47,8 @@ class DappleConfig:
         capture: route by which the step becomes stages: "joint" as one graph, "replay" by running its Python on every
             rank, "auto" the first that can.
         check: whether the captured step is compared with the plain one before training, on the first micro-batch.
+        witness: whether the Python of a captured step runs again now and then, on tensors that compute nothing, to see
+            whether it still does what was captured.
         post_validation: whether a rank goes on to the next batch before the others have ended theirs, and looks later
             whether its optimizer step was right (clipping by norm): zero-bubble schedules then have no bubble.
         batch_dim: dimension of the batch's tensors along which samples lie.
@@ -75,6 +77,7 @@ class DappleConfig:
     cache: str | None = None
     capture: str = "auto"
     check: bool = True
+    witness: bool = True
     post_validation: bool = False
     batch_dim: int = 0
     seed: int | None = None
@@ -200,6 +203,7 @@ _RULES = {
     "cache": _Rule(str, "the path of a directory, or 'off'"),
     "capture": _choice(("auto", "joint", "replay")),
     "check": _Rule(bool, "true or false"),
+    "witness": _Rule(bool, "true or false"),
     "post_validation": _Rule(bool, "true or false"),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),

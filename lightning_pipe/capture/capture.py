@@ -35,6 +35,7 @@ from lightning_pipe.capture.totals import combined_totals, totals_of, with_total
 from lightning_pipe.capture.trace import Request, trace
 from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.capture.variants import Variants, is_fixed
+from lightning_pipe.capture.witness import testimony
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.errors import CaptureError
 
@@ -157,6 +158,10 @@ class Capture:
     def changed(self, situation: Situation) -> str:
         """Return "" if what the step's Python read is as it was, else what has changed."""
         return self.joint.guards.broken(situation)
+
+    def testimony(self, request: Request) -> str:
+        """Return "" if the step's Python does now what it did when it was captured (`capture.witness`), else what."""
+        return testimony(request, self.joint)
 
     def varying(self) -> tuple[Slot, ...]:
         """List the places of numbers that the step read and that have become other numbers."""

@@ -18,7 +18,7 @@ from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.python_guards import PythonGuards
 from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Read, Ref, StepRecord
 from lightning_pipe.capture.stage_program import Half
-from lightning_pipe.capture.step import NUMBERS, StepFunction
+from lightning_pipe.capture.step import NUMBERS, Recording, StepFunction
 from lightning_pipe.errors import CaptureError
 
 _LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
@@ -58,6 +58,7 @@ class JointGraph:
         conditions: (expression over the symbol that must hold, where it comes from).
         record: what the step said.
         guards: what the step read, which must not change.
+        calls, recording: the torch calls of the step, with their lines, and what it said, as they were traced.
         totals: what is counted of the whole batch; None if nothing is.
     """
 
@@ -75,6 +76,8 @@ class JointGraph:
     conditions: tuple[tuple[sympy.Basic, str], ...]
     record: StepRecord
     guards: PythonGuards
+    calls: list[tuple[Any, str]]
+    recording: Recording
     totals: Totals | None = None
 
     @property
@@ -157,6 +160,8 @@ def describe(
         conditions=tuple((guard.expr, str(guard.sloc.framework_loc)) for guard in env.guards),
         record=_record(step, loss, results),
         guards=guards,
+        calls=step.observers[-1].calls,
+        recording=replace(step.recordings[-1], results=[]),
     )
 
 

@@ -99,15 +99,10 @@ def global_slots(codes: Iterable[Code]) -> Iterator[Slot]:
     seen: set[Any] = set()
     for code, namespace in codes:
         names = dict.fromkeys(names_in(code))
-        if not _ENVIRONMENT.isdisjoint(names) and not is_installed(code.co_filename):
-            yield Slot(vars(os.environ), "_data", "os.environ")
         root = Slot({"": namespace}, "", "", (("globals", namespace.get("__name__", "")),))
         for slot in _named(namespace, root, names, seen):
             if not is_installed(code.co_filename) or isinstance(slot.read(), _SCALARS):
                 yield slot
-
-
-_ENVIRONMENT = frozenset({"environ", "getenv"})
 
 
 def _named(container: Any, owner: Slot, names: Iterable[str], seen: set[Any]) -> Iterator[Slot]:
@@ -207,6 +202,8 @@ class Reads:
         for name in self._of_trainer:
             yield Slot(_Attributes(self._module._trainer), name, f"self.trainer.{name}")
         yield from global_slots(self._codes.items())
+        if any(_ENVIRONMENT.intersection(code.co_names) for code in self._codes):
+            yield Slot(_Environment(), "environ", "os.environ")
         yield from self._of_optimizers()
 
     def _of_optimizers(self) -> Iterator[Slot]:
@@ -309,6 +306,16 @@ def _untracked(group: Mapping[str, Any]) -> tuple[Any, ...]:
 _KEPT_BY_TRAINER = frozenset(
     "optimizers lr_scheduler_configs strategy accelerator logger loggers model lightning_module".split()
 )
+
+
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+
+
+class _Environment(dict[str, Any]):
+    """The variables of the environment as one value."""
+
+    def __getitem__(self, name: str) -> Any:
+        return tuple(sorted(getattr(os, name).items()))
 
 
 class _Attributes(dict[str, Any]):

@@ -510,6 +510,10 @@ class Snapshot:
         self._seen: dict[int, Any] = {}
         self._enter()
 
+    def __len__(self) -> int:
+        """Return the number of places and objects that are compared."""
+        return len(self._roots) + len(self._parts)
+
     def changes(self) -> Iterator[Change]:
         """Yield every place that is not what it was."""
         for slot, before in self._roots:

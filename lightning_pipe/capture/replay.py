@@ -303,6 +303,7 @@ class _Splitter:
         inside = {name for k in own for name in units[k].buffers}
         buffers = [n for n in self._buffers if n in inside or n in mutations or n in needs.state]
         read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
+        written = [name for name in self._buffers if name in changes and name not in buffers]
         return Part(
             begin=stage.begin,
             end=stage.end,
@@ -311,7 +312,7 @@ class _Splitter:
             leaves=tuple(sorted({i for reader in readers for i in reader.needs.leaves})),
             sent=tuple(sorted({k for k, _ in receivers})),
             parameters={name: tuple(self._names[name]) for name in needs.parameters},
-            absent=tuple(n for name in sorted(read - set(needs.parameters)) for n in self._names[name]),
+            absent=(*(n for name in sorted(read - set(needs.parameters)) for n in self._names[name]), *written),
             buffers=tuple(buffers),
             mutations=tuple(n for n in self._buffers if n in mutations or (n in changes and n in needs.state)),
             trained=tuple(name for name in needs.parameters if name in self._trace.trained),

@@ -88,6 +88,8 @@ def uncuttable(trace: UnitTrace) -> frozenset[int]:
             found.update(range(reader + 1, min(last, max(behind)) + 1))
     written = [name for unit in trace.units for name in unit.mutations]
     for name in dict.fromkeys([*written, *(change.name for change in trace.changes if change.is_tensor)]):
+        if name in trace.once:  # every stage that uses it changes it alike
+            continue
         if users := _users(trace, name):
             found.update(range(min(users) + 1, max(users) + 1))
     for k, unit in enumerate(trace.units):

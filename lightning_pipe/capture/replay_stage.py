@@ -57,7 +57,7 @@ class Now:
     Attributes:
         arguments: positional arguments of the step after the batch.
         template: the batch without its tensors.
-        state: Python state as it was before the batch.
+        state: Python state as it was before the batch; None before the first.
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         denominators: what these plays divided losses by.
@@ -82,7 +82,7 @@ class Part:
         leaves: tensors of the batch that it is given.
         sent: own units whose outputs others are given.
         parameters: canonical name -> names of the parameters that it has.
-        absent: names of parameters that glue reads but this stage does not need.
+        absent: names of parameters that glue reads, and of buffers that it writes to, but this stage does not need.
         buffers: names of the buffers that it has.
         mutations: buffers that it changes.
         trained: canonical names of the parameters whose gradients it makes.
@@ -192,8 +192,7 @@ class Player:
             PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
         """
         play = _Play(self, samples, key, given)
-        python = self._now.state
-        assert python is not None, "a batch has begun"
+        python = self._now.state = self._now.state or ModuleState(self._step.module, copies=True)
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         recording = Recording()
@@ -309,14 +308,12 @@ class Player:
         return loss.reshape(())
 
     def _fake_parameters(self) -> dict[str, torch.Tensor]:
-        parameters = dict(self._step.module.named_parameters(remove_duplicate=False))
+        module, device = self._step.module, self._step.device
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        forms = {**dict(module.named_buffers()), **parameters}
         with self._mode:
-            return {
-                name: nn.Parameter(
-                    torch.empty(parameters[name].shape, dtype=parameters[name].dtype, device=self._step.device), False
-                )
-                for name in self._part.absent
-            }
+            fakes = {n: torch.empty(forms[n].shape, dtype=forms[n].dtype, device=device) for n in self._part.absent}
+            return {n: nn.Parameter(fake, False) if n in parameters else fake for n, fake in fakes.items()}
 
     def _fake_leaf(self, i: int, samples: int) -> torch.Tensor:
         if (i, samples) not in self._fake_leaves:
@@ -406,7 +403,7 @@ class _Play:
         return output
 
     def _send_nothing(self) -> None:
-        """Send zeros in the place of what the step did not compute, as it skips this batch."""
+        """Send zeros in the place of what the step did not compute, as it skips this batch, and zeros back."""
         part, step = self._player.part, self._player.step
         for k in (k for k in part.sent if k not in self.sent):
             outputs = step.trace.units[k].outputs
@@ -414,6 +411,8 @@ class _Play:
                 torch.zeros(size_of(output, self._samples), dtype=output.dtype, device=step.device)
                 for output in outputs
             )
+        for k in (k for k in part.given if k not in self.leaves):
+            self.leaves[k] = tuple(tensor.detach() for tensor in self._given[k])
 
     def _own(self, number: int, call: Callable[[], Any]) -> Any:
         self._seed(2 * number + 1)

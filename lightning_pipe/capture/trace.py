@@ -142,7 +142,30 @@ def _trace_with(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             raise symbolic from symbolic.__cause__
 
 
-def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
+def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
+    """Run a step once on fake tensors, which compute nothing; return it with what was seen.
+
+    Raises:
+        CaptureError, Question: what the step does that no graph holds.
+    """
+    step, state, leaves, mode = _prepared(request, answers)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tables_restored(request.module))
+        stack.enter_context(no_random_numbers(lambda: ""))
+        stack.enter_context(_tracing(step, state, mode, request.device))
+        try:
+            step(*leaves)
+        except (CaptureError, Question):
+            raise
+        except Exception as error:
+            raise _explain(error, step) from error
+    return step
+
+
+def _prepared(
+    request: Request, answers: tuple[bool, ...]
+) -> tuple[StepFunction, dict[str, Any], tuple[torch.Tensor, ...], Any]:
+    """Return a step as a function, fake state and batch for it, and the mode that they live in."""
     step = StepFunction(
         request.module,
         method=request.method,
@@ -154,7 +177,11 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         may_skip=request.may_skip,
     )
     mode = private.FakeTensorMode(shape_env=private.ShapeEnv(), allow_non_fake_inputs=True)
-    state, leaves = _fake_state(step, request, mode), _fake_leaves(request, mode)
+    return step, _fake_state(step, request, mode), _fake_leaves(request, mode), mode
+
+
+def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
+    step, state, leaves, mode = _prepared(request, answers)
 
     def run_again() -> str:
         found: list[str] = []
@@ -312,10 +339,10 @@ def _compare_runs(step: StepFunction) -> None:
     """Refuse a step whose last two runs were not the same."""
     if len(step.recordings) > 1:
         compare_calls(step.observers[-2].calls, step.observers[-1].calls)
-        _compare_recordings(step.recordings[-2], step.recordings[-1])
+        compare_recordings(step.recordings[-2], step.recordings[-1])
 
 
-def _compare_recordings(first: Recording, second: Recording) -> None:
+def compare_recordings(first: Recording, second: Recording) -> None:
     """Refuse logged Python numbers that change from call to call."""
     for one, two in zip(first.calls, second.calls, strict=False):
         if isinstance(one, LogCall) and isinstance(two, LogCall) and _changes(one.value, two.value):

@@ -159,7 +159,8 @@ class Runner:
         loss = loss_of(module, self.request.method, output)
         left = kept.left()
         results = [*tensors_in(output, objects=True), *recording.results, *tensors_in([one.value for one in left])]
-        tail = follower.reads(results)
+        changes = units.changes()
+        tail = follower.reads(results) | {("state", change.name) for change in changes if change.is_tensor}
         is_random = not torch.equal(before, torch.get_rng_state())
         ends = None if loss is None else reductions(loss)
         backward_s, trained = (
@@ -174,7 +175,7 @@ class Runner:
             flops=follower.flops,
             tail=tail,
             escapes=tuple(follower.escapes),
-            changes=units.changes(),
+            changes=changes,
             trained=trained,
             loss=None if loss is None else loss.dtype,
             is_random=is_random,

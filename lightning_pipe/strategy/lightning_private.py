@@ -3,6 +3,8 @@
 _AutomaticOptimization, Closure     the loop of one batch: ours zeroes gradients before the program runs, because
                                     the program is forward and backward in one
 fit_loop.epoch_loop.automatic_optimization    where that loop hangs
+_AutomaticOptimization._training_step, trainer.call._call_strategy_hook    refuses batches that several ranks skip; ours
+                                    skips them on all ranks together
 fit_loop.setup_data                 asks the user's loaders for data, as `Trainer.estimated_stepping_batches` does
 fit_loop._combined_loader           the loaders it has asked for
 fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
@@ -40,6 +42,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -48,6 +51,7 @@ __all__ = [
     "Closure",
     "ForkLauncher",
     "ScriptLauncher",
+    "call_strategy_hook",
     "default_backend",
     "init_dist_connection",
     "optimizer_to_device",

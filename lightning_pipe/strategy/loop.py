@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from lightning_pipe.strategy.lightning_private import AutomaticOptimization, Closure
+from lightning_pipe.strategy.lightning_private import AutomaticOptimization, Closure, call_strategy_hook
 
 
 class PipelineOptimization(AutomaticOptimization):
@@ -35,6 +35,12 @@ class PipelineOptimization(AutomaticOptimization):
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Optimizer) -> None:
         self._before_zeroing()
         super()._optimizer_zero_grad(batch_idx, optimizer)
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> Any:
+        """Run the step; where it returns None all ranks skip the batch, as one device does."""
+        output = call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self.trainer.strategy.post_training_step()
+        return self.output_result_cls.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_gradients = self._make_zero_grad_fn(batch_idx, optimizer)

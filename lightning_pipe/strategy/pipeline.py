@@ -31,6 +31,7 @@ from lightning_pipe.capture.record import Guard
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
+from lightning_pipe.capture.witness import is_due
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
@@ -111,6 +112,7 @@ class Pipeline:
         self._planned: _Planned | None = None
         self._proposal: Planned | None = None
         self._shapes = ShapesCaptured()
+        self._batches, self._epoch = 0, 0  # that were trained, and of the last one
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
         self._role: Role | None = None
@@ -263,6 +265,8 @@ class Pipeline:
         """
         samples = self.samples(call.structure)
         step, sizes = self._step(call, samples)
+        if call.method == TRAINING and self._config.witness and self._witness_is_due():
+            step, sizes = self._witnessed(step, sizes, call, samples)
         before = Before(self._weights) if self._may_be_undone(step, call) else None
         ran = self._run(step, sizes, call, turn)
         guard = wrong_answer(ran.record, ran.values) if before is not None else None
@@ -280,7 +284,31 @@ class Pipeline:
             if ran.is_skipped and before is not None:
                 before.restore()
             self._runner.note_trained(synchronised=turn.synchronise)
+            self._batches += 1
         return ran
+
+    def _witness_is_due(self) -> bool:
+        """Return whether a witness runs before this batch: at growing distances, and at the beginning of epochs."""
+        epoch, before = self._module.trainer.current_epoch, self._epoch
+        self._epoch = epoch
+        return is_due(self._batches) or (epoch != before and is_due(epoch))
+
+    def _witnessed(self, step: Step, sizes: tuple[int, ...], call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
+        """Return how a step is run after its Python was seen to be what was captured; by replay if it was not.
+
+        Raises:
+            CaptureError: on every rank, if it was not, and nothing but a graph is wanted.
+        """
+        begin = time.perf_counter()
+        why = step.testimony(call)
+        log.debug("The Python of %s was run again in %.3f s.", call.method, time.perf_counter() - begin)
+        differ = self._links.control.sum(torch.tensor([float(bool(why))]), what="whether the step is what was captured")
+        if not differ:
+            return step, sizes
+        why = why or "another rank has seen that its Python does something else now"
+        if self._config.capture != "auto":
+            raise CaptureError(f"{call.method} no longer does what was captured: {why}")
+        return self._replayed(call, samples, why)
 
     def _may_be_undone(self, step: Step, call: Call) -> bool:
         """Return whether a batch may have to be run again, or skipped, when it has been run."""

@@ -128,6 +128,14 @@ class Step:
             return "objects in the batch, which are no tensors, have changed"
         return self.capture.changed(call.situation)
 
+    def testimony(self, call: Call) -> str:
+        """Return "" if the step's Python does now what was captured, else what it does otherwise."""
+        if isinstance(self.capture, Replay):
+            return ""
+        request = replace(self._captured.request, arguments=call.arguments, structure=call.structure)
+        with torch.inference_mode(False):
+            return self.capture.testimony(request)
+
     def varying(self) -> tuple[Slot, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
         return () if isinstance(self.capture, Replay) else self.capture.varying()

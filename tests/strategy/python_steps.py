@@ -498,7 +498,7 @@ class NumberInBatch(Net):
 class ArrayInBatch(Net):
     @staticmethod
     def extra(number):
-        return {"scale": np.full(2, 0.5 * number)}
+        return {"scale": np.array(0.5 * number)}
 
     def training_step(self, batch, batch_idx):
         return self.scaled(batch, float(batch["scale"].sum()))
