@@ -213,7 +213,7 @@ USES = (
     "{t} = {t} + 0.1 * math.sin({n}) ** 2",
     "{t} = {t}.clamp(-1 - {n}, 2 + {n})",
     "{t} = {t} * 0.9 ** {n}",
-    "{t} = {t} * {{'0': 1.0, '1': 0.5}}.get(f'{{{n}:.0f}}', 2.0)",
+    "n = {n}; {t} = {t} * {{'0': 1.0, '1': 0.5}}.get(f'{{n:.0f}}', 2.0)",
     "{t} = torch.lerp({t}, {t} * 0, min(1.0, {n} / 8))",
     "{t} = {t} * torch.tensor(1.0 + {n}, dtype={t}.dtype)",
     "{t} = {t} + torch.full_like({t}, {n} * 0.1)",
@@ -299,7 +299,8 @@ def test_a_random_step_is_never_silently_another(seed: int) -> None:
         assert isinstance(found, str), told
         return
     if isinstance(found, str):
-        assert "after 0 steps" in found or "in another order" in found, told
+        is_later = options["capture"] == "joint" and "The step cannot be captured" in found  # what it does then, too
+        assert "after 0 steps" in found or "in another order" in found or is_later, told
         assert not found.startswith("raised"), told
         return
     assert found == pytest.approx(expected, rel=ROUNDING, nan_ok=True), told
