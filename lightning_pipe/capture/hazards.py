@@ -310,7 +310,7 @@ def random_line(found: list[str]) -> Iterator[None]:
 
         def watch(frame: Any, event: str, _: Any) -> Any:
             nonlocal current
-            if found or is_library(frame.f_code.co_filename):
+            if found or is_library(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<"):
                 return None
             if drawn():
                 found.append(current)
