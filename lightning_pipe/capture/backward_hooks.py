@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.hazards import hazard, user_line
-from lightning_pipe.capture.python_reads import is_library
 from lightning_pipe.capture.step_state import state_put_back
 from lightning_pipe.capture.torch_private import has_backward_hooks
+from lightning_pipe.capture.users_code import is_library
 from lightning_pipe.errors import CaptureError
 
 

@@ -14,9 +14,12 @@ A graph repeats what the step did once. Anything that Python decides anew on eve
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import inspect
+import io
+import pathlib
 import random
 import sys
 import zlib
@@ -29,9 +32,9 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.capture.python_reads import is_library
 from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
 from lightning_pipe.capture.tracked_number import has_tracked, is_tracked, with_inputs
+from lightning_pipe.capture.users_code import is_library
 from lightning_pipe.errors import CaptureError
 
 _HELP = (
@@ -299,6 +302,21 @@ def noticing_seeding(note: Callable[[str], Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_files() -> Iterator[None]:
+    """Refuse a step that opens a file: its content may change, and a graph would neither read nor write it again."""
+    opened = builtins.open
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        if not is_library(caller) or caller == pathlib.__file__:
+            raise hazard(f"it opens the file {args[0] if args else ''}", user_line(2))
+        return opened(*args, **kwargs)
+
+    with mock.patch.object(builtins, "open", refusing), mock.patch.object(io, "open", refusing):
+        yield
+
+
 _RANDOM = "it draws Python or NumPy random numbers"
 
 
@@ -310,11 +328,12 @@ def random_line(found: list[str]) -> Iterator[None]:
 
         def watch(frame: Any, event: str, _: Any) -> Any:
             nonlocal current
-            if found or is_library(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<"):
+            file = frame.f_code.co_filename
+            if found or is_library(file) or file.startswith("<"):
                 return None
             if drawn():
                 found.append(current)
-            current = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            current = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
             return watch
 
         before = sys.gettrace()

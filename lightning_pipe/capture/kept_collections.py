@@ -44,6 +44,9 @@ class KeptList(list[Any]):
         self.is_cleared = True
         list.clear(self)
 
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return other + list(self)
+
 
 class KeptDict(dict[Any, Any]):
     """A dict that notes whether somebody looks at what was in it before; entries of the step's own may be read."""
@@ -73,6 +76,10 @@ class KeptDict(dict[Any, Any]):
         """Set entries."""
         for key, value in dict(*others, **items).items():
             self[key] = value
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
 
     def clear(self) -> None:
         """Remove everything."""
@@ -106,7 +113,7 @@ def _reading(cls: type, name: str) -> Any:
 
 _LIST_READS = (
     "__getitem__ __iter__ __len__ __contains__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __mul__ __rmul__ "
-    "__reversed__ __repr__ __delitem__ __setitem__ index count pop remove copy sort reverse insert"
+    "__imul__ __reversed__ __repr__ __delitem__ __setitem__ index count pop remove copy sort reverse insert"
 ).split()
 _DICT_READS = (
     "__iter__ __len__ __contains__ __eq__ __ne__ __or__ __ror__ __reversed__ __repr__ __delitem__ keys values items "

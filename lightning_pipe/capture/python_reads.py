@@ -11,11 +11,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dis
+import inspect
 import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,8 +26,18 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python_state import ClassAttributes, Slot
+from lightning_pipe.capture.python_state import ABSENT, Asked, ClassAttributes, Slot
 from lightning_pipe.capture.tracked_number import is_tracked
+from lightning_pipe.capture.users_code import (
+    Code,
+    functions_in,
+    functions_of,
+    is_installed,
+    is_library,
+    is_users,
+    names_in,
+    reached,
+)
 
 _METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
 _TORCHS_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -33,7 +46,6 @@ _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its p
 _LIGHTNING = frozenset(vars(pl.LightningModule())) - {"_hparams"}
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_MOST_FUNCTIONS = 2000  # of the user's, whose globals are looked for
 
 
 def attributes_of(owner: nn.Module) -> dict[str, Any]:
@@ -69,108 +81,76 @@ def attribute_slots(module: pl.LightningModule) -> Iterator[Slot]:
 
 
 def shared_slots(module: pl.LightningModule) -> Iterator[Slot]:
-    """List what the user's code shares: data of classes, and globals that the code names."""
-    classes = dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__ if _is_users(cls))
+    """List what the user's code shares: attributes of classes, closures of methods, and globals that the code names."""
+    classes = _classes_of(module)
     for cls in classes:
         for name, value in vars(cls).items():
-            if _is_data(name, value):
+            if _has_state(name, value):
                 yield _class_slot(cls, name)
-    codes = ((f.__code__, f.__globals__) for cls in classes for f in _functions_of(cls))
-    yield from global_slots(_reached(codes))
+    yield from global_slots(reached((f.__code__, f.__globals__) for cls in classes for f in functions_of(cls)))
 
 
-def global_slots(codes: Iterable[tuple[types.CodeType, dict[str, Any]]]) -> Iterator[Slot]:
+def _classes_of(module: nn.Module) -> list[type]:
+    return list(dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__ if is_users(cls)))
+
+
+def global_slots(codes: Iterable[Code]) -> Iterator[Slot]:
     """List the globals that pieces of code name, and of the user's files and classes among them what they name."""
-    seen: set[tuple[int, str]] = set()
+    seen: set[Any] = set()
     for code, namespace in codes:
         names = dict.fromkeys(names_in(code))
-        for name in names:
-            if name not in namespace:
-                continue
-            value = namespace[name]
-            if isinstance(value, types.ModuleType):
-                inner: Any = vars(value) if not is_installed(getattr(value, "__file__", None) or "<") else {}
-            elif isinstance(value, type):
-                inner = ClassAttributes(value) if _is_users(value) else {}
-            elif is_installed(code.co_filename) and not isinstance(value, _SCALARS):
-                continue
-            else:
-                inner = None
-            places = [(namespace, name)] if inner is None else [(inner, n) for n in names if n in inner]
-            for container, key in places:
-                owner = container.owner if isinstance(container, ClassAttributes) else container
-                if (id(owner), key) not in seen and (inner is None or _is_data(key, container[key])):
-                    seen.add((id(owner), key))
-                    if isinstance(container, ClassAttributes):
-                        yield _class_slot(container.owner, key)
-                    else:
-                        path = (("globals", container.get("__name__", "")), ("attribute", key))
-                        yield Slot(container, key, key if inner is None else f"{name}.{key}", path)
+        root = Slot({"": namespace}, "", "", (("globals", namespace.get("__name__", "")),))
+        for slot in _named(namespace, root, names, seen):
+            if not is_installed(code.co_filename) or isinstance(slot.read(), _SCALARS):
+                yield slot
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a piece of code, and the code inside it, reads as globals or attributes."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from names_in(inner)
-
-
-def _reached(
-    codes: Iterable[tuple[types.CodeType, dict[str, Any]]],
-) -> list[tuple[types.CodeType, dict[str, Any]]]:
-    """Add the user's functions that code names as globals, and theirs."""
-    found: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
-    waiting = list(codes)
-    while waiting and len(found) < _MOST_FUNCTIONS:
-        code, namespace = waiting.pop()
-        if id(code) in found or is_installed(code.co_filename):
+def _named(container: Any, owner: Slot, names: Iterable[str], seen: set[Any]) -> Iterator[Slot]:
+    """List places in a file or class, and in the user's files and classes there, that have one of these names."""
+    for name in names:
+        if name not in container:
             continue
-        found[id(code)] = (code, namespace)
-        for name in names_in(code):
-            value = namespace.get(name)
-            if isinstance(value, types.FunctionType):
-                waiting.append((value.__code__, value.__globals__))
-            elif isinstance(value, type) and _is_users(value):
-                waiting.extend((f.__code__, f.__globals__) for f in _functions_of(value))
-    return list(found.values())
+        slot = owner.inside(container, name, "attribute")
+        slot = replace(slot, name=slot.name.removeprefix("."))
+        if slot.place in seen:
+            continue
+        seen.add(slot.place)
+        value = container[name]
+        if isinstance(value, types.ModuleType):
+            if not is_installed(getattr(value, "__file__", None) or "<"):
+                inside = replace(slot, path=(("globals", value.__name__),))
+                yield from _named(vars(value), inside, names, seen)
+        elif isinstance(value, type):
+            if is_users(value):
+                yield from _of_class(value, slot, names, seen)
+        elif _has_state(name, value):
+            yield slot
 
 
-def _functions_of(cls: type) -> Iterator[types.FunctionType]:
-    for value in vars(cls).values():
-        for one in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
-            if isinstance(one, types.FunctionType):
-                yield one
+def _of_class(cls: type, owner: Slot, names: Iterable[str], seen: set[Any]) -> Iterator[Slot]:
+    """List attributes of a class, of those that it inherits from, and of its metaclass; absent ones may appear."""
+    classes = [one for one in (*cls.__mro__, type(cls)) if is_users(one)]
+    known = [name for name in names if any(name in vars(one) for one in classes)]
+    for one in classes:
+        inside = owner if one is cls else Slot({}, one, one.__name__)
+        yield from _named(ClassAttributes(one), inside, names, seen)
+        for name in known:
+            slot = inside.inside(ClassAttributes(one), name, "attribute")
+            if name not in vars(one) and slot.place not in seen:
+                seen.add(slot.place)
+                yield slot
 
 
-def _is_users(cls: type) -> bool:
-    """Return whether a class is written in a file of the user's, not installed."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return file is not None and not is_installed(file)
+def _has_state(name: str, value: Any) -> bool:
+    """Return whether an attribute of a class or file holds data or a function, which may hold some."""
+    if isinstance(value, (types.BuiltinFunctionType, types.ModuleType, type)) or inspect.isdatadescriptor(value):
+        return isinstance(value, property) or _is_users_object(value)
+    is_internal = name.startswith("__") and not isinstance(value, types.FunctionType)
+    return not is_internal and not isinstance(value, (types.WrapperDescriptorType, types.MethodDescriptorType))
 
 
-def _is_data(name: str, value: Any) -> bool:
-    """Return whether an attribute of a class or file holds data, not code."""
-    code = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, classmethod, staticmethod)
-    return not name.startswith("__") and not isinstance(value, code) and not hasattr(type(value), "__get__")
-
-
-@functools.cache
-def is_library(filename: str) -> bool:
-    """Return whether a file belongs to Python, torch, Lightning, torchmetrics, NumPy or this package."""
-    if filename.startswith("<frozen") or any(part in filename for part in _LIBRARIES):
-        return True
-    return filename.startswith(_STANDARD) and "site-packages" not in filename
-
-
-@functools.cache
-def is_installed(filename: str) -> bool:
-    """Return whether a file was not written by the user: of a library or any other installed package."""
-    return is_library(filename) or "site-packages" in filename or "dist-packages" in filename
-
-
-_LIBRARIES = ("/torch/", "/lightning/pytorch/", "/lightning/fabric/", "/lightning_pipe/", "/torchmetrics/", "/numpy/")
-_STANDARD = (types.__file__ or "").rpartition("/")[0] + "/"
+def _is_users_object(value: Any) -> bool:
+    return not isinstance(value, (types.ModuleType, type)) and is_users(type(value))
 
 
 class Reads:
@@ -193,7 +173,8 @@ class Reads:
         """Record inside."""
         with contextlib.ExitStack() as stack:
             for path, owner in owners_of(self._module):
-                stack.enter_context(_other_class(owner, self._methods(path, owner)))
+                if not stack.enter_context(_other_class(owner, self._methods(path, owner))):
+                    self._names.update({(id(vars(owner)), name): (path, owner) for name in attributes_of(owner)})
             trainer = self._module._trainer
             if isinstance(trainer, pl.Trainer):
                 stack.enter_context(_other_class(trainer, {"__getattribute__": self._trainers(type(trainer))}))
@@ -211,10 +192,11 @@ class Reads:
         for (_, name), (path, owner) in self._names.items():
             cls = next((cls for cls in type(owner).__mro__ if name in vars(cls)), None)
             if name not in vars(owner) and cls is not None:
-                if _is_data(name, vars(cls)[name]):
-                    yield _class_slot(cls, name)
+                if is_users(cls) or name == "forward":  # an attribute of the object would be in its way
+                    yield attribute_slot(path, owner, name)
             elif not any(name in vars(owner)[table] for table in ("_parameters", "_buffers", "_modules")):
                 yield attribute_slot(path, owner, name)
+        yield from self._of_classes()
         for path, owner in owners_of(self._module):
             yield from (attribute_slot(path, owner, table) for table in _TORCHS_TABLES)
         for name in self._of_trainer:
@@ -222,6 +204,27 @@ class Reads:
         yield from global_slots(self._codes.items())
         if any(_ENVIRONMENT.intersection(code.co_names) for code in self._codes):
             yield Slot(_Environment(), "environ", "os.environ")
+        yield from self._of_optimizers()
+
+    def _of_optimizers(self) -> Iterator[Slot]:
+        """List what optimizers keep besides parameters and numbers, if the code reads that; numbers are tracked."""
+        if any("param_groups" in names_in(code) for code in self._codes):
+            for o, optimizer in enumerate(getattr(self._module._trainer, "optimizers", ())):
+                for g, group in enumerate(optimizer.param_groups):
+                    place = Asked({"": partial(_untracked, group)})
+                    yield Slot(place, "", f"optimizers[{o}].param_groups[{g}]")
+
+    def _of_classes(self) -> Iterator[Slot]:
+        """List attributes of the modules' classes that the code names, and its own functions there."""
+        names = {name for code in self._codes for name in names_in(code)} | {name for _, name in self._names}
+        classes = _classes_of(self._module)
+        known = {name for cls in classes for name in vars(cls)}
+        for cls in classes:
+            for name in known:
+                value = vars(cls).get(name)
+                is_run = any(function.__code__ in self._codes for function in functions_in(value))
+                if (name in names or is_run) and _has_state(name, value):
+                    yield _class_slot(cls, name)
 
     def _methods(self, path: str, owner: nn.Module) -> Mapping[str, Any]:
         cls, names, written = type(owner), self._names, self._written_first
@@ -232,6 +235,9 @@ class Reads:
         def __getattribute__(self: Any, name: str) -> Any:
             if name not in hidden and not name.startswith("__") and (identity, name) not in written:
                 names.setdefault((identity, name), (path, owner))
+            if name == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
+                for any_name in attributes_of(owner):
+                    names.setdefault((identity, any_name), (path, owner))
             return read(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
@@ -243,10 +249,14 @@ class Reads:
 
     def _trainers(self, cls: type) -> Callable[[Any, str], Any]:
         def __getattribute__(trainer: Any, name: str) -> Any:
-            value = object.__getattribute__(trainer, name)
+            try:
+                value = object.__getattribute__(trainer, name)
+            except AttributeError:
+                self._of_trainer.setdefault(name)
+                raise
             if name.startswith("__") or is_library(sys._getframe(1).f_code.co_filename) or callable(value):
                 return value
-            if isinstance(value, _SCALARS) and not is_tracked(value):
+            if (isinstance(value, _SCALARS) or name == "callbacks") and not is_tracked(value):
                 self._of_trainer.setdefault(name)
             elif name not in _KEPT_BY_TRAINER and not is_tracked(value):
                 self._refuse(f"it reads trainer.{name}, which may change from step to step")
@@ -258,13 +268,22 @@ class Reads:
     def _code(self) -> Iterator[None]:
         """Note the code of every function that is called, but for libraries."""
         codes = self._codes
-
-        def note(frame: types.FrameType, event: str, _: Any) -> None:
-            code = frame.f_code
-            if code not in codes and not is_library(code.co_filename):
-                codes[code] = frame.f_globals
+        begun: dict[int, types.FrameType] = {}
 
         before = sys.gettrace()
+
+        def note(frame: types.FrameType, event: str, argument: Any) -> Any:
+            code = frame.f_code
+            others = None if before is None else before(frame, event, argument)
+            if is_library(code.co_filename):
+                return others
+            codes.setdefault(code, frame.f_globals)
+            if code.co_flags & inspect.CO_GENERATOR:
+                if id(frame) not in begun and _is_resumed(frame):
+                    self._refuse(f"it advances the generator {code.co_name}, which remembers where it is (state)")
+                begun[id(frame)] = frame
+            return others
+
         sys.settrace(note)
         try:
             yield
@@ -272,9 +291,20 @@ class Reads:
             sys.settrace(before)
 
 
+def _is_resumed(frame: types.FrameType) -> bool:
+    """Return whether the frame of a generator has yielded before."""
+    at = frame.f_lasti
+    return frame.f_code.co_code[at] == dis.opmap["RESUME"] and frame.f_code.co_code[at + 1] & 3 != 0
+
+
+def _untracked(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    number = ABSENT
+    return tuple((k, number if type(v) in (int, float) else v) for k, v in group.items() if k != "params")
+
+
 # what a step reads of the trainer that stays, or whose numbers are tracked
 _KEPT_BY_TRAINER = frozenset(
-    "optimizers lr_scheduler_configs strategy accelerator callbacks logger loggers model lightning_module".split()
+    "optimizers lr_scheduler_configs strategy accelerator logger loggers model lightning_module".split()
 )
 
 
@@ -302,20 +332,33 @@ class _Attributes(dict[str, Any]):
             raise KeyError(name) from None
 
 
+def _subclass(cls: type, space: dict[str, Any]) -> type:
+    """Return a subclass of which the class does not hear, as it might register it."""
+    own = vars(cls).get("__init_subclass__")
+    type.__setattr__(cls, "__init_subclass__", classmethod(lambda _: None))
+    try:
+        return type(cls.__name__, (cls,), space)
+    finally:
+        if own is None:
+            type.__delattr__(cls, "__init_subclass__")
+        else:
+            type.__setattr__(cls, "__init_subclass__", own)
+
+
 @contextlib.contextmanager
-def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """Give an object a subclass of its class for a while, where that is possible."""
+def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[bool]:
+    """Give an object a subclass of its class for a while; what is yielded says whether that is possible."""
     cls = type(owner)
     if isinstance(owner, torch.jit.ScriptModule):
-        yield
+        yield False
         return
     space = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     try:
-        object.__setattr__(owner, "__class__", type(cls.__name__, (cls,), space))
+        object.__setattr__(owner, "__class__", _subclass(cls, space))
     except TypeError:  # a class with a layout of its own cannot be swapped
-        yield
+        yield False
         return
     try:
-        yield
+        yield True
     finally:
         object.__setattr__(owner, "__class__", cls)

@@ -1,10 +1,11 @@
 """Snapshots of Python state: what a module, its helpers and the globals of its code hold, to compare and to put back.
 
 A snapshot begins at *slots* (an attribute, a global, a default argument) and goes down through lists, dicts, sets,
-queues, tuples, instances of classes, functions with their closures and defaults, partial functions and generators of
-random numbers. Of each it keeps what was in it. It ends at what has no Python state of its own or is somebody else's:
-modules of the tree (their attributes are slots), parameters and buffers, classes, the trainer, data sets, loggers,
-objects of the standard library. Tensors count by identity and version, NumPy arrays by content.
+queues, tuples, instances of classes, the user's classes, functions with their closures, defaults and attributes,
+partial functions, generators, weak references and generators of random numbers. Of each it keeps what was in it. It
+ends at what has no Python state of its own or is somebody else's: modules of the tree and their classes (their
+attributes are slots), parameters and buffers, the trainer, data sets, loggers, most objects of the standard library.
+Tensors count by identity and version, NumPy arrays by content.
 
     Snapshot(slots).changes()        where something is no longer what it was
     Snapshot(slots).restore()        put it back
@@ -12,11 +13,15 @@ objects of the standard library. Tensors count by identity and version, NumPy ar
 
 from __future__ import annotations
 
+import array
+import contextvars
+import ctypes
 import functools
 import itertools
 import random
 import sys
 import types
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -30,7 +35,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.torch_private import version_of
+from lightning_pipe.capture.torch_private import outside_of_modes, version_of
+from lightning_pipe.capture.users_code import is_users
 
 Keys: TypeAlias = AbstractSet[Any]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -44,10 +50,10 @@ _FOREIGN_TYPES = (
     torch.utils.data.Dataset,
     torch.utils.data.DataLoader,
     types.ModuleType,
-    type,
 )
 _OURS_OF_THE_LIBRARY = frozenset(
-    "argparse collections dataclasses decimal enum fractions functools itertools random types".split()
+    "_thread argparse collections configparser dataclasses decimal enum fractions functools itertools multiprocessing "
+    "queue random threading types weakref".split()
 )
 
 
@@ -86,13 +92,18 @@ class Slot:
             self.container[self.key] = value
 
     @property
+    def is_writable(self) -> bool:
+        """Return whether another value can be put there."""
+        return not isinstance(self.container, (types.MappingProxyType, Asked, _Locals))
+
+    @property
     def place(self) -> tuple[Any, Any]:
         """Return what two slots share that are the same place."""
         return _identity(self.container), self.key
 
     def inside(self, container: Any, key: Any, kind: str) -> Slot:
         """Return a slot in the value of this one."""
-        name = f"{self.name}[{key!r}]" if kind == "item" else f"{self.name}.{key}"
+        name = {"item": f"{self.name}[{key!r}]", "class": key}.get(kind, f"{self.name}.{key}")
         return Slot(container, key, name, (*self.path, (kind, key)) if self.path else ())
 
 
@@ -116,6 +127,8 @@ def _parts_by_kind(value: Any, kind: str) -> Any:
     """Return what holds the parts of a value that a path leads to by steps of this kind."""
     if kind == "item":
         return value
+    if isinstance(value, type):
+        return ClassAttributes(value)
     if kind == "cell":
         return _Cells(value)
     if kind == "held":
@@ -124,9 +137,18 @@ def _parts_by_kind(value: Any, kind: str) -> Any:
 
 
 def _held(value: Any) -> Mapping[str, Any]:
-    """Return what a bound method or a partial function holds."""
-    names = ("__self__", "__func__") if isinstance(value, types.MethodType) else ("func", "args", "keywords")
+    """Return what a bound method, a partial function or a property holds."""
+    names = next(names for kind, names in _HELD.items() if isinstance(value, kind))
     return types.MappingProxyType({name: getattr(value, name) for name in names})
+
+
+_HELD: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset", "fdel"),
+    classmethod: ("__func__",),
+    staticmethod: ("__func__",),
+}
 
 
 class _Absent:
@@ -200,6 +222,49 @@ class _SlotsOf(dict[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class Asked(dict[str, Any]):
+    """What functions return now, as a dict that is only read."""
+
+    def __init__(self, functions: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__(functions)
+
+    def __getitem__(self, name: str) -> Any:
+        return dict.__getitem__(self, name)()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Leave it: nobody can set what a function returns."""
+
+
+class _Locals(dict[str, Any]):
+    """The variables of a generator, and where it stands, as a dict that is only read."""
+
+    def __init__(self, generator: types.GeneratorType[Any, Any, Any]) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def _now(self) -> dict[str, Any]:
+        frame = self._generator.gi_frame
+        return {} if frame is None else {"(position)": frame.f_lasti, **frame.f_locals}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._now()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Leave it: nobody can set the variables of a generator."""
+
+    def __delitem__(self, name: str) -> None:
+        """Leave it: nobody can remove the variables of a generator."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._now()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
 
 
 def _identity(container: Any) -> Any:
@@ -297,12 +362,20 @@ class _Entries:
             before, after = self.content.get(key, ABSENT), now.get(key, ABSENT)
             if not same(before, after):
                 yield Change(self._slot(key), before, after)
+        if now.keys() == self.content.keys() and [*now] != [*self.content]:  # another order
+            yield Change(self._at, self._container, self._container, is_content=True)
 
     def restore(self) -> None:
+        if isinstance(self._container, types.MappingProxyType):
+            return
         for key in [key for key in self._now() if key not in self.content]:
             del self._container[key]
         for key, value in self.content.items():
             if key not in self._container or self._container[key] is not value:
+                self._container[key] = value
+        if isinstance(self._container, dict) and [*self._now()] != [*self.content]:
+            for key, value in self.content.items():
+                del self._container[key]
                 self._container[key] = value
 
 
@@ -407,7 +480,7 @@ def _equal_states(one: Any, two: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, two))
     if isinstance(one, torch.Tensor):
-        return bool(torch.equal(one, two))
+        return outside_of_modes(torch.equal)(one, two)
     return bool(one == two)
 
 
@@ -474,12 +547,16 @@ class Snapshot:
                 waiting.extend((inner, inner.read()) for inner in part.slots())
 
     def _parts_of(self, slot: Slot, value: Any) -> Iterator[_Part]:
+        if isinstance(value, type):
+            yield from self._class_parts(slot, value)
+            return
         if isinstance(value, _FOREIGN_TYPES) or id(value) in self._tree:
             return
         if isinstance(value, torch.Tensor):
             if type(value) not in (torch.Tensor, nn.Parameter):  # a stand-in, say: it counts by identity
                 return
             yield _Written(slot, value, copied=self._copies and value.numel() <= _COPIED_ELEMENTS)
+            yield _Entries(vars(value), slot, kind="attribute")
             return
         hidden = self._ignored.get(id(value), frozenset())
         if isinstance(value, dict):
@@ -492,16 +569,23 @@ class Snapshot:
         elif isinstance(value, np.ndarray):
             yield _array(slot, value)
             return
-        elif (state := _generator_state(value)) is not None:
+        elif (state := _generator_state(value) or _buffer_state(value)) is not None:
             yield _Stated(slot, *state)
+            return
+        elif isinstance(value, types.MappingProxyType):
+            yield _Entries(value, replace(slot, path=()))
+            return
+        elif (asked := _asked(value)) is not None:
+            yield _Entries(asked, replace(slot, path=()), kind="attribute")
             return
         elif isinstance(value, types.FunctionType):
             cells = _Cells(value)
             hidden = self._ignored.get(_identity(cells), frozenset())
             yield _Entries(cells, slot, hidden=hidden, kind="cell")
             yield _Entries(types.MappingProxyType(_defaults(value)), replace(slot, path=()), kind="default")
+            yield _Entries(vars(value), slot, kind="attribute")
             return
-        elif isinstance(value, (types.MethodType, functools.partial)):
+        elif isinstance(value, tuple(_HELD)):
             yield _Entries(_held(value), slot, kind="held")
             return
         elif isinstance(value, Iterator):
@@ -515,6 +599,22 @@ class Snapshot:
             yield _Entries(attributes, slot, hidden=hidden, kind="attribute")
         if names := _slot_names_of(type(value)):
             yield _Entries(_SlotsOf(value, names), slot, kind="attribute")
+        if is_users(type(value)):
+            yield _classes(slot, [type(value)])
+
+    def _class_parts(self, slot: Slot, cls: type) -> Iterator[_Part]:
+        """Enter a class of the user's; those of modules are slots."""
+        if not is_users(cls) or issubclass(cls, nn.Module):
+            return
+        internal = {n for n, v in vars(cls).items() if n.startswith("__") and not isinstance(v, types.FunctionType)}
+        attributes = ClassAttributes(cls)
+        hidden = self._ignored.get(_identity(attributes), set()) | internal | {"_abc_impl"}
+        yield _Entries(attributes, replace(slot, path=()), hidden=hidden, kind="attribute")
+        yield _classes(slot, [*cls.__bases__, type(cls)])
+
+
+def _classes(slot: Slot, classes: Iterable[type]) -> _Entries:
+    return _Entries(types.MappingProxyType({c.__name__: c for c in classes}), replace(slot, path=()), kind="class")
 
 
 def _slot_names_of(cls: type) -> list[str]:
@@ -529,7 +629,7 @@ def _slot_names(cls: type) -> list[str]:
 
 
 def _version(tensor: torch.Tensor) -> Any:
-    return () if tensor.is_inference() else version_of(tensor)
+    return () if tensor.is_inference() else (version_of(tensor), tensor.requires_grad)
 
 
 def _array(slot: Slot, array: np.ndarray[Any, Any]) -> _Stated:
@@ -575,20 +675,47 @@ def _generator_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any
         bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
+        return outside_of_modes(value.get_state), outside_of_modes(value.set_state)
     return None
 
 
-def _iterator(slot: Slot, value: Any) -> Iterator[_Stated]:
-    """Look at an iterator: a generator by where it stands, others by how they would be pickled."""
+def _buffer_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    if isinstance(value, bytearray):
+        return lambda: bytes(value), lambda state: value.__setitem__(slice(None), state)
+    if isinstance(value, array.array):
+        return value.tobytes, lambda state: value.__setitem__(slice(None), array.array(value.typecode, state))
+    if isinstance(value, (ctypes.Array, ctypes.Structure, ctypes.c_double.__base__)):
+        return lambda: bytes(value), lambda state: ctypes.memmove(ctypes.addressof(value), state, len(state))
+    return None
+
+
+def _asked(value: Any) -> Asked | None:
+    if isinstance(value, weakref.ref):
+        return Asked({"()": value})
+    if isinstance(value, contextvars.ContextVar):
+        return Asked({"get()": lambda: value.get(ABSENT)})
+    return None
+
+
+def _iterator(slot: Slot, value: Any) -> Iterator[_Entries | _Stated]:
+    """Look at an iterator: a generator by its variables and where it stands, others by how they would be pickled."""
     if isinstance(value, types.GeneratorType):
-        yield _Stated(slot, lambda: getattr(value.gi_frame, "f_lasti", -1), None)
+        yield _Entries(_Locals(value), replace(slot, path=()), kind="attribute")
         return
     try:
         value.__reduce__()
     except Exception:  # no way to look into it: it counts by identity
         return
-    yield _Stated(slot, lambda: repr(value.__reduce__()[1:]), None)
+    yield _Stated(slot, lambda: _reduced(value), None)
+
+
+def _reduced(value: Any) -> Any:
+    """Return how an iterator would be pickled, and the iterators that it reads from; other objects by identity."""
+    if isinstance(value, Iterator):
+        return [_reduced(part) for part in value.__reduce__()[1:]]
+    if isinstance(value, (tuple, list)):
+        return [_reduced(part) for part in value]
+    return value if isinstance(value, _SCALARS) else id(value)
 
 
 def _defaults(function: types.FunctionType) -> dict[str, Any]:

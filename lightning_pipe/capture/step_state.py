@@ -151,7 +151,8 @@ def _as_kept(change: Change) -> Kept:
     if not change.is_content:
         return Kept(slot.path, slot.name, "remove" if now is ABSENT else "assign", None if now is ABSENT else now)
     if not isinstance(slot.read(), (list, set, deque)):
-        return Kept(slot.path, slot.name, "state", state_of(slot.read()))
+        state = state_of(slot.read())
+        return Kept(slot.path if state is not None else (), slot.name, "state", state)
     before = len(change.before)
     grew = isinstance(slot.read(), list) and all(a is b for a, b in zip(change.before, now[:before], strict=False))
     if grew and len(now) >= before:

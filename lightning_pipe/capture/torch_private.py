@@ -37,6 +37,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -65,7 +66,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "BufferAOTInput",
@@ -229,6 +230,17 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Let a tensor be written to inside without autograd's noticing; who has saved it must not need its content."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function for real tensors, in the midst of a trace too."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

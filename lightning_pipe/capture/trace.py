@@ -27,6 +27,7 @@ from lightning_pipe.capture.hazards import (
     Question,
     compare_calls,
     hazard,
+    no_files,
     no_random_numbers,
     no_seeding,
     random_line,
@@ -234,6 +235,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.parameters_in_new_lists(),
         torch.random.fork_rng(devices=[]),
         no_seeding(),
+        no_files(),
     ):
         step.model._device = device
         try:

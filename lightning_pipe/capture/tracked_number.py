@@ -136,7 +136,8 @@ class _Exact:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Exact) or type(self.value) is not type(other.value):
             return False
-        return self.value is other.value or self.value == other.value or self.value != self.value != other.value
+        one, two = self.value, other.value
+        return one is two or bool(one == two) or (one != one and two != two)
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value))
@@ -182,6 +183,7 @@ class _Tracked:
         return np.asarray(self.pinned(), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        getattr(self.value, name)  # torch asks for what no number has: nothing is read then
         return getattr(self.pinned(), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -222,7 +224,9 @@ def tracked(value: Any, expression: Any, guards: NumberGuards, line: Callable[[]
 
 
 def _binary(operation: Callable[[Any, Any], Any], reflected: bool) -> Any:
-    def method(self: _Tracked, other: Any) -> Any:
+    def method(self: _Tracked, other: Any, *modulus: Any) -> Any:
+        if modulus:  # pow(a, b, modulus)
+            return operation(self.pinned(), *(o.pinned() if isinstance(o, _Tracked) else o for o in (other, *modulus)))
         if isinstance(other, (_Tracked, *_PLAIN)):
             return self.compute(operation, *((other, self) if reflected else (self, other)))
         if isinstance(other, torch.Tensor):
@@ -249,7 +253,7 @@ def _pinning(operation: Callable[..., Any]) -> Any:
 
 def _give_methods(cls: type) -> None:
     for name in "add sub mul truediv floordiv mod pow".split():
-        operation = getattr(operator, name)
+        operation = pow if name == "pow" else getattr(operator, name)
         setattr(cls, f"__{name}__", _binary(operation, reflected=False))
         setattr(cls, f"__r{name}__", _binary(operation, reflected=True))
     for name in "lt le gt ge eq ne".split():
@@ -261,6 +265,9 @@ def _give_methods(cls: type) -> None:
     plain = {"float": float, "int": int, "index": operator.index, "complex": complex, "hash": hash, "str": str}
     for name, operation in {**plain, "repr": repr, "format": format, "divmod": divmod}.items():
         setattr(cls, f"__{name}__", _pinning(operation))
+    cls.__invert__, cls.__rdivmod__ = _pinning(operator.invert), _pinning(lambda own, other: divmod(other, own))  # type: ignore[attr-defined]
+    for name in "as_integer_ratio bit_length conjugate hex is_integer".split():  # torch's base classes have their own
+        setattr(cls, name, property(lambda self, name=name: getattr(self.pinned(), name)))
     for name in "and or xor lshift rshift".split():
         operation = getattr(operator, f"{name}_" if name in ("and", "or") else name)
         setattr(cls, f"__{name}__", _pinning(operation))

@@ -151,7 +151,10 @@ def _why_whole(runs: Sequence[Run]) -> str:
     if writes := [change.name for change in first.changes if change.name not in first.buffers]:
         return f"it writes to the parameter {writes[0]}"
     if hidden := next((left for left in first.left if not left.path), None):
-        raise CaptureError(f"The step changes {hidden.name}, which other ranks cannot find. Keep it on the module.")
+        raise CaptureError(
+            f"The step changes {hidden.name}, which can neither be put back for the next micro-batch nor found by "
+            "other ranks. Keep numbers, lists, dicts or generators of random numbers on the module instead."
+        )
     for other in others:
         for one, two in itertools.zip_longest(first.left, other.left):
             if one is None or two is None or not same_left(one, two):

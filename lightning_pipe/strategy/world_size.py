@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_pipe.capture.hazards import is_library
+from lightning_pipe.capture.users_code import is_library
 from lightning_pipe.strategy.lightning_private import throughputs
 
 _TRAINER = "/lightning/pytorch/trainer/trainer.py"

@@ -1,9 +1,12 @@
-"""A step that a frozen graph would get wrong is refused with the hazard and the user's line."""
+"""What a frozen graph would get wrong is tracked, guarded, or refused with the hazard and the user's line."""
 
 from __future__ import annotations
 
+import os
 import random
+import re
 from functools import partial
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,10 +16,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
+from lightning_pipe.capture.tracked_number import Situation, evaluate
 from lightning_pipe.errors import CaptureError
 
 BATCH = (torch.randn(6, 4), torch.randn(6))
 COUNTER = [0]
+NOW = Situation((0,))
+
+
+def levels():
+    while True:
+        yield 1.0
 
 
 class Plain(pl.LightningModule):
@@ -25,6 +35,9 @@ class Plain(pl.LightningModule):
         self.linear = nn.Linear(4, 1)
         self.temperature = 1.0
         self.generator = np.random.default_rng(0)
+        self.losses = []
+        self.levels = levels()
+        next(self.levels)
 
     def error(self, batch):
         x, y = batch
@@ -125,24 +138,46 @@ def by_nothing_returned(self, batch, batch_idx):
     self.error(batch)
 
 
+def by_generator_function(self, batch, batch_idx):
+    return self.error(batch) * next(self.levels)
+
+
+def by_file(self, batch, batch_idx):
+    with open(__file__) as file:
+        return self.error(batch) * len(file.readline())
+
+
+def by_seed(self, batch, batch_idx):
+    torch.manual_seed(3)
+    return self.error(batch) * torch.rand(())
+
+
+def by_kept_list(self, batch, batch_idx):
+    self.losses.append(self.error(batch))
+    return torch.stack(self.losses).mean()
+
+
+def by_clock_of_the_trainer(self, batch, batch_idx):
+    return self.error(batch) * len(self.trainer.callback_metrics)
+
+
 HAZARDS = {
-    by_step: "global_step",
-    by_epoch: "current_epoch",
-    by_index: "changes from call to call",
-    by_counter_of_the_program: "changes from call to call",
+    by_counter_of_the_program: r"changes COUNTER\[0\]|changes COUNTER and reads it again",
     by_python_random: "random numbers",
     by_python_random_branch: "random numbers",
     by_numpy_random: "random numbers",
-    by_generator_object: "changes from call to call",
+    by_generator_object: "changes self.generator and reads it again",
+    by_generator_function: "advances the generator levels",
+    by_file: "opens the file",
+    by_seed: r"manual_seed\(\)",
+    by_kept_list: "changes self.losses and reads it again",
+    by_clock_of_the_trainer: r"trainer.callback_metrics",
     by_item: "item",
     by_float: "float",
     by_list: "read into Python",
     by_numpy: "numpy",
     by_shape: "data-dependent",
     by_state: "state",
-    by_hidden_state: "state",
-    by_logged_number: "global_step",
-    by_logged_sometimes: "logs something else",
 }
 
 
@@ -150,12 +185,175 @@ HAZARDS = {
 def test_a_step_that_would_be_frozen_is_refused_with_its_line(body):
     before = random.getstate(), np.random.get_state()[1].copy()
     module = step(body)()
+    module.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
     with pytest.raises(CaptureError, match=HAZARDS[body]) as caught:
         capture(module)
-    if body is not by_state and body is not by_hidden_state:
+    if body not in (by_state, by_counter_of_the_program):  # nothing says which assignment it was
         assert f"{__file__}:" in str(caught.value)
     assert random.getstate() == before[0]
     assert np.array_equal(np.random.get_state()[1], before[1])
+
+
+class Counters:
+    """A trainer that has nothing but counters."""
+
+    global_step = current_epoch = 0
+
+
+COUNTED = {  # (step, epoch, index of the batch) -> what the graph reads
+    by_step: {(0, 0, 0): 0.0, (50, 1, 3): 0.5},
+    by_epoch: {(0, 0, 0): 1.0, (9, 3, 1): 0.125},
+    by_index: {(0, 0, 0): 1.0, (9, 3, 6): 7.0},
+}
+
+
+@pytest.mark.parametrize("body", COUNTED, ids=lambda body: body.__name__)
+def test_a_counter_is_an_input_of_the_graph(body):
+    module, captured = step(body)(), None
+    vars(module)["_trainer"] = trainer = Counters()
+    for (steps, epoch, index), number in COUNTED[body].items():
+        trainer.global_step, trainer.current_epoch = steps, epoch
+        captured = captured or capture(module)
+        assert captured.changed(Situation((index,))) == ""
+        assert captured.numbers(Situation((index,))) == [number]
+
+
+def test_a_comparison_with_a_counter_is_a_guard():
+    module = step(by_step)()
+    vars(module)["_trainer"] = trainer = Counters()
+    captured = capture(module)
+    trainer.global_step = 99
+    assert captured.changed(Situation((0,))) == ""
+    trainer.global_step = 100
+    assert re.match(r"what depends on self.global_step was True and is False now \(at .*by_step", captured.changed(NOW))
+
+
+def test_a_counter_that_is_logged_is_computed_for_every_batch():
+    def body(self, batch, batch_idx):
+        self.log("half", self.global_step / 2)
+        return self.error(batch)
+
+    module = step(body)()
+    vars(module)["_trainer"] = trainer = Counters()
+    captured = capture(module)
+    trainer.global_step = 7
+    assert captured.changed(NOW) == ""
+    assert evaluate(captured.record.calls[0].value.expression, NOW) == 3.5
+
+
+def test_a_counter_that_becomes_a_plain_number_is_a_guard():
+    module = step(by_logged_number)()
+    vars(module)["_trainer"] = trainer = Counters()
+    captured = capture(module)
+    trainer.global_step = 1
+    assert "self.global_step was 0 and is 1 now" in captured.changed(NOW)
+
+
+def test_what_is_logged_for_some_batches_only_is_captured_for_both_kinds():
+    module = step(by_logged_sometimes)()
+    for index, others, logged in ((0, (10, 20), 1), (3, (4, 9), 0)):
+        captured = capture(module, arguments=(index,))
+        assert len(captured.record.calls) == logged
+        assert all(captured.changed(Situation((other,))) == "" for other in others)
+        assert "batch_idx" in captured.changed(Situation((5 if index == 0 else 10,)))
+
+
+def test_what_the_step_leaves_without_having_read_it_is_a_result():
+    kept = capture(step(by_hidden_state)()).record.kept
+    assert [(one.name, one.how) for one in kept] == [("self.hidden", "assign")]
+
+
+def test_what_the_step_appends_without_having_read_it_is_a_result():
+    def body(self, batch, batch_idx):
+        loss = self.error(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    module = step(body)()
+    captured = capture(module)
+    assert [(one.name, one.how, len(one.value)) for one in captured.record.kept] == [("self.losses", "extend", 1)]
+    assert module.losses == []
+    module.losses.append(1.0)
+    assert captured.changed(NOW) == ""
+
+
+class Settings:
+    scale = 1.0
+
+
+SETTINGS, BOX = Settings(), {"scale": 1.0}
+
+
+def changed_by(change, body):
+    module = step(body)()
+    captured = capture(module)
+    assert captured.changed(NOW) == ""
+    change(module)
+    return captured.changed(NOW)
+
+
+def test_a_class_attribute_that_a_helper_inherits_is_guarded(monkeypatch):
+    found = changed_by(
+        lambda _: monkeypatch.setattr(Settings, "scale", 2.0),
+        lambda self, batch, batch_idx: self.error(batch) * SETTINGS.scale,
+    )
+    assert found == "Settings.scale was 1.0 and is 2.0 now"
+
+
+def test_a_closure_of_the_step_is_guarded():
+    box = {"scale": 1.0}
+    found = changed_by(lambda _: box.update(scale=2.0), lambda self, batch, batch_idx: self.error(batch) * box["scale"])
+    assert "box['scale'] was 1.0 and is 2.0 now" in found
+
+
+def test_a_global_is_guarded(monkeypatch):
+    found = changed_by(
+        lambda _: monkeypatch.setitem(BOX, "scale", 2.0),
+        lambda self, batch, batch_idx: self.error(batch) * BOX["scale"],
+    )
+    assert found == "BOX['scale'] was 1.0 and is 2.0 now"
+
+
+def test_the_environment_is_guarded(monkeypatch):
+    monkeypatch.setenv("SCALE_OF_A_TEST", "1")
+    found = changed_by(
+        lambda _: monkeypatch.setenv("SCALE_OF_A_TEST", "2"),
+        lambda self, batch, batch_idx: self.error(batch) * float(os.environ["SCALE_OF_A_TEST"]),
+    )
+    assert found.startswith("os.environ")
+
+
+def test_a_method_that_is_replaced_is_seen():
+    def change(module):
+        module.error = lambda batch: batch[0].sum() * module.linear.weight.sum()
+
+    assert changed_by(change, lambda self, batch, batch_idx: self.error(batch)).startswith("self.error was absent")
+
+
+def test_a_forward_that_is_replaced_is_seen():
+    def change(module):
+        module.linear.forward = lambda x: F.linear(x, module.linear.weight * 2)
+
+    found = changed_by(change, lambda self, batch, batch_idx: self.error(batch))
+    assert found.startswith("self.linear.forward was absent")
+
+
+def test_attributes_that_are_read_past_the_module_are_guarded():
+    found = changed_by(
+        lambda module: setattr(module, "temperature", 2.0),
+        lambda self, batch, batch_idx: self.error(batch) * vars(self)["temperature"],
+    )
+    assert found == "self.temperature was 1.0 and is 2.0 now"
+
+
+def test_the_default_dtype_is_guarded():
+    try:
+        found = changed_by(
+            lambda _: torch.set_default_dtype(torch.float64), lambda self, batch, batch_idx: self.error(batch)
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == "torch's default dtype was torch.float32 and is torch.float64 now"
 
 
 def test_a_step_without_a_loss_is_refused():
@@ -221,9 +419,9 @@ def test_item_can_be_logged():
 def test_an_attribute_that_somebody_sets_between_steps_is_seen():
     module = Plain()
     captured = capture(module)
-    assert captured.changed() == ""
+    assert captured.changed(NOW) == ""
     module.temperature = 2.0
-    assert "temperature" in captured.changed()
+    assert "temperature" in captured.changed(NOW)
 
 
 def test_attributes_that_the_step_does_not_read_may_change():
@@ -231,7 +429,7 @@ def test_attributes_that_the_step_does_not_read_may_change():
     module.best = 0.0
     captured = capture(module)
     module.best = 1.0
-    assert captured.changed() == ""
+    assert captured.changed(NOW) == ""
 
 
 def test_capture_leaves_the_module_as_it_was():
@@ -245,3 +443,18 @@ def test_capture_leaves_the_module_as_it_was():
     assert {n: id(p) for n, p in module.named_parameters()} == {n: i for n, (i, _) in parameters.items()}
     assert all(torch.equal(p, parameters[n][1]) for n, p in module.named_parameters())
     assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+def test_capture_does_not_register_a_subclass():
+    class Registering(Plain):
+        known: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls) -> None:
+            Registering.known.append(cls.__name__)
+
+    class Registered(Registering):
+        pass
+
+    captured = capture(Registered())
+    assert Registering.known == ["Registered"]
+    assert captured.record.kept == ()

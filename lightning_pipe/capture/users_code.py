@@ -1,0 +1,81 @@
+"""Which code is the user's, and which names does it read?
+
+Files of Python, torch, Lightning, torchmetrics, NumPy and this package are libraries; those of other packages are
+installed; all else is the user's, among it what a notebook defines, which has no file.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+Code: TypeAlias = "tuple[types.CodeType, dict[str, Any]]"  # with the globals that it sees
+_MOST_FUNCTIONS = 2000  # whose globals are looked for
+_LIBRARIES = ("/torch/", "/lightning/pytorch/", "/lightning/fabric/", "/lightning_pipe/", "/torchmetrics/", "/numpy/")
+_STANDARD = (types.__file__ or "").rpartition("/")[0] + "/"
+
+
+@functools.cache
+def is_library(filename: str) -> bool:
+    """Return whether a file belongs to Python, torch, Lightning, torchmetrics, NumPy or this package."""
+    if filename.startswith("<frozen") or any(part in filename for part in _LIBRARIES):
+        return True
+    return filename.startswith(_STANDARD) and "site-packages" not in filename
+
+
+@functools.cache
+def is_installed(filename: str) -> bool:
+    """Return whether a file was not written by the user: of a library or any other installed package."""
+    return is_library(filename) or "site-packages" in filename or "dist-packages" in filename
+
+
+def is_users(cls: type) -> bool:
+    """Return whether a class is written by the user."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is None:  # of a notebook, or written in C
+        return cls.__module__.partition(".")[0] not in sys.stdlib_module_names or cls.__module__ == "__main__"
+    return not is_installed(file)
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that a piece of code, and the code inside it, may read as globals or attributes."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from names_in(inner)
+        elif isinstance(inner, str) and inner.isidentifier():  # getattr(config, "alpha"), globals()["ALPHA"]
+            yield inner
+
+
+def functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions in an attribute of a class: a method, or those of a property or class method."""
+    for function in (value, *(getattr(value, name, None) for name in ("fget", "fset", "__func__", "func"))):
+        if isinstance(function, types.FunctionType):
+            yield function
+
+
+def functions_of(cls: type) -> Iterator[types.FunctionType]:
+    """Yield the functions in the attributes of a class."""
+    for value in vars(cls).values():
+        yield from functions_in(value)
+
+
+def reached(codes: Iterable[Code]) -> list[Code]:
+    """Add the user's functions that code names as globals, and theirs."""
+    found: dict[int, Code] = {}
+    waiting = list(codes)
+    while waiting and len(found) < _MOST_FUNCTIONS:
+        code, namespace = waiting.pop()
+        if id(code) in found or is_installed(code.co_filename):
+            continue
+        found[id(code)] = (code, namespace)
+        for name in names_in(code):
+            value = namespace.get(name)
+            if isinstance(value, types.FunctionType):
+                waiting.append((value.__code__, value.__globals__))
+            elif isinstance(value, type) and is_users(value):
+                waiting.extend((f.__code__, f.__globals__) for f in functions_of(value))
+    return list(found.values())
