@@ -127,10 +127,14 @@ def _parts_by_kind(value: Any, kind: str) -> Any:
     """Return what holds the parts of a value that a path leads to by steps of this kind."""
     if kind == "item":
         return value
+    if kind == "class":
+        return _classes(value)
     if isinstance(value, type):
         return ClassAttributes(value)
     if kind == "cell":
         return _Cells(value)
+    if kind == "default":
+        return _defaults(value)
     if kind == "held":
         return _held(value)
     return vars(value) if hasattr(value, "__dict__") else _SlotsOf(value, _slot_names_of(type(value)))
@@ -582,7 +586,7 @@ class Snapshot:
             cells = _Cells(value)
             hidden = self._ignored.get(_identity(cells), frozenset())
             yield _Entries(cells, slot, hidden=hidden, kind="cell")
-            yield _Entries(types.MappingProxyType(_defaults(value)), replace(slot, path=()), kind="default")
+            yield _Entries(types.MappingProxyType(_defaults(value)), slot, kind="default")
             yield _Entries(vars(value), slot, kind="attribute")
             return
         elif isinstance(value, tuple(_HELD)):
@@ -600,7 +604,7 @@ class Snapshot:
         if names := _slot_names_of(type(value)):
             yield _Entries(_SlotsOf(value, names), slot, kind="attribute")
         if is_users(type(value)):
-            yield _classes(slot, [type(value)])
+            yield _Entries(_classes(value), slot, kind="class")
 
     def _class_parts(self, slot: Slot, cls: type) -> Iterator[_Part]:
         """Enter a class of the user's; those of modules are slots."""
@@ -609,12 +613,14 @@ class Snapshot:
         internal = {n for n, v in vars(cls).items() if n.startswith("__") and not isinstance(v, types.FunctionType)}
         attributes = ClassAttributes(cls)
         hidden = self._ignored.get(_identity(attributes), set()) | internal | {"_abc_impl"}
-        yield _Entries(attributes, replace(slot, path=()), hidden=hidden, kind="attribute")
-        yield _classes(slot, [*cls.__bases__, type(cls)])
+        yield _Entries(attributes, slot, hidden=hidden, kind="attribute")
+        yield _Entries(_classes(cls), slot, kind="class")
 
 
-def _classes(slot: Slot, classes: Iterable[type]) -> _Entries:
-    return _Entries(types.MappingProxyType({c.__name__: c for c in classes}), replace(slot, path=()), kind="class")
+def _classes(value: Any) -> Mapping[str, type]:
+    """Return the class of an object, or the bases and the metaclass of a class, by name."""
+    classes = [*value.__bases__, type(value)] if isinstance(value, type) else [type(value)]
+    return types.MappingProxyType({cls.__name__: cls for cls in classes})
 
 
 def _slot_names_of(cls: type) -> list[str]:

@@ -102,6 +102,11 @@ def replay(
 
 
 def _keep(kept: Kept, value: Any, module: pl.LightningModule) -> None:
+    if not kept.path:
+        raise PipelineError(
+            f"The step changes {kept.name} in this batch, which can neither be put back for the next micro-batch nor "
+            "found by other ranks. Keep numbers, lists or dicts on the module instead."
+        )
     slot = follow(module, kept.path)
     match kept.how:
         case "assign":
