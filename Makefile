@@ -10,14 +10,17 @@ LINTERS := $(VENV)/linters
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: $(INSTALLED) ## Train a small GPT on two ranks, as a pipeline.
 	$(BIN)/python examples/01_gpt_on_real_text.py --strategy dapple --devices 2 \
 		--timeline runs/gpt_on_real_text/timeline.json
 
-test: $(INSTALLED) ## Run every test that needs no accelerator.
-	$(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow ones.
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist loadfile --durations=25 $(ARGS)
+
+test-slow: $(INSTALLED) ## Run the slow tests: planning and fits of long models, more random steps.
+	$(BIN)/python -m pytest -m "slow and not gpu" -n $(WORKERS) --timeout 900 $(ARGS)
 
 lint: $(LINTERS) ## Check format, style and types.
 	$(BIN)/ruff format --check .

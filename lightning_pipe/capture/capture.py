@@ -184,6 +184,7 @@ def capture_step(request: Request) -> Capture:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
     joint = trace(request)
+    _refuse_overwritten_ties(joint, canonical_names(request.module))
     if written := _trained_and_written(request.module, joint):
         raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
     variants = None
@@ -195,7 +196,6 @@ def capture_step(request: Request) -> Capture:
         joint = _prepared(joint, request)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
-    _refuse_overwritten_ties(joint, aliases)
     graph = _graph(joint, kinds, flow, aliases)
     return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
 

@@ -154,7 +154,12 @@ class Observer(TorchFunctionMode):
         tag_nodes(self.module_path(), line)
         if self._numbers is not None and has_tracked(args, kwargs):
             return with_inputs(func, args, kwargs, self._numbers)
-        return func(*args, **kwargs)
+        tracer = sys.gettrace()
+        sys.settrace(None)  # no code of the user's runs in here; following torch's own would double the time
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.settrace(tracer)
 
     def _note_constants(self, name: str, args: Any, kwargs: Any, line: str) -> None:
         """Remember real tensors, which the graph takes as they are.

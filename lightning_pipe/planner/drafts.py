@@ -152,8 +152,8 @@ class Drafter:
             PlanError: if the graph has too few places for them.
         """
         key = (layout.stages, microbatches)
+        ranks = tuple(group[:1] if layout.whole else group for group in layout.stages)
         if key not in self._cuts:
-            ranks = tuple(group[:1] if layout.whole else group for group in layout.stages)
             self._cuts[key] = next(iter(self._balancer.variants(ranks, microbatches)), None)
         if (found := self._cuts[key]) is None:
             raise too_few_places(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_pipe.strategy.stand_ins import Guarded
 from lightning_pipe.strategy.weights import Weights
 
 
@@ -20,7 +21,9 @@ class Before:
             name: None if parameter.grad is None else parameter.grad.clone()
             for name, parameter in weights.parameters.items()
         }
-        self._buffers = {name: buffer.clone() for name, buffer in weights.buffers.items()}
+        self._buffers = {
+            name: buffer.clone() for name, buffer in weights.buffers.items() if not isinstance(buffer, Guarded)
+        }
 
     def restore(self) -> None:
         """Put them back."""

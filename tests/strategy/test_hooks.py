@@ -37,7 +37,7 @@ class Net(pl.LightningModule):
         self.noted: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none").mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""A step is captured again for other texts only if it looks at them."""
+"""A step is captured again for other texts only if it looks at them; objects in a batch are compared by content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from lightning_pipe.strategy.texts import Reader, texts, without_texts
+from lightning_pipe.capture.batch import contents, outline
+from lightning_pipe.strategy.texts import Reader, texts
 
 BATCH = {"kind": "rows", "names": ["a.png", "b.png"], "n": 3}
 
@@ -48,5 +49,7 @@ def test_having_a_text_is_not_looking_at_it(how: str) -> None:
 def test_texts_are_told_apart_from_the_rest_of_a_batch() -> None:
     other = {"kind": "columns", "names": ["c.png", "d.png"], "n": 3}
     assert texts(BATCH) == ("rows", "a.png", "b.png")
-    assert without_texts(BATCH) == without_texts(other) != without_texts({**other, "n": 4})
+    assert outline(BATCH) == outline({**other, "n": 4}) != outline({**other, "n": 4.0})
+    assert contents(BATCH) == contents({**other, "n": 4}), "numbers are tracked"
+    assert contents({"on": True}) != contents({"on": False}) and contents({"a": b"1"}) != contents({"a": b"2"})
     assert pickle.loads(pickle.dumps(Reader().marked(BATCH))) == BATCH

@@ -358,5 +358,5 @@ ENTRIES = {
     "hook_prints": Entry(PrintingHook, vectors),
     "kept_by_hook": Entry(KeptByHook, vectors),
     "masked_spans": Entry(MaskedSpans, short_sounds),
-    "outputs_in_a_list": Entry(CollectedOutputs, vectors, expected="state"),
+    "outputs_in_a_list": Entry(CollectedOutputs, vectors),
 }
