@@ -38,6 +38,7 @@ from lightning_pipe.capture.users_code import (
     names_in,
     reached,
 )
+from lightning_pipe.errors import CaptureError
 
 _METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
 _TORCHS_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -88,6 +89,37 @@ def shared_slots(module: pl.LightningModule) -> Iterator[Slot]:
             if _has_state(name, value):
                 yield _class_slot(cls, name)
     yield from global_slots(reached((f.__code__, f.__globals__) for cls in classes for f in functions_of(cls)))
+    yield from optimizer_slots(module._trainer)
+
+
+def optimizer_slots(trainer: Any) -> Iterator[Slot]:
+    """List the places of numbers that optimizers and schedulers change: learning rates, momenta."""
+    for o, optimizer in enumerate(getattr(trainer, "optimizers", None) or ()):
+        for g, group in enumerate(optimizer.param_groups):
+            found = _Found(lambda o=o, g=g: trainer.optimizers[o].param_groups[g])
+            path = (("optimizers", (o, g)),)
+            for key in group:
+                name = f"optimizers[{o}].param_groups[{g}][{key!r}]"
+                yield Slot(found, key, name, (*path, ("item", key)))
+    for s, config in enumerate(getattr(trainer, "lr_scheduler_configs", None) or ()):
+        of = partial(lambda s: trainer.lr_scheduler_configs[s].scheduler, s)
+        yield Slot(_Found(lambda of=of: vars(of())), "last_epoch", f"lr_schedulers[{s}].last_epoch")
+        for i in range(len(getattr(config.scheduler, "_last_lr", ()))):
+            yield Slot(_Found(lambda of=of: of()._last_lr), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
+
+
+class _Found(dict[Any, Any]):
+    """A dict or list that is looked for whenever it is asked, since others replace it."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._find()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._find()[key] = value
 
 
 def _classes_of(module: nn.Module) -> list[type]:
@@ -354,7 +386,9 @@ def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[bool]:
         return
     space = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     try:
-        object.__setattr__(owner, "__class__", _subclass(cls, space))
+        subclass = _subclass(cls, space)
+        own = frozenset(vars(subclass))
+        object.__setattr__(owner, "__class__", subclass)
     except TypeError:  # a class with a layout of its own cannot be swapped
         yield False
         return
@@ -362,3 +396,7 @@ def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[bool]:
         yield True
     finally:
         object.__setattr__(owner, "__class__", cls)
+    for name in vars(subclass).keys() - own:  # what was meant for its class: `type(self).name = ...`
+        if name not in vars(cls):
+            raise CaptureError(f"The step gives {cls.__name__} the new class attribute {name}. Define it in the class.")
+        setattr(cls, name, vars(subclass)[name])

@@ -107,7 +107,7 @@ class Slot:
         return Slot(container, key, name, (*self.path, (kind, key)) if self.path else ())
 
 
-def follow(module: nn.Module, path: Path) -> Slot:
+def follow(module: Any, path: Path) -> Slot:
     """Find a place by its path, on any rank."""
     (kind, root), *steps = path
     container: Any
@@ -116,6 +116,8 @@ def follow(module: nn.Module, path: Path) -> Slot:
     elif kind == "class":
         owners = {f"{c.__module__}.{c.__qualname__}": c for part in module.modules() for c in type(part).__mro__}
         container = ClassAttributes(owners[root])
+    elif kind == "optimizers":
+        container = module._trainer.optimizers[root[0]].param_groups[root[1]]
     else:
         container = vars(sys.modules[root])
     for (_, key), (next_kind, _) in itertools.pairwise(steps):

@@ -27,7 +27,7 @@ from lightning_pipe.capture.batch import Structure, with_numbers
 from lightning_pipe.capture.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
 from lightning_pipe.capture.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
 from lightning_pipe.capture.numbers import sized
-from lightning_pipe.capture.python_reads import Reads
+from lightning_pipe.capture.python_reads import Reads, optimizer_slots
 from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.record import Computed, Kept, LogCall, MetricCall, MetricRef, MetricValue, Read, Ref
 from lightning_pipe.capture.step_state import StepState
@@ -252,7 +252,7 @@ class StepFunction(nn.Module):
     def _varying_numbers(self) -> Iterator[None]:
         """Show the step tracked counters, hyper-parameters of optimizers, and numbers that are known to vary."""
         trainer = self.model._trainer
-        slots = [*self.varying, *_numbers_of_optimizers(trainer)]
+        slots = [*self.varying, *optimizer_slots(trainer)]
         with contextlib.ExitStack() as stack:
             for name in ("global_step", "current_epoch"):
                 read = partial(_counter, trainer, name)
@@ -277,33 +277,6 @@ def _counter(trainer: Any, name: str, _: Situation | None = None) -> int:
         return 0
     own = _GLOBAL_STEP if name == "global_step" else _CURRENT_EPOCH
     return int(own.fget(trainer) if isinstance(trainer, pl.Trainer) else getattr(trainer, name))
-
-
-def _numbers_of_optimizers(trainer: Any) -> Iterator[Slot]:
-    """List the places of numbers that optimizers and schedulers change: learning rates, momenta."""
-    for o, optimizer in enumerate(getattr(trainer, "optimizers", None) or ()):
-        for g, group in enumerate(optimizer.param_groups):
-            found = _Found(lambda o=o, g=g: trainer.optimizers[o].param_groups[g])
-            yield from (Slot(found, key, f"optimizers[{o}].param_groups[{g}][{key!r}]") for key in group)
-    for s, config in enumerate(getattr(trainer, "lr_scheduler_configs", None) or ()):
-        of = partial(lambda s: trainer.lr_scheduler_configs[s].scheduler, s)
-        yield Slot(_Found(lambda of=of: vars(of())), "last_epoch", f"lr_schedulers[{s}].last_epoch")
-        for i in range(len(getattr(config.scheduler, "_last_lr", ()))):
-            yield Slot(_Found(lambda of=of: of()._last_lr), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
-
-
-class _Found(dict[Any, Any]):
-    """A dict or list that is looked for whenever it is asked, since others replace it."""
-
-    def __init__(self, find: Callable[[], Any]) -> None:
-        super().__init__()
-        self._find = find
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._find()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._find()[key] = value
 
 
 def _put_back(slot: Slot, number: Any, value: Any) -> None:

@@ -468,6 +468,27 @@ class RunningMean(Net):
         return F.cross_entropy(self.two(self.one(batch["x"]) - self.mean), batch["y"])
 
 
+class ClassAttributeByStep(Net):
+    level = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).level = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.scaled(batch, self.level)
+        type(self).level = 0.5
+        return loss
+
+
+class RateByStep(Net):
+    def training_step(self, batch, batch_idx):
+        group = self.optimizers().param_groups[0]
+        loss = self.scaled(batch, group["lr"])
+        group["lr"] = 0.05
+        return loss
+
+
 class Iterates(Net):
     def __init__(self) -> None:
         super().__init__()
