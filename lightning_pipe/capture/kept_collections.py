@@ -77,7 +77,7 @@ class KeptDict(dict[Any, Any]):
         for key, value in dict(*others, **items).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 

@@ -272,7 +272,7 @@ class Reads:
 
         before = sys.gettrace()
 
-        def note(frame: types.FrameType, event: str, argument: Any) -> Any:
+        def note(frame: types.FrameType, event: Any, argument: Any) -> Any:
             code = frame.f_code
             others = None if before is None else before(frame, event, argument)
             if is_library(code.co_filename):

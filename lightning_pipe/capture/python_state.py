@@ -484,7 +484,7 @@ def _equal_states(one: Any, two: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, two))
     if isinstance(one, torch.Tensor):
-        return outside_of_modes(torch.equal)(one, two)
+        return bool(outside_of_modes(torch.equal)(one, two))
     return bool(one == two)
 
 
@@ -614,7 +614,7 @@ class Snapshot:
             return
         internal = {n for n, v in vars(cls).items() if n.startswith("__") and not isinstance(v, types.FunctionType)}
         attributes = ClassAttributes(cls)
-        hidden = self._ignored.get(_identity(attributes), set()) | internal | {"_abc_impl"}
+        hidden: Keys = self._ignored.get(_identity(attributes), set()) | internal | {"_abc_impl"}
         yield _Entries(attributes, slot, hidden=hidden, kind="attribute")
         yield _Entries(_classes(cls), slot, kind="class")
 
@@ -692,9 +692,12 @@ def _buffer_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] 
         return lambda: bytes(value), lambda state: value.__setitem__(slice(None), state)
     if isinstance(value, array.array):
         return value.tobytes, lambda state: value.__setitem__(slice(None), array.array(value.typecode, state))
-    if isinstance(value, (ctypes.Array, ctypes.Structure, ctypes.c_double.__base__)):
+    if isinstance(value, _NUMBERS_OF_C):
         return lambda: bytes(value), lambda state: ctypes.memmove(ctypes.addressof(value), state, len(state))
     return None
+
+
+_NUMBERS_OF_C: tuple[Any, ...] = (ctypes.Array, ctypes.Structure, ctypes.c_double.__base__)
 
 
 def _asked(value: Any) -> Asked | None:

@@ -265,7 +265,8 @@ def _give_methods(cls: type) -> None:
     plain = {"float": float, "int": int, "index": operator.index, "complex": complex, "hash": hash, "str": str}
     for name, operation in {**plain, "repr": repr, "format": format, "divmod": divmod}.items():
         setattr(cls, f"__{name}__", _pinning(operation))
-    cls.__invert__, cls.__rdivmod__ = _pinning(operator.invert), _pinning(lambda own, other: divmod(other, own))  # type: ignore[attr-defined]
+    setattr(cls, "__invert__", _pinning(operator.invert))  # noqa: B010
+    setattr(cls, "__rdivmod__", _pinning(lambda own, other: divmod(other, own)))  # noqa: B010
     for name in "as_integer_ratio bit_length conjugate hex is_integer".split():  # torch's base classes have their own
         setattr(cls, name, property(lambda self, name=name: getattr(self.pinned(), name)))
     for name in "and or xor lshift rshift".split():

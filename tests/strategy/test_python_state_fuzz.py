@@ -225,6 +225,8 @@ USES = (
     "{t} = {t} * (1 + {n} // 1) + {n} % 2",
 )
 
+_CURVED = ("self.parts", "clamp", ".abs()")  # of a loss, that of micro-batches is another one
+
 
 def source(seed: int) -> str:
     """Return the source of a step; the same for the same seed."""
@@ -237,7 +239,8 @@ def source(seed: int) -> str:
             value, time = draw.choice(VALUES), draw.choice(TIMES)
             hooks.setdefault(when, []).append(f"{time}{change.replace('new', value)}")
         where = draw.choice(list(PLACE_OF_TENSOR))
-        hooks.setdefault(where, []).append(draw.choice(USES).format(t=PLACE_OF_TENSOR[where], n=place))
+        uses = [use for use in USES if where != "LAST" or not any(word in use for word in _CURVED)]
+        hooks.setdefault(where, []).append(draw.choice(uses).format(t=PLACE_OF_TENSOR[where], n=place))
     for name in ("EPOCH_START", "BATCH_START", "BATCH_END", *PLACE_OF_TENSOR):
         text = text.replace(f"        {name}\n", "".join(f"        {line}\n" for line in hooks.get(name, ["pass"])))
     return text.replace("START", start)
