@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
-from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.stage_program import NOT_HELD, Split
 from lightning_pipe.capture.terms import with_one_kind_of_term
 from lightning_pipe.capture.totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.trace import Request, trace
@@ -65,12 +65,15 @@ class Capture:
     batch_dim: int = 0
     variants: Variants | None = None
 
-    def split(self, cuts: tuple[int, ...], *, exact_ties: bool = False) -> Split:
+    def split(
+        self, cuts: tuple[int, ...], *, exact_ties: bool = False, held: Mapping[str, Set[int]] = NOT_HELD
+    ) -> Split:
         """Cut the graph before the nodes at these positions; `()` is one stage.
 
         Args:
             exact_ties: whether gradients of a parameter that several stages use travel and are added for every
                 micro-batch, so that all sums keep the order of one device, instead of once per step.
+            held: stages that hold a copy of a parameter, whether they use it in this graph or not.
 
         Raises:
             PlanError: if the cuts make no stages.
@@ -86,6 +89,7 @@ class Capture:
                 aliases=self.aliases,
                 device=self.device,
                 exact_ties=exact_ties,
+                held=held,
             )
             return splitter.split(cuts)
 

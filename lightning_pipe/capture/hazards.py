@@ -149,7 +149,7 @@ class Observer(TorchFunctionMode):
             raise hazard("it draws random numbers from a generator of its own", line, self.module_path())
         name = getattr(func, "__name__", str(func))
         if name != "__get__" and func not in _SIZES:
-            self.calls.append(((name, _describe(args), _describe(kwargs)), line))
+            self.calls.append((_described(name, args, kwargs), line))
             self._note_constants(name, args, kwargs, line)
         tag_nodes(self.module_path(), line)
         if self._numbers is not None and has_tracked(args, kwargs):
@@ -199,6 +199,18 @@ class Answerer(TorchFunctionMode):
         if asks or (func in _EQUAL and args[0].shape == args[1].shape):
             self.answers.append(bool(result))
         return result
+
+
+_CONVERSIONS = {"double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32"} | {
+    name: name for name in ("bool", "bfloat16")
+}
+
+
+def _described(name: str, args: Any, kwargs: Any) -> Any:
+    """Describe a call; `x.double()` as `x.to(dtype=...)`, which it is for the tensors of one of both traces."""
+    if name in _CONVERSIONS:
+        return ("to", _describe(args), (("dtype", f"torch.{_CONVERSIONS[name]}"),))
+    return (name, _describe(args), _describe(kwargs))
 
 
 _WRITES = frozenset(

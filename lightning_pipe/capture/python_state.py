@@ -36,7 +36,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture.torch_private import outside_of_modes, version_of
-from lightning_pipe.capture.users_code import is_users
+from lightning_pipe.capture.users_code import is_library, is_users
 
 Keys: TypeAlias = AbstractSet[Any]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -585,6 +585,8 @@ class Snapshot:
             yield _Entries(asked, replace(slot, path=()), kind="attribute")
             return
         elif isinstance(value, types.FunctionType):
+            if is_library(value.__code__.co_filename):
+                return
             cells = _Cells(value)
             hidden = self._ignored.get(_identity(cells), frozenset())
             yield _Entries(cells, slot, hidden=hidden, kind="cell")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from lightning_pipe.capture.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replay_needs import Needs, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replay_stage import Now, Part, Player, Step
 from lightning_pipe.capture.replay_values import LOSS, leaf_size, size_of
-from lightning_pipe.capture.stage_program import Combine, Half, Split, StageProgram, Value
+from lightning_pipe.capture.stage_program import NOT_HELD, Combine, Half, Split, StageProgram, Value
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.trace import Request
@@ -169,11 +169,14 @@ class Replay:
         """Return "": the Python of the step runs every time."""
         return ""
 
-    def split(self, cuts: tuple[int, ...], *, exact_ties: bool = False) -> Split:
+    def split(
+        self, cuts: tuple[int, ...], *, exact_ties: bool = False, held: Mapping[str, Set[int]] = NOT_HELD
+    ) -> Split:
         """Cut between units, before those at these positions.
 
         Args:
             cuts: positions.
+            held: stages that hold a copy of a parameter, whether they use it here or not.
             exact_ties: not offered by replay.
 
         Raises:
@@ -200,7 +203,7 @@ class Replay:
                     else ""
                 )
             )
-        return _Splitter(self._request, self.trace, self._aliases, self._now).split(cuts)
+        return _Splitter(self._request, self.trace, self._aliases, self._now, held).split(cuts)
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,10 @@ class _Stage:
 class _Splitter:
     """Make stage programs."""
 
-    def __init__(self, request: Request, trace: UnitTrace, aliases: dict[str, str], now: Now) -> None:
+    def __init__(
+        self, request: Request, trace: UnitTrace, aliases: dict[str, str], now: Now, held: Mapping[str, Set[int]]
+    ) -> None:
+        self._held = held
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
         self._units = trace.units
         self._batch_dim = request.batch_dim if request.samples is not None else None
@@ -394,15 +400,15 @@ class _Splitter:
 
     def _buckets(self, programs: tuple[StageProgram, ...]) -> tuple[tuple[Bucket, ...], tuple[tuple[str, ...], ...]]:
         """Group trained parameters by the stages that hold them."""
-        holders: dict[str, list[int]] = defaultdict(list)
+        holders: dict[str, set[int]] = defaultdict(set)
         for program in programs:
             for name in dict.fromkeys(program.parameters.values()):
                 if name in self._trace.trained:
-                    holders[name].append(program.stage)
+                    holders[name] |= {program.stage, *self._held.get(name, ())}
         groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in dict.fromkeys(self._aliases.values()):
             if name in holders:
-                groups[tuple(holders[name])].append(name)
+                groups[tuple(sorted(holders[name]))].append(name)
         sizes = {name: self._request.module.get_parameter(name).nbytes for name in holders}
         buckets = tuple(Bucket(stages, sum(sizes[name] for name in names)) for stages, names in groups.items())
         return buckets, tuple(tuple(names) for names in groups.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -22,7 +23,7 @@ from lightning_pipe.capture.flow import Flow, value
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.sizes import Sizes
-from lightning_pipe.capture.stage_program import Half, Split, StageProgram
+from lightning_pipe.capture.stage_program import NOT_HELD, Half, Split, StageProgram
 from lightning_pipe.capture.state_once import state_once
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
@@ -70,6 +71,8 @@ class Splitter:
         device: where it will run.
         exact_ties: whether gradients of a parameter that several stages use are added per micro-batch, in autograd's
             order, instead of once per step; they then travel for every micro-batch.
+        held: stages that hold a copy of a parameter, whether they use it in this graph or not: all copies get its
+            gradient.
     """
 
     def __init__(
@@ -81,7 +84,9 @@ class Splitter:
         aliases: dict[str, str],
         device: torch.device,
         exact_ties: bool = False,
+        held: Mapping[str, Set[int]] = NOT_HELD,
     ) -> None:
+        self._held = held
         self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
         self._exact_ties = exact_ties
         self._sizes = Sizes(joint)
@@ -295,7 +300,7 @@ class Splitter:
         holders: dict[str, set[int]] = defaultdict(set)
         for program in programs:
             for parameter in {*program.parameters.values(), *program.gradients.values()} & trained:
-                holders[parameter].add(program.stage)
+                holders[parameter] |= {program.stage, *self._held.get(parameter, ())}
         groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for parameter in dict.fromkeys(self._aliases.values()):
             if parameter in holders:

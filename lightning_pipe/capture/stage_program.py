@@ -11,7 +11,7 @@ They run under `no_grad`; which values to save is simply the inputs of I and W t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +33,7 @@ class RandomKey:
     first_sample: int = 0
 
 
+NOT_HELD: Mapping[str, Set[int]] = {}  # no parameter has copies in other stages than those that use it
 Combine = Literal["mean", "sum", "cat", "same", "max", "min"]
 
 

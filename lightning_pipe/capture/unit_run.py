@@ -136,7 +136,7 @@ class Runner:
         kept.restore()
         leaves = self._leaves(other)
         module, seeded = self.request.module, list[str]()
-        units, recording = _Units(module, chosen, watch=None if other else Watch(module)), Recording()
+        units, recording = _Units(module, chosen, watch=Watch(module)), Recording()
         follower = units.follower
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))

@@ -150,6 +150,11 @@ def _why_whole(runs: Sequence[Run]) -> str:
     first, *others = runs
     if writes := [change.name for change in first.changes if change.name not in first.buffers]:
         return f"it writes to the parameter {writes[0]}"
+    for change in first.changes:
+        if change.name in first.buffers and not all(
+            same_content(first.buffers[change.name], other.buffers.get(change.name)) for other in others
+        ):
+            return f"what it keeps in the buffer {change.name} depends on the samples"
     if hidden := next((left for left in first.left if not left.path), None):
         raise CaptureError(
             f"The step changes {hidden.name}, which can neither be put back for the next micro-batch nor found by "

@@ -109,6 +109,7 @@ class Pipeline:
         self._contexts, self._device = contexts, device
         self._steps: dict[tuple[Any, ...], list[Step]] = {}
         self._varying: dict[Any, Slot] = {}
+        self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._planned: _Planned | None = None
         self._proposal: Planned | None = None
         self._shapes = ShapesCaptured()
@@ -223,6 +224,9 @@ class Pipeline:
         step = self._build(captured, cuts)
         self._weights.place(step.split, plan.layout, device=self._device)
         self._steps[self._key(call)] = [step]
+        for program in step.split.stages:
+            for name in {*program.parameters.values(), *program.gradients.values()}:
+                self._held.setdefault(name, set()).add(program.stage)
 
     def _wanted(self, captured: Captured) -> DappleConfig:
         """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
@@ -466,7 +470,7 @@ class Pipeline:
             check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
         return Step(
             captured,
-            captured.capture.split(cuts, exact_ties=self._config.exact_ties),
+            captured.capture.split(cuts, exact_ties=self._config.exact_ties, held=self._held),
             plan=in_turns(self._plan_now) if is_replay else self._plan_now,
             links=self._links,
             weights=self._weights,

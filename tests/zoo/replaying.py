@@ -51,7 +51,8 @@ class Replayed:
 def traced(module: pl.LightningModule, batch: Any, sizes: tuple[int, ...], *, parts: int = 3) -> Replayed:
     tensors, structure = flatten(batch)
     request = Request(module, "training_step", structure, samples=sizes[0] if len(sizes) > 1 else None)
-    return Replayed(module, batch, sizes, request, trace_units(request, tensors, parts=parts))
+    trace = trace_units(request, tensors, parts=parts)
+    return Replayed(module, batch, (sum(sizes),) if trace.whole else sizes, request, trace)
 
 
 def even_cuts(trace: UnitTrace, uncuttable: frozenset[int], stages: int) -> tuple[int, ...] | None:
@@ -103,7 +104,10 @@ def run_plainly(found: Replayed) -> Outcome:
     module = copy.deepcopy(found.module)
     tensors, structure = flatten(found.batch)
     losses = []
+    before = {name: module.get_buffer(name).clone() for name in found.trace.once}
     for m, (offset, size) in enumerate(zip(found.offsets, found.sizes, strict=True)):
+        for name, content in before.items():  # changes once per batch
+            module.get_buffer(name).copy_(content)
         part = [t[offset : offset + size] if found.request.samples is not None and t.ndim else t for t in tensors]
         key = RandomKey(SEED, 0, m)
         with (
