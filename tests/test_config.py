@@ -14,7 +14,7 @@ from lightning_pipe.planner.problem import Wishes
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
-    "plan planner layout schedule chunks warmup microbatches costs cluster cache capture check post_validation "
+    "plan planner layout schedule chunks warmup microbatches costs cluster cache capture check witness post_validation "
     "batch_dim seed exact_ties deadline_s report memory trace timeline_steps start_method"
 ).split()
 

@@ -98,7 +98,10 @@ def test_stages_equal_autograd_for_any_cut_and_any_number_of_samples(net, stages
         copied = copy.deepcopy(module)
         split = capture.split(all_cuts(capture, stages=stages, seed=seed))
         results, found = run_stages(split, copied, leaves(capture, samples), key=KEY, weight=1.0)
-        assert torch.equal(results[capture.record.loss], loss)
+        if samples == 1:  # some processors multiply a single row by another kernel outside of autograd
+            torch.testing.assert_close(results[capture.record.loss], loss, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(results[capture.record.loss], loss)
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():
             partial = name in ("first.weight", "shared.weight", "shared.bias")  # sums over stages

@@ -237,7 +237,7 @@ def test_state_that_glue_changes_is_named_with_what_it_is_made_of_and_put_back()
     old = ("state", "mean"), ("state", "hidden")
     assert changes == [("mean", 1, unit(0) | {*old}, True)], "attributes are put back before every play"
     assert all("test_unit_trace.py:" in c.line for c in trace.changes)
-    assert trace.whole == "what it keeps in self.hidden depends on the samples"
+    assert trace.whole == "what it keeps in the buffer mean depends on the samples"
     assert unit(1) | {("state", "mean")} <= trace.tail, "the last stage can say what is kept"
     assert reads(trace)[1] == unit(0) | {("state", "hidden")}, "the hidden state of the steady step is read"
     assert reads(trace)[2] >= unit(0, 1)

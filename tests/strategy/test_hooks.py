@@ -292,7 +292,7 @@ KINDS |= REFUSED
         ("hook on a parameter", ["joint", "replay"]),
         ("hook on a tensor", ["replay"]),
         ("has a hook on its backward", ["joint"]),
-        ("writes to the parameter net.2.weight", ["joint", "replay", "auto"]),
+        ("writes to the parameter net.2.weight", ["joint"]),
     ],
 )
 def test_what_ranks_cannot_do_alike_is_refused_on_all_of_them(words: str, routes: list[str]) -> None:

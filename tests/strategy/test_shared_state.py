@@ -161,11 +161,17 @@ def loader(batch_size: int) -> DataLoader:
     return DataLoader(list(zip(x, y, strict=True)), batch_size=batch_size)
 
 
+ONCE_PER_BATCH = ("TiedBuffer", "AssignedBuffer")  # what is written depends on no sample, as by one device
+
+
 def trained(name: str, options: dict[str, Any] | None) -> tuple[list[float], float, dict[str, torch.Tensor]]:
     """Train for two epochs of six micro-batches, on all ranks of this world or plainly; a worker function."""
     torch.manual_seed(0)
     module, losses = MODULES[name]().double(), Losses()
-    if options is None:
+    if options is None and name in ONCE_PER_BATCH:
+        trainer = make_trainer("auto", max_epochs=2, callbacks=[losses])
+        trainer.fit(module, loader(8), loader(8))
+    elif options is None:
         trainer = make_trainer("auto", max_epochs=2, accumulate_grad_batches=2, callbacks=[losses])
         trainer.fit(module, loader(4), loader(8))
         pairs = zip(losses.losses[::2], losses.losses[1::2], strict=True)

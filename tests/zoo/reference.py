@@ -41,12 +41,20 @@ def fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, in
 
 
 def accumulate(
-    module: pl.LightningModule, microbatches: Sequence[Any], *, weights: Sequence[float], seed: int
+    module: pl.LightningModule,
+    microbatches: Sequence[Any],
+    *,
+    weights: Sequence[float],
+    seed: int,
+    once: frozenset[str] = frozenset(),
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the losses of the micro-batches and the accumulated gradients of a copy of the module."""
     module = copy.deepcopy(module)
     losses = []
+    before = {name: module.get_buffer(name).clone() for name in once}
     for m, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
+        for name, content in before.items():  # changes once per batch
+            module.get_buffer(name).copy_(content)
         with (
             undisturbed(CPU),
             mock.patch("torch.nn.functional.dropout", fused_dropout),

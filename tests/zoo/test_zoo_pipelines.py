@@ -18,6 +18,9 @@ import torch
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.capture import Capture
+from lightning_pipe.capture.state_once import state_once
+from lightning_pipe.capture.step import NUMBERS
+from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import BatchError, CaptureError
@@ -96,6 +99,12 @@ COUNTED = {  # what losses that are no means over samples divide by
 }
 
 
+def buffers_of(module: pl.LightningModule, capture: Capture) -> dict[str, torch.Tensor]:
+    """Return the buffers of a module, and the tracked numbers that the graph reads."""
+    numbers = torch.tensor(capture.numbers(Situation((0,))), dtype=torch.float64)
+    return {**dict(module.named_buffers()), NUMBERS: numbers}
+
+
 def run_pipeline(capture: Capture, module, job: Job, *, cuts, layout: Layout, sizes, schedule: str):
     """Return losses by micro-batch and gradients by parameter name."""
     split = capture.split(cuts)
@@ -106,7 +115,7 @@ def run_pipeline(capture: Capture, module, job: Job, *, cuts, layout: Layout, si
         Executor(
             split,
             layout,
-            state=State(dict(m.named_parameters(remove_duplicate=False)), dict(m.named_buffers()), CPU),
+            state=State(dict(m.named_parameters(remove_duplicate=False)), buffers_of(m, capture), CPU),
             transport=hub.endpoint(rank),
             loss=capture.record.loss,
         )
@@ -137,7 +146,8 @@ def check_joint(name: str, captured: Joint, *, counts: tuple[int, ...]) -> None:
     share = [1.0 if capture.flow.loss == "sum" else n / sum(sizes) for n in sizes]
     counted = [COUNTED[name](piece) for piece in pieces] if name in COUNTED else []
     weights = [count / sum(counted) for count in counted] or share
-    losses, expected = accumulate(module, pieces, weights=weights, seed=SEED)
+    once = state_once(capture.joint, capture.flow)
+    losses, expected = accumulate(module, pieces, weights=weights, seed=SEED, once=once)
     dice = random.Random(zlib.crc32(name.encode()))
     places = [k for k in range(1, len(capture.graph.nodes)) if k not in capture.graph.uncuttable]
     leaves, cut = capture.with_totals(tensors, cut=cut, sizes=sizes, buffers=dict(module.named_buffers()))
