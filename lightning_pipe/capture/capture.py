@@ -165,7 +165,7 @@ class Capture:
 
     def testimony(self, request: Request) -> str:
         """Return "" if the step's Python does now what it did when it was captured (`capture.witness`), else what."""
-        return testimony(request, self.joint)
+        return testimony(request if self.variants is None else replace(request, symbolic=False), self.joint)
 
     def varying(self) -> tuple[Slot, ...]:
         """List the places of numbers that the step read and that have become other numbers."""

@@ -136,13 +136,9 @@ def test_a_demo_with_batches_of_one_sample_trains_as_on_one_device(name: str) ->
     check_like_one_device(name, 1)
 
 
-def test_a_hidden_state_of_whole_batches_is_handed_on_as_on_one_device() -> None:
-    check_like_one_device("lstm", 1)
-
-
-@pytest.mark.xfail(strict=True, reason="a hidden state on the module is handed to the next micro-batch: other samples")
-def test_a_hidden_state_of_micro_batches_is_handed_on_as_on_one_device() -> None:
-    check_like_one_device("lstm", 2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_hidden_state_is_handed_on_as_on_one_device(microbatches: int) -> None:
+    check_like_one_device("lstm", microbatches)
 
 
 def test_a_demo_that_optimizes_by_hand_is_refused_before_training() -> None:
