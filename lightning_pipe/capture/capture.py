@@ -37,6 +37,7 @@ from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.capture.variants import Variants, is_fixed
 from lightning_pipe.capture.witness import testimony
 from lightning_pipe.core.graph import Graph, Node, Operation
+from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
 
 
@@ -66,11 +67,18 @@ class Capture:
     variants: Variants | None = None
 
     def split(
-        self, cuts: tuple[int, ...], *, exact_ties: bool = False, held: Mapping[str, Set[int]] = NOT_HELD
+        self,
+        cuts: tuple[int, ...],
+        *,
+        policies: Sequence[ActivationPolicy] = (),
+        exact_ties: bool = False,
+        held: Mapping[str, Set[int]] = NOT_HELD,
     ) -> Split:
         """Cut the graph before the nodes at these positions; `()` is one stage.
 
         Args:
+            cuts: positions.
+            policies: what each stage does with what it saves, in names of this graph; () if all keep everything.
             exact_ties: whether gradients of a parameter that several stages use travel and are added for every
                 micro-batch, so that all sums keep the order of one device, instead of once per step.
             held: stages that hold a copy of a parameter, whether they use it in this graph or not.
@@ -91,7 +99,7 @@ class Capture:
                 exact_ties=exact_ties,
                 held=held,
             )
-            return splitter.split(cuts)
+            return splitter.split(cuts, policies)
 
         return split_of(self.joint) if self.variants is None else self.variants.dispatch(split_of)
 

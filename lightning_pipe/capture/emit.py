@@ -47,7 +47,8 @@ class Emitter:
     def inputs_of(self, names: Sequence[str]) -> set[str]:
         """Return the names that these nodes read, with repeated nodes replaced by what those read."""
         found: set[str] = set()
-        pending = [n.name for name in names for n in self._nodes[name].all_input_nodes]
+        real = (name for name in names if not self._is_size_of_input(name))
+        pending = [n.name for name in real for n in self._nodes[name].all_input_nodes]
         while pending:
             name = pending.pop()
             if name in found:
@@ -62,11 +63,17 @@ class Emitter:
     def _is_size_of_input(self, name: str) -> bool:
         return self._nodes[name].target is torch.ops.aten.sym_size.int
 
-    def make(self, names: set[str], *, inputs: Sequence[str], outputs: Sequence[str], copied: dict[str, str]) -> Half:
+    def in_order(self, names: Iterable[str], outputs: Sequence[str] = ()) -> list[str]:
+        """Return nodes, and the repeated ones that a function needs which computes these, in the graph's order."""
+        names = set(names)
+        return sorted(names | self.repeated_by(names, outputs), key=self._order.__getitem__)
+
+    def make(self, names: Sequence[str], *, inputs: Sequence[str], outputs: Sequence[str], copied: dict[str, str]) -> Half:
         """Return the function that computes the nodes `names` from `inputs` and returns `outputs`.
 
         Args:
-            names: nodes to compute.
+            names: nodes to compute, in this order; what they need of repeated nodes that are not among them, and of
+                sizes, comes just before they read it.
             inputs: values to be given, in order.
             outputs: values to be returned, in order; nodes, or keys of `copied`.
             copied: output name -> input of which it is a copy (state that is overwritten after the function).
@@ -76,14 +83,22 @@ class Emitter:
         made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
         for output, source in copied.items():
             made[output] = graph.call_function(torch.ops.aten.clone.default, (made[source],))
-        wanted = sorted(names | self.repeated_by(names, outputs), key=self._order.__getitem__)
-        for name in wanted:
-            if name not in made:
-                made[name] = self._copy(self._nodes[name], graph, made, samples, key)
+
+        def compute(name: str) -> None:
+            if name in made:
+                return
+            node = self._nodes[name]
+            if not self._is_size_of_input(name):
+                for read in node.all_input_nodes:
+                    compute(read.name)
+            made[name] = self._copy(node, graph, made, samples, key)
+
+        for name in (*names, *outputs):
+            compute(name)
         graph.output(tuple(made[name] for name in outputs))
         module = fx.GraphModule(self._joint.module, graph, class_name="Stage")
         run: Callable[..., Any] = module.forward
-        if any(name in self._random for name in wanted):
+        if any(name in self._random for name in names):
             run = functools.partial(_undisturbed_run, run, self._device)
         return Half(tuple(inputs), tuple(outputs), run)
 

@@ -98,6 +98,7 @@ class StageProgram:
             the batch, and the new content is written once, at its end, as by one device.
         gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
         results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
+        offloaded: names of values whose memory is on the host between F and the backward.
     """
 
     stage: int
@@ -114,6 +115,7 @@ class StageProgram:
     gradients: Mapping[str, str]
     results: tuple[str, ...]
     once: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ does not pile up until W. Those go along that then would be the only ones for wh
 but what these read or make, while nothing that stays in W reads it (the gradient of a bias beside that of its weight,
 the transposition of that). All others stay in W.
 
-Left out: results of an operation with several are all made again where one is, although another may be kept; those
-count twice from there to their last use. Memories are numbers of tensors, as in `StageWork.saved`.
+Results of an operation with several are all made again where one is; those that were kept are dropped at once, and
+read where they were kept. Memories are numbers of tensors, as in `StageWork.saved`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Left out: fragmentation, and the pieces of a value that is joined from several m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,14 +113,15 @@ class Memory:
         found = [self._graph.tensors[t] for t in tensors]
         return Amount(sum(t.bytes_per_sample for t in found), sum(t.fixed_bytes for t in found))
 
-    def live(self, half: HalfWork, *, adding: int = 0) -> Live:
+    def live(self, half: HalfWork, *, adding: int = 0, kept: Container[int] = ()) -> Live:
         """Follow the values that a half makes from operation to operation.
 
         Args:
             half: one half of a stage.
             adding: bytes needed at its end, beside its outputs.
+            kept: tensors that it is given, so that nobody reads them where an operation makes them again beside others.
         """
-        memory, last = self._lifetimes(half)
+        memory, last = self._lifetimes(half, kept)
         end = len(half.operations)
         change = np.zeros((2, end + 2))
         begins = {t: i for i, o in enumerate(half.operations) for t in self._makes[o]}
@@ -138,12 +139,12 @@ class Memory:
             return None
         return Scratch(self._scratch.profile, self._scratch.measured[list(operations)])
 
-    def _lifetimes(self, half: HalfWork) -> tuple[dict[int, int], dict[int, int]]:
+    def _lifetimes(self, half: HalfWork, kept: Container[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return, for what a half makes, the tensor whose memory it is, and for that the last operation to use it."""
         memory: dict[int, int] = {}
         last: dict[int, int] = {}
         for i, o in enumerate(half.operations):
-            last.update((memory[t], i) for t in self._graph.operations[o].reads if t in memory)
+            last.update((memory[t], i) for t in self._graph.operations[o].reads if t in memory and t not in kept)
             for t in self._makes[o]:
                 tensor = self._graph.tensors[t]
                 if tensor.of_state or (tensor.base >= 0 and tensor.base not in memory):
@@ -168,7 +169,7 @@ class Memory:
             given=(self.amount(work.forward.given), self.amount(work.input_grad.given)),
             live=(
                 self.live(work.forward),
-                self.live(work.input_grad, adding=self._adding(first)),
+                self.live(work.input_grad, adding=self._adding(first), kept={*work.saved, *work.results}),
                 self.live(work.weight_grad, adding=self._adding(second)),
             ),
             gradients=(self._taken_over(first, shared), self._taken_over(second, shared)),

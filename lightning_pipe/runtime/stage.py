@@ -290,9 +290,9 @@ class Stage:
         return {name for edge in edges for name in self.program.sends[edge]}
 
     def _awaited(self, microbatch: int) -> set[str]:
-        """Return the names that pending halves read, and those of gradients that wait for W."""
+        """Return the names that pending halves read, and those of gradients that wait for W; each makes its tangents."""
         pending = self._pending.get(microbatch, ())
-        names = {name for half in pending for name in half.inputs}
+        names = {name for half in pending for name in half.inputs}.difference(self.program.tangents)
         if self.program.weight_grad in pending:
             names.update(name for due in self._due["W"].values() for name in due)
         return names
