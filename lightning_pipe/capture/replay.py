@@ -170,12 +170,18 @@ class Replay:
         return ""
 
     def split(
-        self, cuts: tuple[int, ...], *, exact_ties: bool = False, held: Mapping[str, Set[int]] = NOT_HELD
+        self,
+        cuts: tuple[int, ...],
+        *,
+        policies: Sequence[ActivationPolicy] = (),
+        exact_ties: bool = False,
+        held: Mapping[str, Set[int]] = NOT_HELD,
     ) -> Split:
         """Cut between units, before those at these positions.
 
         Args:
             cuts: positions.
+            policies: what each stage does with what it saves; () if all keep everything.
             held: stages that hold a copy of a parameter, whether they use it here or not.
             exact_ties: not offered by replay.
 

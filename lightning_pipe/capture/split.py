@@ -334,7 +334,8 @@ class Splitter:
         owners = {n: program.stage for program in programs for n in program.results}
         weights = [(program.stage, program.weight_grad) for program in programs]
         joinable = tuple(stage for stage, half in weights if half is not None and half.along is not None)
-        traffic = Traffic(edges, buckets, joinable=joinable)
+        offloads = tuple(program.stage for program in programs if program.offloaded)
+        traffic = Traffic(edges, buckets, offloads=offloads, joinable=joinable)
         return Split(programs, values, traffic, tuple(map(tuple, groups.values())), owners)
 
     def _edge(self, direction: Pass, source: int, target: int, names: list[str]) -> Edge:

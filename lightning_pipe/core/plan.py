@@ -40,6 +40,11 @@ class StagePlan:
     offload: tuple[str, ...] = ()
 
 
+def keeps_all(stage: StagePlan) -> bool:
+    """Return whether a stage keeps all that it saves."""
+    return not (stage.recompute or stage.offload)
+
+
 @dataclass(frozen=True)
 class Plan:
     """A whole decision.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy, RecomputingBackward
 from lightning_pipe.cost.activations import KEEP, Memories, Reliefs, relieved
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.cost.tables import Tables
-from lightning_pipe.planner.resolve import resolve_reliefs
+from lightning_pipe.planner.resolve import places_followed, resolve_reliefs
 
 
 def policies_of(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[ActivationPolicy, ...]:
@@ -24,12 +25,32 @@ def policies_of(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Activati
     Raises:
         PlanError: if a place is unknown, saves nothing in its stage, or cannot be recomputed.
     """
-    if not any(stage.recompute or stage.offload for stage in plan.stages):
+    if all(keeps_all(stage) for stage in plan.stages):
         return (KEEP_ALL,) * len(plan.stages)
     cutter = Cutter(graph)
     works = cutter.works(cuts)
     reliefs = resolve_reliefs(plan, graph, works)
     return tuple(policy_of(cutter.tables, work, relief) for work, relief in zip(works, reliefs, strict=True))
+
+
+def known_places(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan with those places only that can be followed in another graph of the module, and the others.
+
+    Args:
+        plan: made for a graph of the same module.
+        graph: the other graph, with gradients.
+        cuts: its cuts.
+    """
+    works = Cutter(graph).works(cuts)
+    stages, missing = [], dict[str, None]()
+    for stage, work in zip(plan.stages, works, strict=True):
+        again, offload = (
+            places_followed(graph, work, places, again=again)
+            for places, again in ((stage.recompute, True), (stage.offload, False))
+        )
+        stages.append(replace(stage, recompute=again, offload=offload))
+        missing.update(dict.fromkeys({*stage.recompute, *stage.offload}.difference(again, offload)))
+    return replace(plan, stages=tuple(stages)), tuple(sorted(missing))
 
 
 def policy_of(tables: Tables, work: StageWork, reliefs: Reliefs) -> ActivationPolicy:

@@ -130,6 +130,13 @@ def _reliefs(places: _Places, plan: StagePlan) -> Reliefs:
     return Reliefs(recomputed, offloaded)
 
 
+def places_followed(graph: Graph, work: StageWork, places: Iterable[str], *, again: bool) -> tuple[str, ...]:
+    """Return those of some places that mean something that the stage saves, and (`again`) can recompute."""
+    known = _Places(graph, work)
+    can = {c.memory for c in candidates(graph, work) if c.is_remakeable or not again}
+    return tuple(place for place in places if known.meaning.get(place, frozenset((-1,))) <= can)
+
+
 def places_of(graph: Graph, work: StageWork, memories: Iterable[int]) -> tuple[str, ...]:
     """Return few places that mean just these of the memories that a stage saves.
 

@@ -11,6 +11,8 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
     stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
     stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
     stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
+    stage.evict(m, host, slices), stage.fetch(m)            what is offloaded goes to the host, and comes back
+    stage.awaited_parcel(m)                                 what has to be back before I or B
     stage.outgoing(direction, target, m)                    contents to be sent
     stage.results(m), stage.free(m)
     stage.finish()                                          after the batch: state that changes once per batch
@@ -27,9 +29,12 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
+from typing_extensions import TypeGuard
 
 from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram, Value
 from lightning_pipe.core.program import ComputeKind, Pass
+from lightning_pipe.runtime.activations.away import Away, send_away
+from lightning_pipe.runtime.activations.protocol import Host, Parcel
 from lightning_pipe.runtime.parts import Content
 
 Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
@@ -90,6 +95,8 @@ class Stage:
         self._results: dict[int, dict[str, Content]] = {}
         self._pending: dict[int, tuple[Half, ...]] = {}
         self._later: dict[str, torch.Tensor] = {}
+        self._away: dict[int, Away] = {}
+        self._handed_out: set[int] = set()  # memory of results, which stays to the end of the batch
         self._sends: Sends = Counter()
         self._training = True
         self._due = {half: _gradients_due(program, half) for half in ("I", "W")}
@@ -98,8 +105,12 @@ class Stage:
         """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
         self._held.clear()
         self._results.clear()
+        self._handed_out.clear()
         self._pending.clear()
         self._later.clear()
+        for away in self._away.values():
+            away.parcel.discard()
+        self._away.clear()
         self._sends = Counter(sends)
         self._training = training
 
@@ -151,6 +162,33 @@ class Stage:
         tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
         return torch.cat(tensors, dim=along[value])
 
+    def evict(self, microbatch: int, host: Host, slices: Slices) -> Parcel:
+        """Start to copy what the stage offloads of a micro-batch to the host, and drop it.
+
+        Args:
+            microbatch: its number.
+            host: where it goes.
+            slices: what the rank loaded of the micro-batch; a slice of the batch goes by itself.
+        """
+        leaving = self.leaving(microbatch)
+        self._away[microbatch] = send_away(leaving, host, slices=slices)
+        self._drop(microbatch)
+        return self._away[microbatch].parcel
+
+    def leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
+        """Return what `evict` takes away of a micro-batch."""
+        wanted = self._awaited(microbatch) & self.program.offloaded
+        return {n: content for n, content in self._held[microbatch].items() if n in wanted and _is_dense(content)}
+
+    def fetch(self, microbatch: int) -> None:
+        """Start to copy back what was evicted."""
+        self._away[microbatch].parcel.fetch()
+
+    def awaited_parcel(self, microbatch: int) -> Parcel | None:
+        """Return what has to be back before the backward of a micro-batch; None if nothing is away."""
+        away = self._away.get(microbatch)
+        return None if away is None else away.parcel
+
     def outgoing(self, direction: Pass, target: int, microbatch: int) -> dict[str, Content]:
         """Return the values of one message in their order; after the last message that needs them they are dropped."""
         held = self._held[microbatch]
@@ -175,14 +213,16 @@ class Stage:
         return tuple(f"{microbatch}:{name}" for microbatch, held in self._held.items() for name in held)
 
     def saved_storages(self, slices: Mapping[int, Slices] = NO_SLICES) -> dict[int, int]:
-        """Return address and bytes of all memory that waits for I and W, parameters and buffers left out.
+        """Return address and bytes of all memory that waits for I and W, without parameters, buffers and results.
 
         Args:
             slices: by micro-batch, what the rank loaded; a slice of the batch counts for itself, although its memory is
                 that of the batch.
         """
-        own = self._storages()
+        own = self._storages() | self._handed_out
         found: dict[int, int] = {}
+        returning = [storage for away in self._away.values() for storage in away.storages()]
+        found.update((storage.data_ptr(), storage.nbytes()) for storage in returning)
         for microbatch, held in self._held.items():
             loaded = slices.get(microbatch, {})
             saved = (held[name] for name in self._awaited(microbatch) if name in held)
@@ -201,10 +241,14 @@ class Stage:
         self._run(program.forward, self._inputs(program.forward, held), held, slice_)
         self._update_buffers(microbatch)
         own = self._storages() if program.results else frozenset()
-        self._results[microbatch] = {name: _apart(self._input(name, held), own) for name in program.results}
+        results = {name: _apart(self._input(name, held), own) for name in program.results}
+        self._results[microbatch] = results
+        self._handed_out.update(_storage(content) for content in results.values() if isinstance(content, torch.Tensor))
         self._drop(microbatch)
 
     def _input_half(self, microbatch: int, slice_: Slice) -> None:
+        if (away := self._away.pop(microbatch, None)) is not None:
+            self._held[microbatch].update(away.tensors())
         half = self.program.input_grad
         if half is not None:
             self._half("I", half, microbatch, slice_)
@@ -293,6 +337,8 @@ class Stage:
         """Return the names that pending halves read, and those of gradients that wait for W; each makes its tangents."""
         pending = self._pending.get(microbatch, ())
         names = {name for half in pending for name in half.inputs}.difference(self.program.tangents)
+        if microbatch in self._away:
+            names.difference_update(self._away[microbatch].forms)
         if self.program.weight_grad in pending:
             names.update(name for due in self._due["W"].values() for name in due)
         return names
@@ -324,6 +370,10 @@ def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
         names_of[canonical].append(name)
     early = set(program.input_grad.outputs) if program.input_grad is not None else set()
     return {canonical: names for canonical, names in names_of.items() if (kind == "I") == early.issuperset(names)}
+
+
+def _is_dense(content: Content) -> TypeGuard[torch.Tensor]:
+    return isinstance(content, torch.Tensor) and content.layout == torch.strided
 
 
 def slices_of(leaves: Iterable[Content]) -> Slices:

@@ -35,6 +35,7 @@ from lightning_pipe.capture.witness import is_due
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.planner.judge import Judged
@@ -45,7 +46,15 @@ from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
+from lightning_pipe.strategy.planning import (
+    Planned,
+    check_samples,
+    cut_other,
+    given_plan,
+    in_turns,
+    policies_for,
+    propose,
+)
 from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.routes import captured_by, told
@@ -468,15 +477,28 @@ class Pipeline:
         is_replay = isinstance(captured.capture, Replay)
         if captured.request.method == TRAINING:
             check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
+        policies = self._policies(captured, cuts)
         return Step(
             captured,
-            captured.capture.split(cuts, exact_ties=self._config.exact_ties, held=self._held),
+            captured.capture.split(cuts, policies=policies, exact_ties=self._config.exact_ties, held=self._held),
             plan=in_turns(self._plan_now) if is_replay else self._plan_now,
             links=self._links,
             weights=self._weights,
             device=self._device,
             early=self._later is not None and captured.request.method == TRAINING and not is_replay,
         )
+
+    def _policies(self, captured: Captured, cuts: tuple[int, ...]) -> tuple[ActivationPolicy, ...]:
+        """Return what each stage of a captured step does with what it saves."""
+        assert self._planned is not None, "planned before anything is run"
+        graph = captured.capture.graph
+        policies, missing = policies_for(self._planned.plan, graph, cuts, planned=self._planned.graph)
+        if missing:
+            rank_zero_warn(
+                f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
+                f"that the plan says. It keeps {missing}, and may need more memory."
+            )
+        return policies
 
     def _cuts(self, graph: Graph) -> tuple[int, ...]:
         assert self._planned is not None, "planned before anything is run"
