@@ -9,9 +9,10 @@ import pytest
 from lightning_pipe.planner.judge import judge
 from lightning_pipe.schedule import SCHEDULES
 from lightning_pipe.schedule.shapes import both_ways
-from parity.policies import Ran, expected_bytes, mixed, plan_of, run, same, swapping_problem
+from parity.policies import Ran, check_same, check_saved, mixed, plan_of, run, swapping_problem
 
 NAMES = ("gpt_tied", "unet_skips", "resnet_batchnorm", "seq2seq")
+ROUNDING = 1e-5  # of sums over joined micro-batches
 MIXTURES = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.3, 0.3), (1.0, 1.0))
 
 
@@ -21,7 +22,9 @@ def keeping(name: str, layout: str, schedule: str, join: int) -> Ran:
     return run(judge(plan_of(problem, join), problem), name, problem, dropout=0.2)
 
 
-def check(name: str, layout: str, schedule: str, mixture: tuple[float, float], *, join: int = 1) -> None:
+def check(
+    name: str, layout: str, schedule: str, mixture: tuple[float, float], *, join: int = 1, tolerance: float = 0.0
+) -> None:
     """Compare a mixture with keeping all, and what is kept with the prediction after every instruction."""
     problem = swapping_problem(name, layout=layout, schedule=schedule, microbatches=3, dropout=0.2)
     plan = plan_of(problem, join)
@@ -29,8 +32,8 @@ def check(name: str, layout: str, schedule: str, mixture: tuple[float, float], *
     given_up = mixed(plan, problem, recompute=recompute, offload=offload, seed=f"{name}{layout}{schedule}{mixture}")
     judged = judge(given_up, problem)
     ran = run(judged, name, problem, dropout=0.2)
-    same(ran, keeping(name, layout, schedule, join))
-    assert ran.saved == expected_bytes(judged)
+    check_same(ran, keeping(name, layout, schedule, join), tolerance=tolerance)
+    check_saved(ran, judged)
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
@@ -50,7 +53,7 @@ ONE_WAY = [name for name in SCHEDULES if SCHEDULES[name].shape is not both_ways 
 
 @pytest.mark.parametrize("schedule", ONE_WAY)
 def test_under_every_schedule(schedule):
-    check("gpt_tied", "1-1", schedule, (0.4, 0.4))
+    check("gpt_tied", "1-1", schedule, (0.4, 0.4), tolerance=ROUNDING if schedule == "2bp" else 0.0)
 
 
 @pytest.mark.slow
@@ -58,9 +61,10 @@ def test_under_every_schedule(schedule):
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_recomputed_or_offloaded_under_every_schedule(name, schedule):
     for mixture in MIXTURES:
-        check(name, "1-1", schedule, mixture)
+        check(name, "1-1", schedule, mixture, tolerance=ROUNDING if schedule == "2bp" else 0.0)
 
 
-@pytest.mark.parametrize("mixture", [(0.0, 0.5), (0.5, 0.0)])
-def test_with_joined_w(mixture):
-    check("gpt_tied", "1-1", "2bp", mixture, join=8)
+@pytest.mark.parametrize(("mixture", "tolerance"), [((0.0, 0.5), 0.0), ((0.5, 0.0), ROUNDING)])
+def test_with_joined_w(mixture, tolerance):
+    """A stage that recomputes does not join, so that its sums are those of single micro-batches."""
+    check("gpt_tied", "1-1", "2bp", mixture, join=8, tolerance=tolerance)
