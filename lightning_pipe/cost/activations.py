@@ -72,6 +72,26 @@ def candidates(graph: Graph, work: StageWork) -> tuple[Candidate, ...]:
     return tuple(Candidate(m, t.bytes_per_sample, t.fixed_bytes, m in remakeable) for m, t in found)
 
 
+def checkpointed(graph: Graph, work: StageWork) -> frozenset[int]:
+    """Return what `torch.utils.checkpoint` in the module would not keep, of what a stage saves.
+
+    That is what one of its calls makes and no operation outside of this call reads, forward or backward.
+
+    Args:
+        graph: with its operations and tensors.
+        work: the stage when all is kept.
+    """
+    if all(operation.checkpoint < 0 for operation in graph.operations):
+        return frozenset()
+    memories = Memories(graph, work)
+    seen: dict[int, set[int]] = {m: {graph.operations[graph.tensors[m].maker].checkpoint} for m in memories.remakeable}
+    for o in memories.own:
+        for t in graph.operations[o].reads:
+            if (memory := memories.of(t)) in seen and not graph.operations[o].view:
+                seen[memory].add(graph.operations[o].checkpoint)
+    return frozenset(memory for memory, calls in seen.items() if len(calls) == 1 and calls != {-1})
+
+
 def relieved(tables: Tables, work: StageWork, reliefs: Reliefs) -> StageWork:
     """Return what a stage runs and holds when it recomputes; what cannot be recomputed stays kept.
 

@@ -25,12 +25,18 @@ def policies_of(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Activati
     Raises:
         PlanError: if a place is unknown, saves nothing in its stage, or cannot be recomputed.
     """
-    if all(keeps_all(stage) for stage in plan.stages):
+    if keeps_everything(plan, graph):
         return (KEEP_ALL,) * len(plan.stages)
     cutter = Cutter(graph)
     works = cutter.works(cuts)
     reliefs = resolve_reliefs(plan, graph, works)
     return tuple(policy_of(cutter.tables, work, relief) for work, relief in zip(works, reliefs, strict=True))
+
+
+def keeps_everything(plan: Plan, graph: Graph) -> bool:
+    """Return whether nothing that is saved is given up, by the plan or by checkpoints in the module."""
+    is_checkpointed = plan.checkpoints and any(operation.checkpoint >= 0 for operation in graph.operations)
+    return not is_checkpointed and all(keeps_all(stage) for stage in plan.stages)
 
 
 def known_places(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Plan, tuple[str, ...]]:

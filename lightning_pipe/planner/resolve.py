@@ -9,11 +9,11 @@ import difflib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pipe.core.graph import Graph, Node
-from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.cost.activations import KEEP, Reliefs, candidates
+from lightning_pipe.core.plan import Plan, StagePlan, keeps_all
+from lightning_pipe.cost.activations import KEEP, Reliefs, candidates, checkpointed
 from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.errors import PlanError
 
@@ -107,13 +107,22 @@ def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tup
         graph: of the step.
         works: its stages, when all is kept.
 
+    Returns:
+        What the plan's stages say, and what checkpoints in the module would not keep, unless the plan ignores them.
+
     Raises:
         PlanError: if a place is unknown or saves nothing in its stage, if something cannot be recomputed, or is to be
             both recomputed and offloaded.
     """
-    return tuple(
-        _reliefs(_Places(graph, work, stage=s), stage) if stage.recompute or stage.offload else KEEP
+    said = [
+        KEEP if keeps_all(stage) else _reliefs(_Places(graph, work, stage=s), stage)
         for s, (stage, work) in enumerate(zip(plan.stages, works, strict=True))
+    ]
+    if not plan.checkpoints:
+        return tuple(said)
+    wished = (checkpointed(graph, work) for work in works)
+    return tuple(
+        replace(own, recomputed=own.recomputed | (more - own.offloaded)) for own, more in zip(said, wished, strict=True)
     )
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan, keeps_all
+from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.policies import known_places, policies_of
+from lightning_pipe.planner.policies import keeps_everything, known_places, policies_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose as planned
 from lightning_pipe.planner.resolve import check_weights, transfer_cuts
@@ -120,7 +120,7 @@ def policies_for(
     Raises:
         PlanError: if the graph is that of the plan, and a place in it is wrong.
     """
-    if not graph.gradients or all(keeps_all(stage) for stage in plan.stages):
+    if not graph.gradients or keeps_everything(plan, graph):
         return (), ""
     known, missing = (plan, ()) if graph.fingerprint == planned.fingerprint else known_places(plan, graph, cuts)
     return policies_of(known, graph, cuts), ", ".join(missing)
