@@ -57,8 +57,8 @@ class Plan:
         graph: fingerprint of the graph it was made for; "" in a hand-written plan fits any graph.
         order: computes of every rank in their order, such as "0F0 0F1 0B0", where they were decided with the plan; ()
             where the schedule decides them anew. Batches with fewer micro-batches leave out those they do not have.
-        checkpoints: whether what `torch.utils.checkpoint` in the module would not keep is recomputed, beside what the
-            stages say; what a stage offloads is offloaded all the same.
+        ignore_checkpoints: whether what `torch.utils.checkpoint` in the module would not keep is kept, unless a stage
+            says otherwise; by default it is recomputed, unless a stage offloads it.
     """
 
     stages: tuple[StagePlan, ...]
@@ -67,7 +67,7 @@ class Plan:
     options: dict[str, int | str] = field(default_factory=dict)
     graph: str = ""
     order: tuple[str, ...] = ()
-    checkpoints: bool = True
+    ignore_checkpoints: bool = False
 
     @property
     def layout(self) -> Layout:

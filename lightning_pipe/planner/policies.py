@@ -35,8 +35,8 @@ def policies_of(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Activati
 
 def keeps_everything(plan: Plan, graph: Graph) -> bool:
     """Return whether nothing that is saved is given up, by the plan or by checkpoints in the module."""
-    is_checkpointed = plan.checkpoints and any(operation.checkpoint >= 0 for operation in graph.operations)
-    return not is_checkpointed and all(keeps_all(stage) for stage in plan.stages)
+    is_plain = plan.ignore_checkpoints or all(operation.checkpoint < 0 for operation in graph.operations)
+    return is_plain and all(keeps_all(stage) for stage in plan.stages)
 
 
 def known_places(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Plan, tuple[str, ...]]:

@@ -118,7 +118,7 @@ def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tup
         KEEP if keeps_all(stage) else _reliefs(_Places(graph, work, stage=s), stage)
         for s, (stage, work) in enumerate(zip(plan.stages, works, strict=True))
     ]
-    if not plan.checkpoints:
+    if plan.ignore_checkpoints:
         return tuple(said)
     wished = (checkpointed(graph, work) for work in works)
     return tuple(

@@ -40,6 +40,7 @@ from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
+from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.check import check_captured
 from lightning_pipe.strategy.costs import Costs
@@ -123,7 +124,8 @@ class Pipeline:
         self._proposal: Planned | None = None
         self._shapes = ShapesCaptured()
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
-        self._costs = Costs(config, links, device=device)
+        self._host = host_of(device)
+        self._costs = Costs(config, links, device=device, host=self._host)
         self._given: Plan | None = None
         self._role: Role | None = None
         self._later = later
@@ -135,6 +137,10 @@ class Pipeline:
     def planned(self) -> tuple[Plan, Graph] | None:
         """Return the plan and its graph, once there are any."""
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
+
+    def close(self) -> None:
+        """Release what offloading has taken of the host."""
+        self._host.close()
 
     @property
     def is_measured(self) -> bool:
@@ -485,6 +491,7 @@ class Pipeline:
             links=self._links,
             weights=self._weights,
             device=self._device,
+            host=self._host,
             early=self._later is not None and captured.request.method == TRAINING and not is_replay,
         )
 
