@@ -105,6 +105,7 @@ __all__ = [
     "is_traced",
     "keeping_version",
     "operator_name",
+    "own_symbol",
     "parameters_in_new_lists",
     "recorded_events",
     "reparametrize",
@@ -215,6 +216,11 @@ def checkpoints_replaced(
 def is_backward(node: torch.fx.Node) -> bool:
     """Say whether a node of a joint graph belongs to the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def own_symbol(size: torch.SymInt) -> Any:
+    """Return the symbol that a size was made with, whatever has been found to equal it since."""
+    return size.node._expr
 
 
 def operator_name(node: torch.fx.Node) -> str:
