@@ -213,9 +213,10 @@ class Splitter:
         renamed = {p: before for before, p in overwritten.items()}
         wants = {n for names in own.sends.values() for n in names}
         input_outputs = self._input_outputs(input_names, weight_names, own, wants)
-        input_grad = self._backward(input_names, input_outputs, renamed)
+        read_later = wants | self._reads_of(weight_names)
+        input_grad = self._backward(input_names, input_outputs, own, renamed, kept=read_later)
         weight_outputs = [n for n in own.gradients if n in weight_names or n in received]
-        weight_grad = self._backward(weight_names, weight_outputs, renamed)
+        weight_grad = self._backward(weight_names, weight_outputs, own, renamed, kept=wants)
         if policy.backward is None and weight_grad is not None and self._is_joinable(weight_grad, weight_names, own):
             along = {n: dim for n, dim in self._joining.along.items() if n in weight_grad.inputs}
             weight_grad = replace(weight_grad, along=along)
@@ -303,13 +304,21 @@ class Splitter:
         kept, backward = self._emitter.inputs_of(weight_names), set(own.backward)
         return [n for n in input_names if n in backward and (n in wants or n in own.gradients or n in kept)]
 
-    def _backward(self, names: list[str], outputs: list[str], renamed: dict[str, str]) -> Half | None:
+    def _backward(
+        self, names: list[str], outputs: list[str], own: _Needs, renamed: dict[str, str], *, kept: set[str]
+    ) -> Half | None:
+        """Make a half of the backward, which gives gradients away whose terms it makes all, and nobody else reads."""
         if not names and not outputs:
             return None
-        given = set(outputs) - set(names)  # gradients that another stage has computed
-        inputs = sorted(self._reads_of(names) | given, key=self._position)
-        half = self._emitter.make(names, inputs=inputs, outputs=outputs, copied={})
-        return Half(tuple(renamed.get(n, n) for n in half.inputs), half.outputs, half.run)
+        received = set(outputs) - set(names)  # gradients that another stage has computed
+        inputs = sorted(self._reads_of(names) | received, key=self._position)
+        terms: dict[str, list[str]] = defaultdict(list)
+        for name, parameter in own.gradients.items():
+            terms[parameter].append(name)
+        made = set(outputs) - received - kept
+        given = {parameter: tuple(found) for parameter, found in terms.items() if made.issuperset(found)}
+        half = self._emitter.make(names, inputs=inputs, outputs=outputs, given=given)
+        return replace(half, inputs=tuple(renamed.get(n, n) for n in half.inputs))
 
     def _assemble(self, programs: tuple[StageProgram, ...], needs: list[_Needs]) -> Split:
         crossing = {n for own in needs for names in own.sends.values() for n in names}

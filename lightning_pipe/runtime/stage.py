@@ -36,6 +36,7 @@ from lightning_pipe.core.program import ComputeKind, Pass
 from lightning_pipe.runtime.activations.away import Away, send_away
 from lightning_pipe.runtime.activations.protocol import Host, Parcel
 from lightning_pipe.runtime.parts import Content
+from lightning_pipe.runtime.sums import Sums, add_to, storage_of
 
 Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
 Slices = dict[int, tuple[int, int]]  # storage of the batch -> address and bytes of a slice
@@ -243,7 +244,7 @@ class Stage:
         own = self._storages() if program.results else frozenset()
         results = {name: _apart(self._input(name, held), own) for name in program.results}
         self._results[microbatch] = results
-        self._handed_out.update(_storage(content) for content in results.values() if isinstance(content, torch.Tensor))
+        self._handed_out.update(storage_of(content) for content in results.values() if isinstance(content, torch.Tensor))
         self._drop(microbatch)
 
     def _input_half(self, microbatch: int, slice_: Slice) -> None:
@@ -269,9 +270,17 @@ class Stage:
         """Run a half on what is held, to which its outputs are added, and add up the gradients of parameters."""
         held.update(self._tangents(half, slice_))
         inputs = self._inputs(half, held)
-        self._run(half, inputs, held, slice_)
-        state = [content for name, content in zip(half.inputs, inputs, strict=True) if name not in held]
-        self._accumulate(self._due[kind], held, kept=[*held.values(), *state])
+        if half.streamed is None:
+            self._run(half, inputs, held, slice_)
+            state = [content for name, content in zip(half.inputs, inputs, strict=True) if name not in held]
+            self._accumulate(self._due[kind], held, kept=[*held.values(), *state])
+            return
+        streamed, sums = half.streamed, Sums(self._state.parameters, inputs)
+        outputs = streamed.run(slice_.samples, slice_.key, sums.add, *inputs)
+        sums.part_from(outputs)
+        held.update(zip(streamed.outputs, outputs, strict=True))
+        rest = {name: terms for name, terms in self._due[kind].items() if name not in streamed.gradients}
+        self._accumulate(rest, held, kept=[*held.values(), *inputs])
 
     def _run(self, half: Half, inputs: Sequence[Content], held: dict[str, Content], slice_: Slice) -> None:
         outputs = half.run(slice_.samples, slice_.key, *inputs)
@@ -300,7 +309,7 @@ class Stage:
         """Return the storages of the stage's parameters and buffers, which change after a result was taken."""
         program = self.program
         names = {*program.parameters.values(), *program.buffers.values(), *program.mutations}
-        return frozenset(_storage(self._state.tensor(name)) for name in names)
+        return frozenset(storage_of(self._state.tensor(name)) for name in names)
 
     def _update_buffers(self, microbatch: int) -> None:
         """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
@@ -347,20 +356,14 @@ class Stage:
         self, due: Mapping[str, Sequence[str]], held: Mapping[str, Content], *, kept: Iterable[Content]
     ) -> None:
         """Add gradients to those of their parameters; a first one is taken as it is if nothing else uses its memory."""
-        users = Counter(_storage(content) for content in kept if isinstance(content, torch.Tensor))
+        users = Counter(storage_of(content) for content in kept if isinstance(content, torch.Tensor))
         for canonical, names in due.items():
-            parameter = self._state.parameters[canonical]
             gradient = reduce(torch.add, (held[name] for name in names))
             assert isinstance(gradient, torch.Tensor)
             users_of_its_own = 1 if len(names) == 1 else 0
-            if gradient.layout != torch.strided:  # of a sparse embedding
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-            elif parameter.grad is not None:
-                parameter.grad.add_(gradient)
-            elif _fills(gradient, parameter) and users[_storage(gradient)] == users_of_its_own:
-                parameter.grad = gradient
-            else:
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            add_to(
+                self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own
+            )
 
 
 def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
@@ -379,24 +382,11 @@ def _is_dense(content: Content) -> TypeGuard[torch.Tensor]:
 def slices_of(leaves: Iterable[Content]) -> Slices:
     """Return where slices of a batch lie."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return {_storage(leaf): (leaf.data_ptr(), leaf.nbytes) for leaf in tensors}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+    return {storage_of(leaf): (leaf.data_ptr(), leaf.nbytes) for leaf in tensors}
 
 
 def _apart(content: Content, storages: AbstractSet[int]) -> Content:
     """Return the content, or a copy of it if it lies in one of the storages."""
-    if isinstance(content, torch.Tensor) and _storage(content) in storages:
+    if isinstance(content, torch.Tensor) and storage_of(content) in storages:
         return content.clone()
     return content
-
-
-def _fills(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a gradient has the parameter's form and fills its storage (so it is no view of something)."""
-    return (
-        gradient.dtype == parameter.dtype
-        and gradient.stride() == parameter.stride()
-        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    )
