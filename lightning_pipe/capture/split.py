@@ -46,8 +46,9 @@ def split_input_and_weight_gradients(joint: JointGraph) -> None:
             weight = graph.call_function(node.target, (*others, [False, mask[1], mask[2]]))
         weight.meta = dict(node.meta)
         node.args = (*others, [True, False, False])
-        for user in [u for u in node.users if u.args[1] != 0]:
+        for user in reversed([u for u in node.users if u.args[1] != 0]):
             user.args = (weight, user.args[1])
+            weight.append(user)  # so that the gradient can be given away at once
 
 
 @dataclass

@@ -292,7 +292,7 @@ class _Rank:
         key = (compute.stage, compute.kind, samples, len(compute.microbatches))
         if key not in self._workspaces:
             self._workspaces[key] = self._prices.workspace_bytes(compute, samples)
-        taken_over = self._prices.gradient_bytes(compute) if is_first else 0
+        taken_over = self._prices.gradient_bytes(compute, samples) if is_first else 0
         return _Use("workspace", event.start, event.end, max(0, self._workspaces[key] - taken_over))
 
     def _handed_over(self) -> Iterator[_Use]:

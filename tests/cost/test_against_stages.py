@@ -185,7 +185,7 @@ def test_a_first_gradient_needs_no_memory_beside_that_of_the_parameters_gradient
     run.compute(0, "I")
     peak = run.compute(0, "W")
     gradients = sum(storages(p.grad for p in run.state.parameters.values() if p.grad is not None).values())
-    beside = max(0, memory.workspace("W", run.samples) - memory.gradient_bytes("W"))
+    beside = max(0, memory.workspace("W", run.samples) - memory.gradient_bytes("W", run.samples))
     assert peak <= gradients + beside + SMALL, name
 
 
@@ -210,5 +210,6 @@ def test_the_peak_of_a_whole_program_is_what_was_predicted(name, schedule, sizes
     with tally:
         run_together([executor], program, [Job(leaves, cut, offsets, seed=1)])
     measured = sum(always.values()) + tally.peak
+    later = sum(p.numel() * p.element_size() for p in state.parameters.values())  # gradients that are not there yet
     assert measured <= 1.01 * curve.peak_total_bytes
-    assert curve.peak_total_bytes <= 1.02 * (measured + sum(storages(tensors).values()))
+    assert curve.peak_total_bytes <= 1.02 * (measured + sum(storages(tensors).values()) + later)
