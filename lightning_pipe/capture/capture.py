@@ -21,6 +21,7 @@ from torch import fx, nn
 from lightning_pipe.capture.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.gradient_nodes import split_input_and_weight_gradients, with_own_gradients
 from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
@@ -30,7 +31,7 @@ from lightning_pipe.capture.operations import operations_of, tensors_of
 from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
-from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
+from lightning_pipe.capture.split import Splitter
 from lightning_pipe.capture.stage_program import NOT_HELD, Split
 from lightning_pipe.capture.terms import with_one_kind_of_term
 from lightning_pipe.capture.totals import combined_totals, totals_of, with_totals
@@ -254,6 +255,7 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
 def _prepared(joint: JointGraph, request: Request) -> JointGraph:
     """Rewrite a fresh graph so that it can be cut, and its micro-batches weighed."""
     split_input_and_weight_gradients(joint)
+    joint = with_own_gradients(joint)
     if request.samples is None:  # it is never cut into samples
         return joint
     return with_one_kind_of_term(with_totals(joint, request.device))

@@ -173,7 +173,6 @@ class Replay:
         self,
         cuts: tuple[int, ...],
         *,
-        policies: Sequence[ActivationPolicy] = (),
         exact_ties: bool = False,
         held: Mapping[str, Set[int]] = NOT_HELD,
     ) -> Split:
@@ -181,7 +180,6 @@ class Replay:
 
         Args:
             cuts: positions.
-            policies: what each stage does with what it saves; () if all keep everything.
             held: stages that hold a copy of a parameter, whether they use it here or not.
             exact_ties: not offered by replay.
 

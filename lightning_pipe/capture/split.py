@@ -32,25 +32,6 @@ from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
 from lightning_pipe.errors import PlanError
 
 
-def split_input_and_weight_gradients(joint: JointGraph) -> None:
-    """Compute input and weight gradient of convolutions by separate nodes, so that I and W can be separated.
-
-    Done once, in place, on a fresh graph.
-    """
-    graph = joint.module.graph
-    for node in [n for n in graph.nodes if n.target is torch.ops.aten.convolution_backward.default]:
-        *others, mask = node.args
-        if not (mask[0] and (mask[1] or mask[2])):
-            continue
-        with graph.inserting_before(node):
-            weight = graph.call_function(node.target, (*others, [False, mask[1], mask[2]]))
-        weight.meta = dict(node.meta)
-        node.args = (*others, [True, False, False])
-        for user in reversed([u for u in node.users if u.args[1] != 0]):
-            user.args = (weight, user.args[1])
-            weight.append(user)  # so that the gradient can be given away at once
-
-
 @dataclass
 class _Needs:
     """What one stage reads from elsewhere and computes; names of values."""

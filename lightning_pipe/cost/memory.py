@@ -34,7 +34,6 @@ from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import ComputeKind
 from lightning_pipe.cost.stage import HalfWork, StageWork
 
-
 NOTHING_DUE: Mapping[str, list[int]] = MappingProxyType({})
 
 
@@ -327,7 +326,7 @@ class StageMemory:
                 assert_never(kind)
 
     def gradient_bytes(self, kind: ComputeKind, samples: int) -> int:
-        """Return the part of the workspace that the first compute of a batch does not need, as `.grad` takes it over."""
+        """Return the part of the workspace that the first compute of a batch does not need: `.grad` takes it."""
         if kind == "F":
             return 0
         return self.workspace(kind, samples) - self._backward(kind, samples, *self.first)

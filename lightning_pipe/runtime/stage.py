@@ -27,9 +27,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
+from typing import TypeGuard
 
 import torch
-from typing_extensions import TypeGuard
 
 from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram, Value
 from lightning_pipe.core.program import ComputeKind, Pass
@@ -244,7 +244,9 @@ class Stage:
         own = self._storages() if program.results else frozenset()
         results = {name: _apart(self._input(name, held), own) for name in program.results}
         self._results[microbatch] = results
-        self._handed_out.update(storage_of(content) for content in results.values() if isinstance(content, torch.Tensor))
+        self._handed_out.update(
+            storage_of(content) for content in results.values() if isinstance(content, torch.Tensor)
+        )
         self._drop(microbatch)
 
     def _input_half(self, microbatch: int, slice_: Slice) -> None:
@@ -343,7 +345,7 @@ class Stage:
         return {name for edge in edges for name in self.program.sends[edge]}
 
     def _awaited(self, microbatch: int) -> set[str]:
-        """Return the names that pending halves read, and those of gradients that wait for W; each makes its tangents."""
+        """Return the names that pending halves read, tangents left out, and of gradients that wait for W."""
         pending = self._pending.get(microbatch, ())
         names = {name for half in pending for name in half.inputs}.difference(self.program.tangents)
         if microbatch in self._away:
@@ -361,9 +363,7 @@ class Stage:
             gradient = reduce(torch.add, (held[name] for name in names))
             assert isinstance(gradient, torch.Tensor)
             users_of_its_own = 1 if len(names) == 1 else 0
-            add_to(
-                self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own
-            )
+            add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
 
 
 def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:

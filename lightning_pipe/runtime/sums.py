@@ -1,4 +1,4 @@
-"""Gradients of parameters, added to `.grad` one by one as a half makes them, so that there is one copy of them in all."""
+"""Gradients of parameters, added to `.grad` one by one as a half makes them: there is one copy of them in all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Sums:
     def part_from(self, contents: Iterable[Content]) -> None:
         """Copy what was taken of memory that other results share."""
         for content in contents:
-            if isinstance(content, torch.Tensor) and (parameter := self._taken.pop(storage_of(content), None)) is not None:
+            if (
+                isinstance(content, torch.Tensor)
+                and (parameter := self._taken.pop(storage_of(content), None)) is not None
+            ):
                 assert parameter.grad is not None, "taken just now"
                 parameter.grad = parameter.grad.clone()
 

@@ -30,13 +30,13 @@ from lightning_pipe.capture.lengths import Lengths
 from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import Guard
 from lightning_pipe.capture.replay import Replay
+from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.capture.witness import is_due
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.policy import ActivationPolicy
+from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.planner.judge import Judged
@@ -217,7 +217,9 @@ class Pipeline:
         def make() -> Plan:
             assert problem is not None, "made on rank 0"
             try:
-                candidates.extend(propose(problem, self._wanted(captured), given=self._given))
+                replayed = isinstance(captured.capture, Replay)
+                wanted = self._wanted(captured)
+                candidates.extend(propose(problem, wanted, given=self._given, replayed=replayed))
             except PlanError as error:
                 if isinstance(captured.capture, Replay) and graph.uncuttable and (kept := captured.capture.kept):
                     raise PlanError(f"{error} {call.method} keeps state for its next call: {kept}.") from error
@@ -505,10 +507,9 @@ class Pipeline:
         is_replay = isinstance(captured.capture, Replay)
         if captured.request.method == TRAINING:
             check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
-        policies = self._policies(captured, cuts)
         return Step(
             captured,
-            captured.capture.split(cuts, policies=policies, exact_ties=self._config.exact_ties, held=self._held),
+            self._split(captured, cuts),
             plan=in_turns(self._plan_now) if is_replay else self._plan_now,
             links=self._links,
             weights=self._weights,
@@ -517,17 +518,24 @@ class Pipeline:
             early=self._later is not None and captured.request.method == TRAINING and not is_replay,
         )
 
-    def _policies(self, captured: Captured, cuts: tuple[int, ...]) -> tuple[ActivationPolicy, ...]:
-        """Return what each stage of a captured step does with what it saves."""
+    def _split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
+        """Cut a captured step, whose stages do with what they save what the plan says."""
         assert self._planned is not None, "planned before anything is run"
-        graph = captured.capture.graph
-        policies, missing = policies_for(self._planned.plan, graph, cuts, planned=self._planned.graph)
+        capture, plan, common = captured.capture, self._planned.plan, {"exact_ties": self._config.exact_ties}
+        if isinstance(capture, Replay):
+            if capture.graph.gradients and not all(keeps_all(stage) for stage in plan.stages):
+                rank_zero_warn(
+                    f"{captured.request.method} is replayed, and keeps all that its modules save, although the plan "
+                    "recomputes or offloads; it may need more memory."
+                )
+            return capture.split(cuts, held=self._held, **common)
+        policies, missing = policies_for(plan, capture.graph, cuts, planned=self._planned.graph)
         if missing:
             rank_zero_warn(
                 f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
                 f"that the plan says. It keeps {missing}, and may need more memory."
             )
-        return policies
+        return capture.split(cuts, policies=policies, held=self._held, **common)
 
     def _cuts(self, graph: Graph) -> tuple[int, ...]:
         assert self._planned is not None, "planned before anything is run"

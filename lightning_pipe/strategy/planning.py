@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
@@ -53,16 +53,31 @@ class Planned:
     route: str
 
 
-def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> list[Judged]:
+def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, replayed: bool = False) -> list[Judged]:
     """Judge the given plan, or let the planner that the configuration names make some; its choice comes first.
 
+    Args:
+        problem: what is planned for.
+        config: options.
+        given: the user's plan, if there is one.
+        replayed: whether autograd decides what is saved, so that plans keep all of it.
+
     Raises:
-        PlanError: if the plan does not fit, the layout does not fit the ranks, the graph is too small, or no plan fits
-            into memory.
+        PlanError: if a replayed step is to recompute or offload, the plan or the layout does not fit, the graph is too
+            small, or no plan fits into memory.
     """
     if given is not None:
+        if replayed and not all(keeps_all(stage) for stage in given.stages):
+            raise PlanError(
+                f"The plan {config.plan} has stages that recompute or offload, but this step is replayed, and what its "
+                "modules save is autograd's. Remove `recompute:` and `offload:` from the file, and call "
+                "torch.utils.checkpoint in the modules whose activations are to be recomputed."
+            )
         return [judge(given, problem)]
-    found = planned(replace(problem, wishes=config.wishes), config.planner)
+    wishes = config.wishes
+    found = planned(
+        replace(problem, wishes=replace(wishes, reliefs=frozenset()) if replayed else wishes), config.planner
+    )
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 
 

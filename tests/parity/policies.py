@@ -63,9 +63,7 @@ def mixed(plan: Plan, problem: Problem, *, recompute: float, offload: float, see
         again = dice.sample(can, round(recompute * len(can)))
         rest = [c.memory for c in found if c.memory not in again]
         away = dice.sample(rest, round(offload * len(rest)))
-        stages.append(
-            replace(stage, recompute=places_of(graph, work, again), offload=places_of(graph, work, away))
-        )
+        stages.append(replace(stage, recompute=places_of(graph, work, again), offload=places_of(graph, work, away)))
     return replace(plan, stages=tuple(stages))
 
 

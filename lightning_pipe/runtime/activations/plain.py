@@ -37,7 +37,7 @@ class _Job(Independent):
         begin = time.perf_counter()
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001  told to who waits
+        except BaseException as error:
             self._error = error
         if bytes_per_s is not None:
             time.sleep(max(0.0, begin + self.count / bytes_per_s - time.perf_counter()))
@@ -165,7 +165,8 @@ class FileHost:
     def _descriptor(self) -> int:
         with self._lock:
             if self._file is None:
-                self._file = cast("BinaryIO", tempfile.TemporaryFile(dir=self._directory, buffering=0))
+                file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115  closed by `close`
+                self._file = cast("BinaryIO", file)
             return self._file.fileno()
 
 
