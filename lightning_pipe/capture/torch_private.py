@@ -5,7 +5,8 @@
 * `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
 * descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
 * `FunctionalTensor`: what tensors are while a joint graph is traced.
-* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes.
+* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
+  symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
 * `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
 * `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
@@ -48,6 +49,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import OptimizedModule
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch._aot_autograd.descriptors import (
@@ -89,6 +91,7 @@ __all__ = [
     "argument_names",
     "checkpoint_only",
     "compiling_state",
+    "enable_python_dispatcher",
     "fused_recurrent_kernels",
     "fx_traceback",
     "gradient_hooks",

@@ -402,7 +402,7 @@ class Pipeline:
         for step in different_traces(relatives):
             other = step.for_lengths(call)
             if other is not None and self._sizes(other.capture, samples):
-                return other
+                return other.with_role(self._role if call.method == TRAINING else None)
         begin = time.perf_counter()
         lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self._config.batch_dim)
         found = self._capture(call, self._largest_slice(samples), lengths=lengths)
