@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from lightning_pipe.core.plan import Plan, StagePlan, microbatch_sizes
 from lightning_pipe.core.program import Compute, ComputeKind, Layout
+from lightning_pipe.cost.prices import PlanPrices
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
 from lightning_pipe.planner.activations import relieve
 from lightning_pipe.planner.balance import Balancer
@@ -247,14 +248,32 @@ _PER_STAGE = 2  # micro-batches per stage that a row of single devices is tried 
 
 
 def _may_win(draft: Draft, best: Judged, problem: Problem, judge: Judge) -> bool:
-    """Say whether a draft may be quicker than the best plan, in whatever order its devices compute.
+    """Say whether a draft may be quicker than the best plan, or smaller if that exceeds memory."""
+    prices = judge.pricer.price(draft.cuts, draft.layout)
+    if (excess := best.overflow(problem.cluster)) > 0:
+        return _least_overflow(draft, prices, problem) < excess
+    return _least_s(draft, prices, problem) < best.step_s
+
+
+def _least_overflow(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
+    """Return by how many bytes a device exceeds its memory at least: all its stages hold one micro-batch at once."""
+    size = min(microbatch_sizes(problem.samples, draft.microbatches))
+    least = -math.inf
+    for rank in range(draft.layout.ranks):
+        held = [(s, ranks) for s, ranks in enumerate(draft.layout.stages) if rank in ranks]
+        saved = 0.0
+        if not problem.wishes.reliefs and not draft.layout.whole:
+            saved = sum(prices.saved_bytes(s, size // len(ranks)) for s, ranks in held)
+        least = max(least, prices.state_bytes(rank) + saved - problem.cluster.device(rank).memory_bytes)
+    return least
+
+
+def _least_s(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
+    """Return the seconds of a draft at least, in whatever order its devices compute.
 
     A device computes nothing before the forwards of the stages before its first one, and after the last input gradient
     of its stages come those of the stages before them; weight halves may come last.
     """
-    if best.overflow(problem.cluster) > 0:
-        return True
-    prices = judge.pricer.price(draft.cuts, draft.layout)
     sizes = microbatch_sizes(problem.samples, draft.microbatches)
     busy, late = ([0.0] * draft.layout.ranks for _ in range(2))
     head, tail = ([math.inf] * draft.layout.ranks for _ in range(2))
@@ -271,7 +290,7 @@ def _may_win(draft: Draft, best: Judged, problem: Problem, judge: Judge) -> bool
                 head[rank], tail[rank] = min(head[rank], before[0]), min(tail[rank], before[1])
         before = [sum(pair) for pair in zip(before, quickest, strict=True)]
     ends = (h + max(b, b - w + t) for h, b, w, t in zip(head, busy, late, tail, strict=True) if b)
-    return max(ends) + min(map(prices.step_s, range(draft.layout.ranks))) < best.step_s
+    return max(ends) + min(map(prices.step_s, range(draft.layout.ranks)))
 
 
 _KINDS: tuple[ComputeKind, ...] = ("F", "I", "W")
