@@ -50,6 +50,8 @@ _JUDGED = 60_000  # instructions that the judge may walk through, about twenty m
 _REPLICATED_ERROR, _STRAIGHT_ERROR = 0.25, 0.03  # by which estimates may be too long
 _SHORT = 500  # instructions and operations up to which bounds cost little
 _SWEPT = 2_000  # outlines whose bounds are looked at
+_ROUGH = 0.01  # by which loads may be too long: micro-batches of unequal sizes are taken as equal
+_PATIENCE = 50  # plans, by rising estimates, that turn out to be worse than the best before the others are left
 _CLOSE = 0.1  # by which plans may be slower from which better ones are looked for
 _BOUND_COST = 0.1  # of a bound, if judging costs one
 _LEAST_JUDGED = 2  # plans that are judged however large they are
@@ -256,21 +258,28 @@ class _Search:
     ) -> None:
         """Judge the best outlines by their estimates, but those that estimate or bound say are not the best."""
         best = min(map(self._rank, found.values()), default=(math.inf, math.inf))
+        worse = 0  # in a row, by their bounds
         for outline in ranked:
             if outline in found or not self._may_be_best(outline, best):
                 continue
-            if len(found) >= _LEAST_JUDGED and not budget.allows(outline, share=0.5):
+            if len(found) >= _LEAST_JUDGED and (worse == _PATIENCE or not budget.allows(outline, share=0.5)):
                 return
             if not sieve.may_be_better(outline, best):
                 budget.bounded(outline)
+                worse += 1
                 continue
             budget.spend(outline)
             found[outline] = fitted(self._problem, outline, judge=judge)
-            best = min(best, self._rank(found[outline]))
+            best, worse = min(best, self._rank(found[outline])), 0
 
     def _may_be_best(self, outline: Outline, best: Value) -> bool:
         """Say whether an outline may be better than the best plan so far, for all that its estimate may be too long."""
-        return best[0] > 0 or self._values[outline] <= (0.0, best[1] * (1 + _error(outline)))
+        if best[0] > 0:
+            return True
+        if self._values[outline] > (0.0, best[1] * (1 + _error(outline))):
+            return False
+        row = self._windows.around(outline.cuts).row(outline.cuts, outline.ranks, outline.microbatches)
+        return (outline.microbatches * max(row.loads()) + row.step) * (1 - _ROUGH) < best[1]
 
     def _refine(
         self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget, sieve: Sieve
