@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -275,17 +276,18 @@ def _least_s(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
     of its stages come those of the stages before them; weight halves may come last.
     """
     sizes = microbatch_sizes(problem.samples, draft.microbatches)
+    alike = Counter((size, m if draft.layout.whole else 0) for m, size in enumerate(sizes))
     busy, late = ([0.0] * draft.layout.ranks for _ in range(2))
     head, tail = ([math.inf] * draft.layout.ranks for _ in range(2))
     before = [0.0, 0.0]  # seconds of F, and of I, of the stages before
     for s, ranks in enumerate(draft.layout.stages):
         quickest = [math.inf, math.inf]
-        for (replica, rank), m in itertools.product(enumerate(ranks), range(len(sizes))):
-            samples = len(draft.layout.samples(s, replica, m, sizes[m]))
+        for (replica, rank), ((size, m), count) in itertools.product(enumerate(ranks), alike.items()):
+            samples = len(draft.layout.samples(s, replica, m, size))
             if samples:
                 times = [prices.compute_s(Compute(s, kind, m), rank, samples) for kind in _KINDS]
-                busy[rank] += sum(times)
-                late[rank] += times[2]
+                busy[rank] += count * sum(times)
+                late[rank] += count * times[2]
                 quickest = [min(pair) for pair in zip(quickest, times, strict=False)]
                 head[rank], tail[rank] = min(head[rank], before[0]), min(tail[rank], before[1])
         before = [sum(pair) for pair in zip(before, quickest, strict=True)]

@@ -37,7 +37,7 @@ Value: TypeAlias = tuple[float, float]  # bytes over memory, seconds
 Shape: TypeAlias = tuple[int, ...]  # replicas of each stage
 
 GROUPED = 5  # devices up to which all groupings are tried
-_BOUNDED = 300_000  # instructions that bounds may take the time of, some six seconds
+_BOUNDED = 150_000  # instructions that bounds may take the time of, some three seconds
 _PRICED = 2  # instructions in whose time a rank of a plan is priced
 _LOOKED_UP = 2  # plans of which it is looked up how busy their stages are, in the time of an instruction
 _ROWS = 500  # plans in an array whose bounds take twice the time of one's
@@ -160,8 +160,10 @@ class Near:
         walked = len(ring.depths) * len(plans[0][1]) * ring.microbatches
         self.left -= walked + walked * len(field.plans) // _ROWS
         found: list[tuple[float, float, int, Outline]] = []
+        nothing = np.zeros(len(field.plans))
+        is_roomy = bool((field.lacking((ring.microbatches,) * len(plans[0][1])) <= 0).all())  # for whatever depths
         for depths in ring.depths:
-            excess = np.maximum(field.lacking(depths), 0.0)
+            excess = nothing if is_roomy else np.maximum(field.lacking(depths), 0.0)
             if (excess > than[0]).all():
                 continue
             seconds = field.seconds(depths)
