@@ -1,8 +1,9 @@
 """What are plans judged by? Seconds and bytes of the step's operations, of the links and of the optimizer.
 
-Measured on all ranks together, once per fit: ranks with the same kind of device share the operations among them, and
-measure at the same time, so that what they have in common (caches, memory bandwidth) is as busy as in training. Rank 0
-puts the problem together. Where nothing is to be measured, costs are counted.
+Measured on all ranks together, once per fit, and once for validate, test or predict outside of one: ranks with the same
+kind of device share the operations among them, and measure at the same time, so that what they have in common (caches,
+memory bandwidth) is as busy as in training. Rank 0 puts the problem together. Where nothing is to be measured, costs
+are counted.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Costs:
         def asked(problem: Problem) -> Problem:
             return problem.ahead(takes_back=takes_back) if is_ahead else problem
 
-        if not self._measures(training):
+        if not self._measures():
             return asked(problem) if control.rank == 0 else None
         started = time.perf_counter()
         facts = self._facts()
@@ -116,11 +117,11 @@ class Costs:
         }
         return asked(replace(problem, profile=replace(profile, **runtime)))
 
-    def _measures(self, training: bool) -> bool:
-        """Say whether anything is measured: not for evaluation, nor where there is nothing to plan."""
+    def _measures(self) -> bool:
+        """Say whether anything is measured: not where there is nothing to plan."""
         config = self._config
         wanted = self._links.control.ranks > 1 or config.report is not None
-        return training and wanted and config.costs == "measured"
+        return wanted and config.costs == "measured"
 
     def _given_cluster(self) -> Cluster | None:
         name = self._config.cluster
