@@ -26,6 +26,7 @@ from lightning_pipe.core.cluster_file import check_ranks, find_cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Layout
+from lightning_pipe.cost.counted import counted_on
 from lightning_pipe.planner.problem import Problem, counted_problem
 from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
@@ -85,6 +86,9 @@ class Costs:
         described = control.agreed(self._given_cluster, source=0, what="the cluster file")
         if described is not None:
             problem = replace(problem, cluster=described)
+            if not self._measures():
+                profile, cluster = counted_on(capture.graph, described)
+                problem = replace(problem, profile=profile, cluster=cluster)
         is_ahead = self._config.post_validation and training and control.ranks > 1 and not isinstance(capture, Replay)
 
         def asked(problem: Problem) -> Problem:
