@@ -246,6 +246,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.fused_recurrent_kernels(),
         private.unchecked_distributions(),
         private.parameters_in_new_lists(),
+        private.numbered_checkpoints(),
         torch.random.fork_rng(devices=[]),
         no_seeding(),
         no_files(),

@@ -272,6 +272,7 @@ class Session:
             groups.follow()
         self._module.example_input_array = self._example
         self._metrics.end()
+        self._pipeline.close()
         Clipper.remove(self._plugin)
         private.call_hook_before_transfer(self._module)
 
