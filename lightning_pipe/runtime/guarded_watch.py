@@ -98,6 +98,16 @@ class GuardedWatch:
             self._at, self._depth = outer, self._depth - 1
             self._note()
 
+    @contextmanager
+    def limited(self, what: str) -> Iterator[None]:
+        """Surround something that takes no other rank, but for which others wait: the guard keeps to the deadline."""
+        limit = time.monotonic() + self.patience.deadline_s + _MARGIN_S
+        self.guard.page.write(INSIDE if self._depth else OUTSIDE, self._step, what.encode(), limit=limit)
+        try:
+            yield
+        finally:
+            self._note()
+
     def at(self, instruction: Instruction) -> None:
         """Note the instruction that begins."""
         self._at = self._word(instruction)

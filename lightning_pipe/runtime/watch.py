@@ -55,6 +55,11 @@ class Unwatched:
         """Do nothing."""
         yield
 
+    @contextmanager
+    def limited(self, what: str) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
     def watch_processes(self, pids: Sequence[int]) -> None:
         """Do nothing."""
 

@@ -38,6 +38,7 @@ from lightning_pipe.runtime.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
+from lightning_pipe.strategy.findings import make_room
 from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
 from lightning_pipe.strategy.links import Links, begin_watch, connect_ranks, join_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
@@ -194,7 +195,12 @@ class DappleStrategy(ParallelStrategy):
         self.set_world_ranks()
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
         self._links = self._connect()
-        self._feed = Feed(self._links.control, ahead=self.config.post_validation, device=self.root_device)
+        self._feed = Feed(
+            self._links.control,
+            ahead=self.config.post_validation,
+            device=self.root_device,
+            watch=self._links.watch,
+        )
 
     def _connect(self) -> Links:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
@@ -252,11 +258,13 @@ class DappleStrategy(ParallelStrategy):
         )
         self._session.weights.share()
         if trainer.state.fn == TrainerFn.FITTING:
+            control = self._links.control
+            control.agreed(lambda: make_room(self.config), source=0, what="whether a report can be written")
             self._install_loop(trainer)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
             if self.world_size > 1:
-                self._links.control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
+                control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
             if self.config.post_validation:
                 refuse_post_validation(module)
         self.setup_precision_plugin()

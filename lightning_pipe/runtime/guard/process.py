@@ -63,7 +63,7 @@ class Guard:
         self._is_over = False  # whether the rank has ended
         self._awake, self._last = 0.0, time.monotonic()
         self._failed_at = self._told_at = self._beat_at = self._heard_at = 0.0
-        self._beats, self._beaten_at, self._stopped_at = -1, 0.0, 0.0
+        self._beats, self._beaten_at = -1, 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ, self._from_rank)
         self._process = _open_process(parent)
@@ -111,10 +111,8 @@ class Guard:
         beats, state, stale_s = self._page.beats, self._page.state, self._limits.stale_s
         if beats != self._beats or state.mode == IDLE:
             self._beats, self._beaten_at = beats, self._awake
-        if not _is_stopped(self._parent) or state.mode == IDLE:
-            self._stopped_at = self._awake
         limit = self._page.limit
-        if self._awake - self._stopped_at > stale_s:
+        if self._awake - self._beaten_at > stale_s and _is_stopped(self._parent):
             self._declare(state, f"its process has been stopped (SIGSTOP) for {stale_s:g} s", late_s=stale_s)
         elif state.mode == INSIDE and self._awake - self._beaten_at > stale_s:
             self._declare(state, f"no sign of life for {stale_s:g} s; its interpreter is blocked", late_s=stale_s)
