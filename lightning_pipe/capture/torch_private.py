@@ -7,7 +7,6 @@
 * `FunctionalTensor`: what tensors are while a joint graph is traced.
 * `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
   symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
-* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes.
 * `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
   the whole process, of symbolic sizes and sources that no later trace has.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
