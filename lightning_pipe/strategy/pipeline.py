@@ -419,7 +419,7 @@ class Pipeline:
         for step in different_traces(relatives):
             other = step.for_lengths(call)
             if other is not None and self._sizes(other.capture, samples):
-                return other
+                return other.with_role(self._role if call.method == TRAINING else None)
         begin = time.perf_counter()
         lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self._config.batch_dim)
         found = self._capture(call, self._largest_slice(samples), lengths=lengths)
@@ -484,9 +484,15 @@ class Pipeline:
             if reason:
                 found: Capture | Replay = Replay(request, traced(request), reason=reason)
             else:
-                found = captured_by(self._config.capture, request, traced=traced)
+                found = captured_by(self._config.capture, request, traced=traced, refusals=self._refusals)
         captured = Captured(found, replace(request, answers=None), reader, call.structure.template)
         return captured.with_role(self._role if call.method == TRAINING else None)
+
+    def _refusals(self, refuses: bool) -> tuple[int, int]:
+        """Return how many ranks refuse to make a graph of a step, and how many there are."""
+        control = self._links.control
+        told = control.sum(torch.tensor(float(refuses)), what="whether the step can be one graph")
+        return int(told), control.ranks
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""

@@ -156,7 +156,8 @@ class Step:
                 )
                 program = self._lowered(sizes, synchronise, training, join=1)
             agree(self._links, {"program": format_program(program)})
-            connect(self._links.transport, [program])
+            with self._links.watch.opening("the connections of a program"):
+                connect(self._links.transport, [program])
             self._programs[key] = program
         return self._programs[key]
 
