@@ -46,6 +46,6 @@ def test_a_module_of_the_zoo_recomputes_without_a_difference(name, share):
             buffers = buffers_of(replica, capture)
             leaves, _ = capture.with_totals(own, cut=(False,) * len(own), sizes=(samples,), buffers=buffers)
             split = capture.split(cuts, policies=chosen)
-            results, gradients = run_stages(split, replica, leaves, key=KEY, weight=1.0)
+            results, gradients = run_stages(split, replica, leaves, key=KEY, weight=1.0, buffers=buffers)
             runs.append((results[capture.record.loss], gradients, dict(replica.named_buffers())))
         torch.testing.assert_close(*runs, rtol=0, atol=0, equal_nan=True)
