@@ -1,4 +1,4 @@
-"""Every module of the zoo, with everything recomputed that can be, or some of it: the numbers are those of keeping all."""
+"""Every module of the zoo with everything recomputed that can be, or some of it: the numbers of keeping all."""
 
 from __future__ import annotations
 
