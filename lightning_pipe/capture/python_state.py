@@ -29,7 +29,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 import torchmetrics
@@ -37,11 +36,14 @@ from torch import nn
 
 from lightning_pipe.capture.torch_private import outside_of_modes, version_of
 from lightning_pipe.capture.users_code import is_library, is_users
+from lightning_pipe.lightning_names import pl
 
 Keys: TypeAlias = AbstractSet[Any]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MOST_OBJECTS = 100_000  # of one snapshot; what lies beyond (a tokenizer's vocabulary, a graph) counts by identity
-_FOREIGN_ROOTS = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_pipe"})
+_FOREIGN_ROOTS = frozenset(
+    {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "lightning_pipe"}
+)
 _FOREIGN_TYPES = (
     pl.Trainer,
     pl.LightningDataModule,

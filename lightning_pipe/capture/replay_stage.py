@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -41,6 +40,7 @@ from lightning_pipe.capture.tables import twin_buffers
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.lightning_names import pl
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 _HANDLES = itertools.count()

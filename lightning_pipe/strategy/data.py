@@ -24,10 +24,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 
 from lightning_pipe.capture.batch import Structure, flatten
 from lightning_pipe.errors import BatchError, PipelineError
+from lightning_pipe.lightning_names import pl_worker_init_function
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.samplers import gather_shards
 from lightning_pipe.strategy.stand_ins import absent_batch

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
 from lightning_pipe.core.cluster_file import save_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
@@ -16,6 +14,7 @@ from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, position_seconds
+from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (

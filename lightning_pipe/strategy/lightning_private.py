@@ -26,25 +26,41 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device as default_backend,
+
+from lightning_pipe.lightning_names import (
+    CombinedLoader,
+    SIGTERMException,
+    Throughput,
+    ThroughputMonitor,
+    lightning_module,
+    pl,
 )
-from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
-from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
-from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.distributed import (
+        _get_default_process_group_backend_for_device as default_backend,
+    )
+    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.pytorch.loops.optimization.automatic import Closure
+    from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+    from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
+else:
+    default_backend = lightning_module("fabric.utilities.distributed")._get_default_process_group_backend_for_device
+    init_dist_connection = lightning_module("fabric.utilities.distributed")._init_dist_connection
+    optimizer_to_device = lightning_module("fabric.utilities.optimizer")._optimizer_to_device
+    optimizers_to_device = lightning_module("fabric.utilities.optimizer")._optimizers_to_device
+    Closure = lightning_module("pytorch.loops.optimization.automatic").Closure
+    AutomaticOptimization = lightning_module("pytorch.loops.optimization.automatic")._AutomaticOptimization
+    ForkLauncher = lightning_module("pytorch.strategies.launchers.multiprocessing")._MultiProcessingLauncher
+    ScriptLauncher = lightning_module("pytorch.strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+    call_strategy_hook = lightning_module("pytorch.trainer.call")._call_strategy_hook
 
 __all__ = [
     "AutomaticOptimization",

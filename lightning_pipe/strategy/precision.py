@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 
+from lightning_pipe.lightning_names import Precision
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.norms import Norms
 from lightning_pipe.strategy.optimizer import Groups

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import UninitializedTensorMixin
 
 from lightning_pipe.capture import Capture
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
 from lightning_pipe.errors import CaptureError, UnsupportedError
+from lightning_pipe.lightning_names import (
+    MixedPrecision,
+    OnExceptionCheckpoint,
+    is_overridden,
+    is_param_in_hook_signature,
+    pl,
+    rank_zero_warn,
+)
+from lightning_pipe.lightning_package import name_in_use
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -86,7 +89,8 @@ def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> lis
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:
     """Say whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
     kind = type(callback)
-    own = not kind.__module__.startswith("lightning.pytorch.") and getattr(kind, hook) is not getattr(pl.Callback, hook)
+    is_lightnings = kind.__module__.startswith(name_in_use("pytorch") + ".")
+    own = not is_lightnings and getattr(kind, hook) is not getattr(pl.Callback, hook)
     return own or hook in vars(callback)
 
 
@@ -147,7 +151,7 @@ def check_written(capture: Capture | Replay, module: pl.LightningModule, *, micr
 
 def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:
     for kind in type(callback).__mro__:
-        if kind.__name__ in _CALLBACKS and kind.__module__.startswith("lightning.pytorch.callbacks"):
+        if kind.__name__ in _CALLBACKS and kind.__module__.startswith(name_in_use("pytorch.callbacks")):
             why, way_out = _CALLBACKS[kind.__name__]
             raise UnsupportedError(
                 f"The callback {type(callback).__name__} {why}; in a pipeline no rank has all of it. {way_out}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.calls import Call
 
 _MANY = 8  # shapes of batches of one step

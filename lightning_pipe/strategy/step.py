@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.batch import contents
@@ -26,6 +25,7 @@ from lightning_pipe.capture.tracked_number import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.agree import disagreements
 from lightning_pipe.runtime.executor import Executor
 from lightning_pipe.runtime.groups import bucket_group, connect

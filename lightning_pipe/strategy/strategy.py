@@ -15,21 +15,24 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.collectives import refuse_in_step
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import ConfigError, UnsupportedError
+from lightning_pipe.lightning_names import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    ParallelStrategy,
+    Precision,
+    TrainerFn,
+    pl,
+    rank_zero_only,
+    rank_zero_warn,
+)
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
