@@ -18,25 +18,45 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_pipe.lightning_package import TRAINERS, choose
+from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.lightning_package import FABRICS, TRAINERS, choose
 
 STRATEGY = "dapple"
 _REGISTRIES = {f"{module}.strategies": package for package, module in TRAINERS.items()}
+_FABRIC_REGISTRIES = tuple(f"{module}.strategies" for module in FABRICS.values())
 
 
 def register_strategy() -> None:
     """Register the strategy with Lightning, now or as soon as Lightning is imported; a second call does nothing."""
-    for name in _REGISTRIES:
-        if hasattr(sys.modules.get(name), "StrategyRegistry"):
+    for name in (*_REGISTRIES, *_FABRIC_REGISTRIES):
+        if hasattr(sys.modules.get(name), _registry_name(name)):
             _register(sys.modules[name])
     if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegistryFinder())
 
 
+def _registry_name(module: str) -> str:
+    return "STRATEGY_REGISTRY" if module in _FABRIC_REGISTRIES else "StrategyRegistry"
+
+
 def _register(module: Any) -> None:
-    if STRATEGY not in module.StrategyRegistry:
-        make = partial(make_strategy, _REGISTRIES[module.__name__])
-        module.StrategyRegistry.register(STRATEGY, make, description="A planned pipeline of stages (DAPPLE, 2021)")
+    package = _REGISTRIES.get(module.__name__)
+    registry = getattr(module, _registry_name(module.__name__))
+    if STRATEGY not in registry:
+        make = refuse_fabric if package is None else partial(make_strategy, package)
+        registry.register(STRATEGY, make, description="A planned pipeline of stages (DAPPLE, 2021)")
+
+
+def refuse_fabric(**options: Any) -> Any:
+    """Refuse to run without a Trainer.
+
+    Raises:
+        UnsupportedError: with the reason and the way out.
+    """
+    raise UnsupportedError(
+        "Fabric(strategy='dapple'): a pipeline is cut from the training_step of a LightningModule, and Fabric's loop "
+        "has none. Write the step as a LightningModule and use Trainer(strategy='dapple')."
+    )
 
 
 def make_strategy(package: str, **options: Any) -> Any:
@@ -61,7 +81,7 @@ class _RegistryFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES:
+        if fullname not in (*_REGISTRIES, *_FABRIC_REGISTRIES):
             return None
         others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
         spec = next((spec for f in others if (spec := f.find_spec(fullname, path, target))), None)

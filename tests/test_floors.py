@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
     {"errors"},
-    {"units", "collection", "lightning_package"},
+    {"units", "collection", "lightning_package", "foreign_names"},
     {"core", "lightning_names"},
     {"cost", "schedule", "simulator", "report", "capture"},
     {"planner", "profiler", "runtime"},
@@ -32,7 +32,19 @@ FLOORS = (
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 ROOF = len(FLOORS) - 1
-PURE = {"errors", "units", "collection", "lightning_package", "core", "cost", "schedule", "simulator", "planner", "report"}
+PURE = {
+    "errors",
+    "units",
+    "collection",
+    "lightning_package",
+    "foreign_names",
+    "core",
+    "cost",
+    "schedule",
+    "simulator",
+    "planner",
+    "report",
+}
 LIGHT = {"__init__", "registration", "config"}  # imported by every Hydra application of the environment
 HEAVY = {"torch", "lightning", "torchmetrics"}
 SEES_LIGHTNING = {"capture", "strategy", "cli"}

@@ -12,6 +12,7 @@ fit_loop._load_combined_loader_states         gives loaders the state of a check
 fit_loop.epoch_loop._broadcast_sigterm_tensor           asks rank 0 before every batch whether to stop, over the
                                     default group and without a deadline; ours asks over connections that are
                                     watched (newer than the oldest Lightning that we support)
+_Loop._load_from_state_dict         gives the trainer of a notebook the progress that other processes have made
 LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
 LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
 LightningModule._device             what `self.device` says; the whole module is on the host before it is placed
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.pytorch.loops.loop import _Loop as Loop
     from lightning.pytorch.loops.optimization.automatic import Closure
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
@@ -56,6 +58,7 @@ else:
     init_dist_connection = lightning_module("fabric.utilities.distributed")._init_dist_connection
     optimizer_to_device = lightning_module("fabric.utilities.optimizer")._optimizer_to_device
     optimizers_to_device = lightning_module("fabric.utilities.optimizer")._optimizers_to_device
+    Loop = lightning_module("pytorch.loops.loop")._Loop
     Closure = lightning_module("pytorch.loops.optimization.automatic").Closure
     AutomaticOptimization = lightning_module("pytorch.loops.optimization.automatic")._AutomaticOptimization
     ForkLauncher = lightning_module("pytorch.strategies.launchers.multiprocessing")._MultiProcessingLauncher
@@ -84,6 +87,20 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
 def restore_loader_states(trainer: pl.Trainer) -> None:
     """Give the loaders the state that a checkpoint holds for them."""
     trainer.fit_loop._load_combined_loader_states()
+
+
+def progress(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return how far the fit loop has come: steps, epochs, batches."""
+    return dict(trainer.fit_loop.state_dict())
+
+
+def restore_progress(trainer: pl.Trainer, progress: dict[str, Any]) -> None:
+    """Let the fit loop have come so far, without resuming there."""
+    loops: list[tuple[Any, str]] = [(trainer.fit_loop, "")]
+    while loops:
+        loop, prefix = loops.pop()
+        loop._load_from_state_dict(progress, prefix)
+        loops += [(child, f"{prefix}{name}.") for name, child in vars(loop).items() if isinstance(child, Loop)]
 
 
 def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:

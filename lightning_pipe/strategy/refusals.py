@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from lightning_pipe.capture import Capture
@@ -21,6 +22,7 @@ from lightning_pipe.lightning_package import name_in_use
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BEFORE_ZEROING = "on_before_zero_grad"
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
@@ -48,6 +50,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "optimization, or another strategy."
         )
     _refuse_precision(trainer)
+    _refuse_synchronised_norms(trainer, module)
     _refuse_compiled(module)
     _refuse_hooks(module)
     for callback in trainer.callbacks:
@@ -171,10 +174,16 @@ def _refuse_precision(trainer: pl.Trainer) -> None:
             f"precision={plugin.precision!r} scales the loss by a GradScaler, which is not supported. Use "
             "precision='bf16-mixed', 'bf16-true' or '32-true'."
         )
-    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+
+
+def _refuse_synchronised_norms(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what templates switch on for all modules only where there is something to synchronise."""
+    norms = [path for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
+    if norms and getattr(trainer.strategy, "_layer_sync", None) is not None and trainer.world_size > 1:
         raise UnsupportedError(
-            "sync_batchnorm=True replaces BatchNorm by a layer that talks to all ranks. Remove it; replicas that see "
-            "batch statistics take whole micro-batches instead (share: microbatches)."
+            f"sync_batchnorm=True replaces {norms[0]} (BatchNorm) by a layer that talks to all ranks. Set "
+            "sync_batchnorm=False; replicas that see batch statistics take whole micro-batches instead, and "
+            "microbatches=1 normalises whole batches."
         )
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -19,9 +20,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.collectives import refuse_in_step
-from lightning_pipe.config import DappleConfig, read_config
+from lightning_pipe.config import DappleConfig, chosen_config
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import ConfigError, UnsupportedError
+from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.lightning_names import (
     Accelerator,
     CheckpointIO,
@@ -33,9 +34,11 @@ from lightning_pipe.lightning_names import (
     rank_zero_only,
     rank_zero_warn,
 )
+from lightning_pipe.lightning_package import package_in_use
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
+from lightning_pipe.strategy.launchers import ForkingLauncher, Outcome, RerunLauncher
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.refusals import (
@@ -60,7 +63,8 @@ class DappleStrategy(ParallelStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for every strategy of
             Lightning; the trainer sets them.
         process_group_backend: backend of the default process group; by default the device's.
-        options: fields of `DappleConfig`.
+        plan, planner, ..., start_method: fields of `DappleConfig`, where they are described.
+        unknown: nothing; options that do not exist are refused with the names of those that do.
 
     Example:
         >>> strategy = DappleStrategy(layout="2-1", microbatches=8)
@@ -78,8 +82,32 @@ class DappleStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        **options: Any,
+        plan: str | os.PathLike[str] | None = None,
+        planner: str = "auto",
+        layout: str | int | list[int] | None = None,
+        schedule: str | os.PathLike[str] | None = None,
+        chunks: int | None = None,
+        warmup: str | int | list[int] | None = None,
+        microbatches: int | None = None,
+        costs: str = "measured",
+        cluster: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        capture: str = "auto",
+        check: bool = True,
+        witness: bool = True,
+        post_validation: bool = False,
+        batch_dim: int = 0,
+        seed: int | None = None,
+        exact_ties: bool = False,
+        deadline_s: float = 300.0,
+        report: str | os.PathLike[str] | None = None,
+        memory: bool = False,
+        trace: str | os.PathLike[str] | None = None,
+        timeline_steps: int = 5,
+        start_method: str = "popen",
+        **unknown: Any,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -87,18 +115,21 @@ class DappleStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if config is not None and options:
-            raise ConfigError(f"found config= and {', '.join(options)}; expected either a config or its fields.")
-        self.config = config if config is not None else read_config(options)
+        self.config = chosen_config(config, {**options, **unknown})
         self._backend = process_group_backend
         self._num_nodes = 1
         self._links: Links | None = None  # open from setup to the next setup, for checkpoints after a fit
         self._feed: Feed | None = None
         self._session: Session | None = None
+        self._outcome = Outcome()  # of a fit in other processes, or of none
         self._synchronise = True
         self._failed = False
         self._undo_loop: Callable[[], Any] | None = None
         self._world_size_reads = WorldSizeReads()
+
+    def __repr__(self) -> str:
+        """Say for whose Trainer this is: Lightning shows it where a Trainer of the other package is given it."""
+        return f"<DappleStrategy for a Trainer of the package `{package_in_use()}`>"
 
     @property
     def is_distributed(self) -> bool:
@@ -106,19 +137,31 @@ class DappleStrategy(ParallelStrategy):
         return False
 
     @property
+    def outcome(self) -> Outcome:
+        """Return what is known of the last fit (or validate, test, predict)."""
+        session = self._session
+        if session is None:
+            return self._outcome
+        return Outcome(session.plan, session.comparison, session.steps_taken_back)
+
+    @outcome.setter
+    def outcome(self, outcome: Outcome) -> None:
+        self._session, self._outcome = None, outcome
+
+    @property
     def plan(self) -> Plan | None:
         """Return the plan of the last fit (or validate, test, predict), once it is made."""
-        return None if self._session is None else self._session.plan
+        return self.outcome.plan
 
     @property
     def comparison(self) -> Comparison | None:
         """Return how the first steps of the last fit went beside their prediction; on rank 0, once it is known."""
-        return None if self._session is None else self._session.comparison
+        return self.outcome.comparison
 
     @property
     def steps_taken_back(self) -> int:
         """Return how many optimizer steps of the last fit were taken back and taken again (`post_validation`)."""
-        return 0 if self._session is None else self._session.steps_taken_back
+        return self.outcome.steps_taken_back
 
     @property
     def root_device(self) -> torch.device:
@@ -165,9 +208,9 @@ class DappleStrategy(ParallelStrategy):
         if self.num_nodes * self.num_processes == 1:
             return
         if self.config.start_method == "popen":
-            self._launcher = private.ScriptLauncher(environment, self.num_processes, self.num_nodes)
+            self._launcher = RerunLauncher(environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = private.ForkLauncher(self, start_method=self.config.start_method)
+            self._launcher = ForkingLauncher(self, start_method=self.config.start_method)
 
     def setup_environment(self) -> None:
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
