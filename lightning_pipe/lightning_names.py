@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.fabric.utilities.throughput import Throughput
     from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.callbacks import OnExceptionCheckpoint, ThroughputMonitor
+    from lightning.pytorch.callbacks import BasePredictionWriter, OnExceptionCheckpoint, ThroughputMonitor
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -34,7 +34,7 @@ else:
         "fabric.utilities.seed": "pl_worker_init_function",
         "fabric.utilities.throughput": "Throughput",
         "pytorch.accelerators": "Accelerator",
-        "pytorch.callbacks": "OnExceptionCheckpoint ThroughputMonitor",
+        "pytorch.callbacks": "BasePredictionWriter OnExceptionCheckpoint ThroughputMonitor",
         "pytorch.plugins.precision": "MixedPrecision Precision",
         "pytorch.strategies": "ParallelStrategy",
         "pytorch.trainer.states": "TrainerFn",
@@ -51,6 +51,7 @@ else:
 
 __all__ = [
     "Accelerator",
+    "BasePredictionWriter",
     "CheckpointIO",
     "ClusterEnvironment",
     "CombinedLoader",

@@ -41,7 +41,8 @@ class Data(pl.LightningDataModule):
 
 def report(trainer):
     loss = float(trainer.callback_metrics["loss"])
-    print(f"SAID rank {trainer.global_rank} of {trainer.world_size} {type(trainer.strategy).__name__} {loss:.5f}\\n", end="")
+    rank, strategy = f"rank {trainer.global_rank} of {trainer.world_size}", type(trainer.strategy).__name__
+    print(f"SAID {rank} {strategy} {loss:.5f}\\n", end="")
 """
 TRAIN = """
 import hydra

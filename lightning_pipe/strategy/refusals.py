@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
@@ -46,8 +49,8 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"{name} uses manual optimization (automatic_optimization = False). A pipeline runs forward and backward "
-            "of many micro-batches in one program, which manual_backward cannot be part of. Use automatic "
-            "optimization, or another strategy."
+            "of many micro-batches in one program, which manual_backward cannot be part of. With one optimizer, return "
+            "the loss from training_step instead; with several, as in a GAN, use strategy='ddp'."
         )
     _refuse_precision(trainer)
     _refuse_synchronised_norms(trainer, module)
@@ -97,17 +100,31 @@ def _is_by_user(callback: pl.Callback, hook: str) -> bool:
     return own or hook in vars(callback)
 
 
+@contextlib.contextmanager
+def refusing_several_optimizers(module: pl.LightningModule) -> Iterator[None]:
+    """Refuse several optimizers, inside: Lightning would recommend manual optimization, which cannot work either.
+
+    Raises:
+        UnsupportedError: with the way out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{type(module).__name__}.configure_optimizers returned several optimizers; expected one. If they differ "
+            "in options only, make them parameter groups of one. If they take turns, as in a GAN, use strategy='ddp': "
+            "manual optimization, which Lightning would ask for, cannot be a pipeline."
+        ) from error
+
+
 def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.LightningModule) -> None:
     """Check what `configure_optimizers` returned.
 
     Raises:
         UnsupportedError: naming what cannot work, why, and the way out.
     """
-    if len(optimizers) > 1:
-        raise UnsupportedError(
-            f"{type(module).__name__}.configure_optimizers returned {len(optimizers)} optimizers; expected one. Put "
-            "their parameters into groups of one optimizer."
-        )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise UnsupportedError(
             "LBFGS evaluates the step several times and multiplies gradients of all parameters, which are on several "

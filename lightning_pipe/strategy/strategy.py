@@ -25,6 +25,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.lightning_names import (
     Accelerator,
+    BasePredictionWriter,
     CheckpointIO,
     ClusterEnvironment,
     ParallelStrategy,
@@ -47,6 +48,7 @@ from lightning_pipe.strategy.refusals import (
     refuse_optimizers,
     refuse_parameters,
     refuse_post_validation,
+    refusing_several_optimizers,
 )
 from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
@@ -229,6 +231,8 @@ class DappleStrategy(ParallelStrategy):
             self.global_rank, self.world_size, device=self.root_device, deadline_s=self.config.deadline_s
         )
         self._feed = Feed(self._links.control, ahead=self.config.post_validation, device=self.root_device)
+        callbacks = self.lightning_module.trainer.callbacks
+        self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Create optimizers, plan for the first batch, and place everything."""
@@ -250,7 +254,8 @@ class DappleStrategy(ParallelStrategy):
         self._session.weights.share()
         if trainer.state.fn == TrainerFn.FITTING:
             self._install_loop(trainer)
-            self.setup_optimizers(trainer)
+            with refusing_several_optimizers(module):
+                self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
             if self.world_size > 1:
                 self._links.control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
