@@ -32,6 +32,7 @@ from lightning_pipe.lightning_names import (
     Precision,
     TrainerFn,
     pl,
+    rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
 )
@@ -42,6 +43,7 @@ from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.launchers import ForkingLauncher, Outcome, RerunLauncher
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
+from lightning_pipe.strategy.network_card import choose_card
 from lightning_pipe.strategy.refusals import (
     readers_of_gradients,
     refuse,
@@ -224,6 +226,8 @@ class DappleStrategy(ParallelStrategy):
         if self.world_size > 1:
             assert self.cluster_environment is not None, "set by the trainer"
             backend = self._backend or private.default_backend(self.root_device)
+            if self.num_nodes > 1 and (card := choose_card(self.cluster_environment.main_address)):
+                rank_zero_info(f"The hosts meet through the network card {card}; GLOO_SOCKET_IFNAME names another one.")
             private.init_dist_connection(self.cluster_environment, backend)
         if self._links is not None:
             self._links.control.close()
