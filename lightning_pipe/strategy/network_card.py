@@ -13,6 +13,8 @@ import socket
 import struct
 import sys
 
+from lightning_pipe.lightning_names import rank_zero_info
+
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _ADDRESS_OF_CARD = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
 
@@ -28,6 +30,7 @@ def choose_card(main_address: str) -> str | None:
     card = _card_towards(main_address)
     if card is not None:
         os.environ[_VARIABLE] = card
+        rank_zero_info(f"The hosts meet through the network card {card}, as {_VARIABLE} says nothing else.")
     return card
 
 

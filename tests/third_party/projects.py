@@ -110,7 +110,9 @@ def pytorch_tabular() -> Made:
     from pytorch_tabular.models import GANDALFConfig
 
     model = TabularModel(
-        data_config=DataConfig(target=["y"], continuous_cols=[f"x{k}" for k in range(4)], normalize_continuous_features=False),
+        data_config=DataConfig(
+            target=["y"], continuous_cols=[f"x{k}" for k in range(4)], normalize_continuous_features=False
+        ),
         model_config=GANDALFConfig(task="classification", gflu_stages=2, batch_norm_continuous_input=False),
         optimizer_config=OptimizerConfig(), trainer_config=TrainerConfig(batch_size=16, accelerator="cpu"),
     )  # fmt: skip
@@ -180,13 +182,13 @@ def pytorch_lifestream() -> Made:
     from functools import partial
 
     from ptls.frames.supervised import SequenceToTarget
-    from ptls.nn import Head
 
     encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
     encoder.embedding_size, encoder.is_reduce_sequence = 16, True
     module = SequenceToTarget(
         encoder, nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3), nn.LogSoftmax(dim=1)), nn.NLLLoss(),
-        optimizer_partial=partial(torch.optim.Adam, lr=1e-3), lr_scheduler_partial=partial(torch.optim.lr_scheduler.StepLR, step_size=5),
+        optimizer_partial=partial(torch.optim.Adam, lr=1e-3),
+        lr_scheduler_partial=partial(torch.optim.lr_scheduler.StepLR, step_size=5),
     )  # fmt: skip
     return module, _tensors((64, 8), classes=3)
 

@@ -103,4 +103,4 @@ def difference(name: str, microbatches: int = 2) -> float:
 
 
 if __name__ == "__main__":
-    print(f"{sys.argv[1]} {difference(sys.argv[1], *map(int, sys.argv[2:])):.2e}")
+    sys.stdout.write(f"{sys.argv[1]} {difference(sys.argv[1], *map(int, sys.argv[2:])):.2e}\n")
