@@ -66,6 +66,18 @@ def card_rates(cluster: Cluster, sender: int, receiver: int) -> tuple[float, flo
     return out, into
 
 
+def card_shares(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> dict[tuple[str, int], float]:
+    """Return, by direction and host, the seconds per byte of an exchange for which it keeps the network card busy."""
+    found: dict[tuple[str, int], float] = defaultdict(float)
+    for sender, receiver in pairs:
+        here, there = cluster.host_of(sender), cluster.host_of(receiver)
+        if here != there:
+            out, into = card_rates(cluster, sender, receiver)
+            found["out", here] += 1 / out / len(pairs)
+            found["in", there] += 1 / into / len(pairs)
+    return found
+
+
 def exchange_pairs(layout: Layout, source: int, target: int, microbatch: int) -> tuple[tuple[int, int], ...]:
     """Return the (sender, receiver) pairs between two stages for a micro-batch; a rank sends nothing to itself."""
     senders, receivers = layout.stages[source], layout.stages[target]
