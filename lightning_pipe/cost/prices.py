@@ -32,7 +32,7 @@ from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
-from lightning_pipe.cost.memory import Amount, Memory, StageMemory, state_bytes
+from lightning_pipe.cost.memory import Amount, Live, Memory, StageMemory, state_bytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
@@ -264,12 +264,17 @@ class PlanPrices:
         memory = self.memory(compute.stage)
         if not isinstance(compute, Joined):
             return memory.workspace(compute.kind, samples)
-        _, _, weight_grad = memory.live
-        return max(0, self._pricer.memory.joined(self.works[compute.stage], weight_grad).peak(samples))
+        return self._joined(compute, samples, memory.live[2])
 
-    def gradient_bytes(self, compute: AnyCompute) -> int:
-        """Return the bytes of gradients that a compute makes of parameters that no other stage holds."""
-        return self.memory(compute.stage).gradient_bytes(compute.kind)
+    def _joined(self, joined: Joined, samples: int, weight_grad: Live) -> int:
+        return max(0, self._pricer.memory.joined(self.works[joined.stage], weight_grad).peak(samples))
+
+    def gradient_bytes(self, compute: AnyCompute, samples: int) -> int:
+        """Return the part of the workspace that the first compute of a batch does not need."""
+        memory = self.memory(compute.stage)
+        if not isinstance(compute, Joined):
+            return memory.gradient_bytes(compute.kind, samples)
+        return self.workspace_bytes(compute, samples) - self._joined(compute, samples, memory.first[1])
 
     def message_bytes(self, message: Message) -> int:
         """Return the bytes of a message."""

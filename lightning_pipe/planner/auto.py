@@ -281,9 +281,7 @@ class _Search:
         row = self._windows.around(outline.cuts).row(outline.cuts, outline.ranks, outline.microbatches)
         return (outline.microbatches * max(row.loads()) + row.step) * (1 - _ROUGH) < best[1]
 
-    def _refine(
-        self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget, sieve: Sieve
-    ) -> None:
+    def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget, sieve: Sieve) -> None:
         """Move cuts between nodes and depths by one, as the judge says."""
         is_moving = True
         while is_moving:

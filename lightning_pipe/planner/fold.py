@@ -151,9 +151,7 @@ def _loads(twins: list[Twin], sends: list[tuple[int, Send]], prices: PlanPrices)
     return {card: frozenset(edges) for card, edges in found.items()}
 
 
-def _kind(
-    twin: Twin, sends: list[tuple[int, Send]], prices: PlanPrices, cluster: Cluster, loads: _Loads
-) -> _Kind:
+def _kind(twin: Twin, sends: list[tuple[int, Send]], prices: PlanPrices, cluster: Cluster, loads: _Loads) -> _Kind:
     """Return all that the times and the memory of a group depend on."""
     hosts = (cluster.hosts[cluster.host_of(rank)] for rank in twin.values())
     return (
@@ -161,8 +159,6 @@ def _kind(
         tuple(host.swap for host in hosts),
         tuple(prices.transfer_s(send.message, twin[rank], twin[send.peer]) for rank, send in sends),
         tuple(
-            loads[card]
-            for rank, send in sends
-            for card, _ in prices.passes(send.message, twin[rank], twin[send.peer])
+            loads[card] for rank, send in sends for card, _ in prices.passes(send.message, twin[rank], twin[send.peer])
         ),
     )

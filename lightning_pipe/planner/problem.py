@@ -110,7 +110,7 @@ _NOMINAL_LINK = Link(latency_s=20e-6, bytes_per_s=5e9)  # a process on the same 
 def nominal_cluster(ranks: int) -> Cluster:
     """Return equal nominal devices on one host, for when nothing is to be measured."""
     device = Device("nominal", _NOMINAL_MEMORY)
-    host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK)
+    host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK, swap=_NOMINAL_LINK)
     return Cluster((host,))
 
 

@@ -94,9 +94,7 @@ class _Channel:
 class _Run:
     """Clocks of the ranks and of the channels while the program runs."""
 
-    def __init__(
-        self, program: VerifiedProgram, prices: Prices, begins: Sequence[float], cards: Cards | None
-    ) -> None:
+    def __init__(self, program: VerifiedProgram, prices: Prices, begins: Sequence[float], cards: Cards | None) -> None:
         self.events: list[list[Event]] = [[] for _ in program.ranks]
         self._program = program
         self._prices = prices
