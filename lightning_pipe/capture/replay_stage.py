@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -42,6 +41,7 @@ from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, ans
 from lightning_pipe.capture.trees import mapped
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.lightning_names import pl
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 _HANDLES = itertools.count()
