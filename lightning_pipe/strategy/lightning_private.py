@@ -18,6 +18,7 @@ LightningModule._device             what `self.device` says; the whole module is
 _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
+Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizers_to_device, _optimizer_to_device   move optimizer state
 """
 
@@ -40,6 +41,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
@@ -68,6 +70,22 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
 def restore_loader_states(trainer: pl.Trainer) -> None:
     """Give the loaders the state that a checkpoint holds for them."""
     trainer.fit_loop._load_combined_loader_states()
+
+
+def call_before_step(plugin: Precision, then: Callable[[], None]) -> None:
+    """Call a function after the hooks and the clipping that precede an optimizer step, until `forget_before_step`."""
+    usual = type(plugin)._after_closure
+
+    def after_closure(*arguments: Any, **options: Any) -> None:
+        usual(plugin, *arguments, **options)
+        then()
+
+    vars(plugin)["_after_closure"] = after_closure
+
+
+def forget_before_step(plugin: Precision) -> None:
+    """Let the plug-in do as usual again."""
+    vars(plugin).pop("_after_closure", None)
 
 
 def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:

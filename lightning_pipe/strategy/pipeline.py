@@ -33,6 +33,7 @@ from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.capture.witness import is_due
 from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
@@ -198,7 +199,9 @@ class Pipeline:
         candidates: list[Judged] = []  # on rank 0
 
         def make() -> Plan:
+            nonlocal problem
             assert problem is not None, "made on rank 0"
+            problem = replace(problem, cluster=limited(problem.cluster, config.memory_limits))
             try:
                 candidates.extend(propose(problem, self._wanted(captured), given=self._given))
             except PlanError as error:
@@ -222,7 +225,8 @@ class Pipeline:
         if training and self._role is None and plan.microbatches > 1:
             warn_of_unknown_role(captured)
         step = self._build(captured, cuts)
-        self._weights.place(step.split, plan.layout, device=self._device)
+        shard = plan.shard_optimizer
+        self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
         self._steps[self._key(call)] = [step]
         for program in step.split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.problem import EXECUTED, Problem, Relief
 from lightning_pipe.planner.registry import propose as planned
 from lightning_pipe.planner.resolve import check_weights, transfer_cuts
+from lightning_pipe.planner.settle import shortage
 from lightning_pipe.schedule.registry import planned_join
 
 
@@ -31,7 +34,8 @@ def given_plan(config: DappleConfig) -> Plan | None:
     plan = load_yaml(Plan, config.plan)
     check_weights(plan)
     for s, stage in enumerate(plan.stages):
-        if keys := [key for key, places in (("recompute", stage.recompute), ("offload", stage.offload)) if places]:
+        asked: dict[Relief, tuple[str, ...]] = {"recompute": stage.recompute, "offload": stage.offload}
+        if keys := [key for key, places in asked.items() if places and key not in EXECUTED]:
             raise PlanError(
                 f"Stage {s} of the plan {config.plan} has `{'` and `'.join(keys)}`, which can be planned and priced, "
                 "but not run yet. Remove these keys from the stages of the file."
@@ -66,9 +70,17 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> li
             into memory.
     """
     if given is not None:
-        return [judge(given, problem)]
+        judged = judge(given, problem)
+        warn_of_overflow(problem, judged)
+        return [judged]
     found = planned(replace(problem, wishes=config.wishes), config.planner)
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
+
+
+def warn_of_overflow(problem: Problem, judged: Judged) -> None:
+    """Warn that the user's own plan does not fit into memory; it may run all the same, as predictions are not exact."""
+    if judged.overflow(problem.cluster) > 0:
+        rank_zero_warn(f"The given plan is run although it does not fit into memory. {shortage(problem, judged)}")
 
 
 def in_turns(plan: Plan) -> Plan:

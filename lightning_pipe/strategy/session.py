@@ -43,6 +43,7 @@ from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.precision import Clipper
 from lightning_pipe.strategy.recording import Recording
+from lightning_pipe.strategy.sharding import SharedState
 from lightning_pipe.strategy.weights import Weights
 
 _AFTER_BACKWARD = "on_after_backward"
@@ -84,6 +85,7 @@ class Session:
         self.stop: bool | None = None
         self.groups: list[Groups] = []
         self._optimizers: list[Optimizer] = []
+        self._shared_states: list[SharedState] = []  # of the optimizer; there is one at most
         self._contexts = _contexts(plugin)
         self._is_early = False  # whether the plan has to wait for the first training batch
         self._clippers: list[Clipper] = []
@@ -113,6 +115,9 @@ class Session:
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Train with these optimizers, over parameters of the whole module."""
         self._optimizers = optimizers
+        self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
+        for shared in self._shared_states:
+            private.call_before_step(self._plugin, shared.drop)
         if _records(self._config, ranks=self._links.control.ranks):
             self._recording = Recording(self._config, device=self._device, optimizers=optimizers)
         self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
@@ -273,6 +278,9 @@ class Session:
         self._module.example_input_array = self._example
         self._metrics.end()
         Clipper.remove(self._plugin)
+        private.forget_before_step(self._plugin)
+        for shared in self._shared_states:
+            shared.end()
         private.call_hook_before_transfer(self._module)
 
     def _structure(self, batch: Any) -> Structure:
@@ -287,6 +295,8 @@ class Session:
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
         self.weights.move(self._device)
+        for shared in self._shared_states:
+            shared.connect()
         for groups in self.groups:
             groups.follow()
         private.optimizers_to_device(self._optimizers, self._device)
