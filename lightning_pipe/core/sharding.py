@@ -14,6 +14,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+GATHERED = 25 * 2**20
+"""Bytes of a flat piece in which owners tell what they stepped; a larger parameter is a piece of its own."""
+
+UNDER_WAY = 2
+"""Pieces that are there at once."""
+
 
 def owners(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return for every parameter the rank that keeps its optimizer state and steps it.
@@ -30,3 +36,8 @@ def owners(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> di
         found[name] = min(sorted(holders[name]), key=lambda rank: loads[rank])
         loads[found[name]] += sizes[name]
     return {name: found[name] for name in sizes}
+
+
+def gather_bytes(shared: Sequence[int]) -> int:
+    """Return the most bytes of pieces that are there at once while parameters of these sizes are gathered."""
+    return min(sum(shared), UNDER_WAY * max([GATHERED, *shared]))

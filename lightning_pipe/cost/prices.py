@@ -31,11 +31,11 @@ from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout, Message, Pass, Program, Traffic
-from lightning_pipe.core.sharding import owners
+from lightning_pipe.core.sharding import gather_bytes, owners
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Memory, StageMemory, state_bytes
-from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
+from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
 
@@ -222,6 +222,13 @@ class PlanPrices:
         sizes = [self._pricer.graph.parameter_bytes[name] for name in self._stepped(rank)]
         stepping_s = step_s(self._profile.optimizer, sizes, speed=self._cluster.device(rank).speed)
         return stepping_s + (self._gather_s(rank) if self._sharded else 0.0)
+
+    def step_bytes(self, rank: int) -> int:
+        """Return the bytes that the optimizer step of a rank needs beside its state, and after it the gathering."""
+        sizes = self._pricer.graph.parameter_bytes
+        stepping = optimizer_workspace_bytes(self._profile.optimizer, [sizes[name] for name in self._stepped(rank)])
+        shared = [sizes[name] for name in self._parameters(rank, trained=True) if len(self._holders[name]) > 1]
+        return max(stepping, gather_bytes(shared) if self._sharded else 0)
 
     def _gather_s(self, rank: int) -> float:
         """Return the seconds of an all-gather of shared parameters: half an all-reduce, its second phase."""

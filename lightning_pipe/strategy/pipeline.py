@@ -44,6 +44,7 @@ from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.check import check_captured
 from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
+from lightning_pipe.strategy.limit import Foreseen, foreseen
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
@@ -92,6 +93,7 @@ class Pipeline:
 
     Attributes:
         runner: runs captured steps.
+        foreseen: the memory that the plan foresees, by rank; () before there is one.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Pipeline:
         self._costs = Costs(config, links, device=device)
         self._given: Plan | None = None
         self._role: Role | None = None
+        self.foreseen: tuple[Foreseen, ...] = ()
         self._later = later
         self.runner = self._runner = Runner(
             links, weights=weights, later=later, batch_dim=config.batch_dim, device=device
@@ -212,6 +215,8 @@ class Pipeline:
 
         plan = control.agreed(make, source=0, what="the plan")
         cuts = resolve(plan, graph, ranks=control.ranks)
+        mine = () if problem is None else foreseen(problem, candidates[0])
+        self.foreseen = control.broadcast(mine, source=0, what="the memory that is foreseen")
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
             self._proposal = Planned(plan, cuts, problem, tuple(candidates), told(captured.capture))

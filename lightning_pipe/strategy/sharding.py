@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipe.runtime.gradients import PIECE_BYTES
+from lightning_pipe.core.sharding import GATHERED, UNDER_WAY
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.waiting import Handle, Wait
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.weights import Weights
-
-_UNDER_WAY = 2  # pieces; more would hold more copies of parameters
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class SharedState:
         with torch.no_grad():
             for owner, group, names in self._runs():
                 under_way.append(self._post(owner, group, [self._weights.parameters[name] for name in names]))
-                if len(under_way) == _UNDER_WAY:
+                if len(under_way) == UNDER_WAY:
                     self._finish(under_way.popleft())
             while under_way:
                 self._finish(under_way.popleft())
@@ -114,7 +112,7 @@ def _runs(names: Sequence[str], parameters: Any) -> Iterator[tuple[str, ...]]:
     run: list[str] = []
     for name in names:
         size = sum(parameters[one].nbytes for one in run) + parameters[name].nbytes
-        if run and (size > PIECE_BYTES or parameters[name].dtype != parameters[run[0]].dtype):
+        if run and (size > GATHERED or parameters[name].dtype != parameters[run[0]].dtype):
             yield tuple(run)
             run = []
         run.append(name)

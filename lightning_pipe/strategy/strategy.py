@@ -33,6 +33,7 @@ from lightning_pipe.errors import ConfigError, UnsupportedError
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
+from lightning_pipe.strategy.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.refusals import (
@@ -111,6 +112,11 @@ class DappleStrategy(ParallelStrategy):
     def comparison(self) -> Comparison | None:
         """Return how the first steps of the last fit went beside their prediction; on rank 0, once it is known."""
         return None if self._session is None else self._session.comparison
+
+    @property
+    def foreseen(self) -> tuple[Foreseen, ...]:
+        """Return the memory that the plan of the last fit foresees, by rank; () before it is made."""
+        return () if self._session is None else self._session.foreseen
 
     @property
     def steps_taken_back(self) -> int:
@@ -285,9 +291,15 @@ class DappleStrategy(ParallelStrategy):
         assert self._session is not None, "set up by the trainer"
         turn = turn or {"number": arguments[0] if arguments else 0, "weight": 1.0, "synchronise": False}
         try:
-            return self._session.step(method, batch, arguments, **turn)
+            with shortage_told(method, self.foreseen, self.global_rank):
+                return self._session.step(method, batch, arguments, **turn)
         except StopIteration as error:  # which Lightning would take for the end of the data
             raise RuntimeError(f"{method} raised StopIteration") from error
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
+        """Step as Lightning does; where memory does not suffice, say so as programs do."""
+        with shortage_told("the optimizer's step", self.foreseen, self.global_rank):
+            return super().optimizer_step(*arguments, **options)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Holders of the same parameters share their optimizer state: half of it each, and the same training to the last bit."""
+"""Holders of the same parameters share their optimizer state: half each, and the same training to the last bit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Left:
 
 
 class Watching(pl.Callback):
-    """Keep what is there after the last batch: the bytes of optimizer state here, and the state as a checkpoint has it."""
+    """Keep what is there after the last batch: bytes of optimizer state here, and the state as a checkpoint has it."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         optimizer = trainer.optimizers[0]
@@ -188,7 +188,7 @@ def test_a_rank_that_undoes_steps_cannot_share_them():
 
 def test_owners_are_holders_with_nearly_equal_loads():
     sizes = {f"p{k}": size for k, size in enumerate((7, 7, 5, 3, 3, 2, 1, 1))}
-    holders = {name: (0, 1, 2) for name in sizes} | {"p1": (2,)}
+    holders = dict.fromkeys(sizes, (0, 1, 2)) | {"p1": (2,)}
     found = owners(sizes, holders)
     assert found["p1"] == 2
     loads = [sum(size for name, size in sizes.items() if found[name] == rank) for rank in range(3)]
