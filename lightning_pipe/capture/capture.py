@@ -25,7 +25,7 @@ from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.numbers import calls_of_samples, numbers_said, of_samples
 from lightning_pipe.capture.operations import operations_of, tensors_of
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients

@@ -48,7 +48,7 @@ class Kept:
     """What a step leaves behind in Python state, on the module or elsewhere.
 
     Attributes:
-        path: where (`capture.python_state.follow`).
+        path: where (`capture.python_places.follow`).
         name: the same for a reader.
         how: `assign` a value, `remove` it, `extend` a list by values, `refill` a collection with values, `update` a
             dict, set the `state` of a generator of random numbers or the content of an array or tensor.

@@ -27,8 +27,8 @@ from lightning_pipe.capture.batch import Structure, with_numbers
 from lightning_pipe.capture.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
 from lightning_pipe.capture.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
 from lightning_pipe.capture.numbers import sized
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.python_reads import Reads, optimizer_slots
-from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.record import Computed, Kept, LogCall, MetricCall, MetricRef, MetricValue, Read, Ref
 from lightning_pipe.capture.step_state import StepState
 from lightning_pipe.capture.tables import Tables, twin_buffers

@@ -35,7 +35,7 @@ from lightning_pipe.capture.hazards import (
 from lightning_pipe.capture.joint import JointGraph, describe
 from lightning_pipe.capture.numbers import calls_of_samples, of_samples
 from lightning_pipe.capture.python_guards import PythonGuards, guards_of
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import LogCall, MetricCall
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.capture.step_state import state_put_back

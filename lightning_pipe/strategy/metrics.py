@@ -19,7 +19,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from typing_extensions import assert_never
 
-from lightning_pipe.capture.python_state import ABSENT, follow, set_state
+from lightning_pipe.capture.inner_states import set_state
+from lightning_pipe.capture.python_places import ABSENT, follow
 from lightning_pipe.capture.record import (
     Computed,
     Guard,

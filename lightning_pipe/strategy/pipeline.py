@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
 from lightning_pipe.capture.batch import outline
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import Guard
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.unit_trace import trace_units

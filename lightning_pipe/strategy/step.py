@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.batch import contents
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.stage_program import Split
