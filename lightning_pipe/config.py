@@ -318,6 +318,9 @@ def _container(options: DictConfig) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", OmegaConf.to_container(options, resolve=True))
 
 
+_SWITCHED = {"True": "on", "False": "off"}  # what YAML and Hydra make of these words
+
+
 def _converted(name: str, value: Any) -> Any:
     """Accept what YAML and Python naturally write for a field."""
     if isinstance(value, os.PathLike):
@@ -327,8 +330,8 @@ def _converted(name: str, value: Any) -> Any:
         if name == "memory_limit":
             return f"{value}B"
         return float(value) if kind is float else str(value) if name in ("layout", "warmup") else value
-    if name == "shard_optimizer" and isinstance(value, bool):  # what YAML makes of on and off
-        return "on" if value else "off"
+    if name == "shard_optimizer" and str(value) in _SWITCHED:
+        return _SWITCHED[str(value)]
     if name == "memory_limit" and isinstance(value, Mapping):
         return ", ".join(f"{kind}: {_converted(name, amount)}" for kind, amount in value.items())
     return value

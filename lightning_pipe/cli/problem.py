@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lightning_pipe.cli.options import StepOptions
 from lightning_pipe.config import conf_dir
-from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster import Cluster, limited
 from lightning_pipe.core.cluster_file import find_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import OptimizerProfile, Profile
@@ -56,6 +56,7 @@ def _cluster(options: StepOptions) -> Cluster:
     else:
         assert options.cluster is not None
         found = find_cluster(options.cluster, presets=conf_dir() / "cluster")
+    found = limited(found, options.config.memory_limits)
     return found if options.speed == 1 else _faster(found, options.speed)
 
 

@@ -103,9 +103,14 @@ def _with_source(cls: type[T], data: object, source: str) -> T:
 
 
 def to_dict(value: Dataclass) -> dict[str, object]:
-    """Return a dataclass as nested dictionaries and lists, without lists that are empty as they are by default."""
+    """Return a dataclass as nested dictionaries and lists, without what is empty, or off, as it is by default."""
     written = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return {field.name: _plain(item) for field, item in written if item != () or field.default != ()}
+    return {field.name: _plain(item) for field, item in written if not _is_idle(field, item)}
+
+
+def _is_idle(field: dataclasses.Field[object], item: object) -> bool:
+    """Return whether a value need not be written: an empty list, or what is off, by default."""
+    return (item == () and field.default == ()) or (item is False and field.default is False)
 
 
 def _plain(value: object) -> object:

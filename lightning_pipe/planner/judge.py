@@ -91,14 +91,15 @@ class Judge:
 
     Args:
         problem: costs and devices.
+        pricer: of its graph, profile and cluster, if there is one already.
 
     Attributes:
         pricer: prices its cuts.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
         self._problem = problem
-        self.pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
+        self.pricer = pricer or Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
         self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...], bool], PlanPrices] = {}
 
     def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None, *, folds: bool = True) -> Judged:
