@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import sympy
 import torch
 
 from lightning_pipe.capture.record import LogCall, MetricCall, Sized
@@ -89,14 +90,21 @@ def _line(values: Sequence[float], counts: Sequence[int], where: str) -> Sized:
 
 def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
     """Return a symbolic number as a function of the number of samples."""
-    expression = value.node.expr
+    return _sized(value.node.expr, int if isinstance(value, torch.SymInt) else float)
+
+
+def sized_at(one: Sized, sizes: Mapping[sympy.Symbol, sympy.Integer]) -> Sized | int | float:
+    """Return a number that depends on sizes with numbers for some of them."""
+    if one.expression is None:
+        return one
+    number = int if one.expression.is_integer else float
+    now = one.expression.xreplace(sizes)
+    return _sized(now, number) if now.free_symbols else number(now)
+
+
+def _sized(expression: sympy.Expr, number: type[int] | type[float]) -> Sized:
     symbols = list(expression.free_symbols)
-
-    def of(samples: int) -> int | float:
-        number = expression.xreplace(dict.fromkeys(symbols, samples))
-        return int(number) if isinstance(value, torch.SymInt) else float(number)
-
-    return Sized(of)
+    return Sized(lambda samples: number(expression.xreplace(dict.fromkeys(symbols, samples))), expression)
 
 
 def call_keys(calls: Sequence[Call]) -> tuple[Place, ...]:

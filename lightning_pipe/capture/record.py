@@ -31,9 +31,14 @@ class Sized:
     """Stand for a Python number that depends on the number of samples: `of(samples)`.
 
     `x.size(0)` and `float(x.numel())` are such numbers.
+
+    Attributes:
+        of: the number for so many samples.
+        expression: the same over the symbols of the graph; None where it is not known.
     """
 
     of: Callable[[int], int | float]
+    expression: Any = None
 
 
 @dataclass(frozen=True)

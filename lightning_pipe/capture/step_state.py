@@ -107,7 +107,8 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, torch.Tensor):
         return math.prod(size if isinstance(size, int) else size.node.hint for size in value.shape) <= _MOST_ELEMENTS
-    return isinstance(value, (bool, int, float, str, type(None))) or type(value).__name__ == "TracedNumber"
+    numbers = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat)
+    return isinstance(value, numbers) or type(value).__name__ == "TracedNumber"
 
 
 class ModuleState:

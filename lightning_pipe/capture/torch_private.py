@@ -103,6 +103,7 @@ __all__ = [
     "is_traced",
     "keeping_version",
     "operator_name",
+    "own_symbol",
     "parameters_in_new_lists",
     "recorded_events",
     "reparametrize",
@@ -151,6 +152,11 @@ def tag_nodes(module: str, line: str) -> None:
 def is_backward(node: torch.fx.Node) -> bool:
     """Say whether a node of a joint graph belongs to the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def own_symbol(size: torch.SymInt) -> Any:
+    """Return the symbol that a size was made with, whatever has been found to equal it since."""
+    return size.node._expr
 
 
 def operator_name(node: torch.fx.Node) -> str:

@@ -86,7 +86,7 @@ def replay(
                 return values[name]
             case Read(name):
                 return torch.as_tensor(values[name]).item()
-            case Sized(of):
+            case Sized(of=of):
                 return of(samples)
             case Computed(expression):
                 return evaluate(expression, situation)
