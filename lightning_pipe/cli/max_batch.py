@@ -44,6 +44,11 @@ class MaxBatchOptions(StepOptions):
 def run_max_batch(options: MaxBatchOptions, width: int) -> Iterator[str]:
     """Yield the table of what every policy reaches."""
     problem = _problem(options)
+    memory = sorted({problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)})
+    if memory[-1] >= _NO_LIMIT:
+        raise ConfigError(
+            "found devices of unlimited memory, in which everything fits; expected memory_limit=16GiB, say"
+        )
     if options.deepest is None:
         found = list(largest_batches(problem, policies=options.policies, planner=options.planner))
     else:
@@ -62,11 +67,13 @@ def run_max_batch(options: MaxBatchOptions, width: int) -> Iterator[str]:
             )
         )
     yield _table(found, problem, options, width)
-    memory = sorted({problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)})
     yield (
-        f"Devices have {' to '.join(format_bytes(size) for size in {memory[0]: 0, memory[-1]: 0})}. Judged by "
+        f"Devices have {' to '.join(format_bytes(size) for size in dict.fromkeys((memory[0], memory[-1])))}. Judged by "
         f"simulation; costs are {problem.profile.source}. What each policy does: docs/memory.md."
     )
+
+
+_NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
 
 
 def _as_deep(options: MaxBatchOptions, depth: int) -> MaxBatchOptions:
