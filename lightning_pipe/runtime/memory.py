@@ -120,13 +120,20 @@ def held_to(device: torch.device, limit_bytes: int, *, there_bytes: int = 0) -> 
         return
     import resource  # not on every platform
 
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED)  # else freed tensors stay in the process, in its heap
+    return_freed_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() - there_bytes + limit_bytes, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def return_freed_memory() -> None:
+    """Let the C library of a Linux host give freed tensors back, which else stay in the process, in its heap."""
+    library = ctypes.CDLL(None)
+    library.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+    library.malloc_trim(0)
 
 
 _M_MMAP_THRESHOLD, _MAPPED = -3, 2**16  # of malloc.h: bytes from which on memory is mapped, and unmapped when freed
