@@ -202,8 +202,8 @@ def _print_reached(found: list[Largest]) -> None:
             print(f"  planned / {name}: {sizes['planned'] / sizes[name]:.1f}")
 
 
-GPT_SMALL = {"vocabulary": 500, "context": 32, "width": 256, "depth": 8}
-GPT_RANKS, GPT_MICROBATCHES, GPT_LIMIT = 4, 4, 48 * 2**20
+GPT_SMALL = {"vocabulary": 500, "context": 32, "width": 128, "depth": 8}
+GPT_RANKS, GPT_MICROBATCHES, GPT_LIMIT = 4, 4, 40 * 2**20
 
 
 def _plan_gpt(model: dict[str, int], limit: int) -> list[tuple[str, int, str, float, int]]:
@@ -245,9 +245,9 @@ def gpt() -> None:
 def _plan_limit(model: dict[str, int], part: float) -> tuple[str, str, int, int]:
     """Return a plan within a part of what keeping all takes, the same layout keeping all, and both peaks."""
     free = _problem_of_gpt(model, ranks=2, limit=1 << 50, microbatches=4, sizes=(8, LIMIT_BATCH // 4))
-    free = replace(free, samples=LIMIT_BATCH)
+    free = replace(free, samples=LIMIT_BATCH, wishes=replace(free.wishes, warmup="pa"))
     whole = propose(free, "uniform")[0]
-    wishes = replace(free.wishes, reliefs=frozenset(("recompute", "offload")), warmup="pa")
+    wishes = replace(free.wishes, reliefs=frozenset(("recompute", "offload")))
     host = replace(free.cluster.hosts[0], devices=(Device("cpu", int(part * max(whole.peak_bytes))),) * 2)
     tight = replace(free, wishes=wishes, cluster=Cluster((host,)))
     found = propose(tight, "uniform")[0]

@@ -40,6 +40,11 @@ class StagePlan:
     offload: tuple[str, ...] = ()
 
 
+def keeps_all(stage: StagePlan) -> bool:
+    """Return whether a stage keeps all that it saves."""
+    return not (stage.recompute or stage.offload)
+
+
 @dataclass(frozen=True)
 class Plan:
     """A whole decision.
@@ -54,6 +59,8 @@ class Plan:
             where the schedule decides them anew. Batches with fewer micro-batches leave out those they do not have.
         shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them
             (`core.sharding`).
+        ignore_checkpoints: whether what `torch.utils.checkpoint` in the module would not keep is kept, unless a stage
+            says otherwise; by default it is recomputed, unless a stage offloads it.
     """
 
     stages: tuple[StagePlan, ...]
@@ -63,6 +70,7 @@ class Plan:
     graph: str = ""
     order: tuple[str, ...] = ()
     shard_optimizer: bool = False
+    ignore_checkpoints: bool = False
 
     @property
     def layout(self) -> Layout:

@@ -286,6 +286,7 @@ class Session:
         self._module.example_input_array = self._example
         self._metrics.end()
         self._limit.close()
+        self._pipeline.close()
         Clipper.remove(self._plugin)
         private.forget_before_step(self._plugin)
         for shared in self._shared_states:
