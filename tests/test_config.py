@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from lightning_pipe.config import DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.planner.problem import Wishes
+from lightning_pipe.planner.problem import EXECUTED, Wishes
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
@@ -95,8 +95,14 @@ def test_the_schema_of_the_presets_has_the_same_defaults():
 def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig(layout="2-1").replicas == (2, 1)
     assert DappleConfig().replicas is None
-    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb")
-    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe")
+    may = {"reliefs": EXECUTED, "shard_optimizer": "auto"}
+    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb", **may)
+    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe", **may)
+    assert DappleConfig(post_validation=True).wishes.shard_optimizer == "off"
+
+
+def test_plans_may_by_default_do_what_runs_can_do():
+    assert DappleConfig().wishes.reliefs == {"recompute", "offload"}
 
 
 @pytest.mark.parametrize(
