@@ -11,6 +11,7 @@ of what was allocated outside any such block, nor of what another thread release
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -22,6 +23,8 @@ import torch
 from torch.autograd.profiler import profile
 
 from lightning_pipe.capture.torch_private import recorded_events
+
+log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
@@ -37,10 +40,13 @@ class Allocations:
     Attributes:
         changes: all of them in order, after the block.
         spans: (start, end) of every `span` of the block by name, in nanoseconds.
+        failed: whether torch's profiler could not tell (it has been seen to run out of memory, `std::bad_alloc`, in the
+            middle of a training that had plenty); then there are no changes and no spans.
     """
 
     def __init__(self) -> None:
         self._profile = profile(use_cpu=True, profile_memory=True)
+        self.failed = False
         self.changes: tuple[Change, ...] = ()
         self.spans: dict[str, tuple[int, int]] = {}
 
@@ -51,7 +57,14 @@ class Allocations:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._profile.__exit__(kind, error, trace)
+        try:
+            self._profile.__exit__(kind, error, trace)
+            self._read()
+        except MemoryError as failure:
+            log.warning("torch's profiler has failed, so allocations are not known: %s", failure)
+            self.failed, self.changes, self.spans = True, (), {}
+
+    def _read(self) -> None:
         changes: list[Change] = []
         for event in recorded_events(self._profile):
             if event.name.startswith(_SPAN):

@@ -7,6 +7,8 @@
 * `FunctionalTensor`: what tensors are while a joint graph is traced.
 * `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
   symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
+* `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
+  the whole process, of symbolic sizes and sources that no later trace has.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
 * `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
 * `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
@@ -40,6 +42,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -68,6 +72,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -471,3 +476,24 @@ def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor._version
+
+
+def traces_made() -> int:
+    """Return how many modules were made of graphs so far in this process, for `forget_traces`."""
+    return int(graph_sources.next_id)
+
+
+def forget_traces(since: int) -> None:
+    """Let go of what torch remembers of past traces for the whole process: about a megabyte for a captured step.
+
+    Args:
+        since: what `traces_made` said before; of later modules the sources are forgotten, which tracebacks show.
+    """
+    FakeTensorMode.cache_clear()
+    for method in vars(ShapeEnv).values():
+        if clear := getattr(method, "cache_clear", None):
+            clear()
+    numbered = ((name, re.match(r"<eval_with_key>\.(\d+)", name)) for name in graph_sources.eval_cache)
+    for name in [name for name, number in numbered if number is not None and int(number[1]) >= since]:
+        del graph_sources.eval_cache[name]
+        linecache.cache.pop(name, None)

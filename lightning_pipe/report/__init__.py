@@ -6,7 +6,7 @@ from lightning_pipe.report.comparison import Comparison, Memory, compare
 from lightning_pipe.report.comparison_table import comparison_table
 from lightning_pipe.report.explain import Alternative, explain
 from lightning_pipe.report.plot import plot_memory, plot_timeline
-from lightning_pipe.report.table import plan_table, timeline_table
+from lightning_pipe.report.table import idle_stages, plan_table, timeline_table
 from lightning_pipe.report.trace import Curve, Curves, chrome_trace, draw
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "comparison_table",
     "draw",
     "explain",
+    "idle_stages",
     "mean_bubble",
     "plan_table",
     "plot_memory",

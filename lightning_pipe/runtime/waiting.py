@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from lightning_pipe.core.program import Instruction
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.failure import MESSAGE
 
 _LOOK_S = 0.0005  # between two looks at a device
 _PATIENCE_S = 1.0  # of one wait for what will end
@@ -82,10 +83,15 @@ class Landing:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for: the handle, and the instruction (or the words) that an error will name."""
+    """What a rank waits for: the handle, and the instruction (or the words) that an error will name.
+
+    Attributes:
+        kind: whether it is part of a program, or an exchange of two ranks or all beside programs.
+    """
 
     handle: Handle
     what: Instruction | str
+    kind: int = MESSAGE
 
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import pickle
 import random
@@ -24,10 +25,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 
 from lightning_pipe.capture.batch import Structure, flatten
 from lightning_pipe.errors import BatchError, PipelineError
+from lightning_pipe.lightning_names import pl_worker_init_function
+from lightning_pipe.runtime.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.watch import Unwatched
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.samplers import gather_shards
 from lightning_pipe.strategy.stand_ins import absent_batch
@@ -58,14 +61,27 @@ class Feed:
         control: to the other ranks.
         ahead: whether ranks may go on before the others have heard of a batch.
         device: where this rank computes.
+        watch: looks after the loading of batches, and after workers of loaders.
+
+    Attributes:
+        tells_indices: whether all ranks are told which samples a batch has, for writers of predictions.
     """
 
-    def __init__(self, control: Control, *, ahead: bool = False, device: torch.device = _HOST) -> None:
+    def __init__(
+        self,
+        control: Control,
+        *,
+        ahead: bool = False,
+        device: torch.device = _HOST,
+        watch: GuardedWatch | Unwatched | None = None,
+    ) -> None:
         self._control, self._device = control, device
+        self.watch = watch or Unwatched()
         self._tell = control.tell if ahead else control.copy
         self._loading = tuple(range(control.ranks))
         self._assigned = False
         self._early: list[FedIterator] = []
+        self.tells_indices = False
         self._structures: dict[bytes, int] = {}
         self._known: list[Structure] = []
 
@@ -151,6 +167,17 @@ class Feed:
             )
         return int(told)
 
+    def share_indices(self, loader: Any, number: int) -> None:
+        """Tell, or hear, which samples the batch of this number has, where Lightning's sampler of batches says so."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if not self.tells_indices or self._control.ranks == 1:
+            return
+        seen = getattr(sampler, "seen_batch_indices", [])
+        mine = seen[number] if self.leads and number < len(seen) else None
+        indices = self._control.broadcast(mine, source=self.source, what="the indices of a batch")
+        if indices is not None and not self.loads:
+            sampler.seen_batch_indices = [*seen[:number], indices]
+
     def share(self, batch: Any) -> tuple[Any, Structure]:
         """Return the batch and its structure; on ranks that do not load, a batch of stand-ins."""
         if self._control.ranks == 1:
@@ -227,7 +254,11 @@ class FedLoader:
     def open(self) -> Iterator[Any]:
         """Return an iterator of the wrapped loader: the one whose first batch was looked at, or a new one."""
         peeked, self.peeked = self.peeked, None
-        return iter(self.loader) if peeked is None else peeked
+        if peeked is not None:
+            return peeked
+        opened = iter(self.loader)
+        self.feed.watch.watch_processes(_workers())
+        return opened
 
     def look(self) -> Any:
         """Return the first batch of the iteration that comes next, or has begun; on all ranks together.
@@ -262,6 +293,7 @@ class FedIterator:
         self._loader = loader
         self._feed = feed
         self._begun = False
+        self._batches = 0
         self._own: Iterator[Any] | None = None
 
     def __iter__(self) -> FedIterator:
@@ -273,15 +305,22 @@ class FedIterator:
         if self._own is None:
             if self._feed.announce(_BATCH, 0) == _END:
                 raise StopIteration
+            self._share_indices()
             return Awaited()
         batch = self._next(self._own)
+        self._share_indices()
         if not self._feed.assigned and self._loader.first is None:
             self._loader.first = batch
         return batch
 
+    def _share_indices(self) -> None:
+        self._feed.share_indices(self._loader.loader, self._batches)
+        self._batches += 1
+
     def _next(self, own: Iterator[Any]) -> Any:
         try:
-            batch = next(own)
+            with self._feed.watch.limited("the loading of a batch"):
+                batch = next(own)
         except StopIteration:
             self._feed.announce(_END, 0)
             raise
@@ -307,6 +346,12 @@ class FedIterator:
             self._feed.same_randomness()
         self._own = self._loader.open() if self._feed.loads else None
         self._loader.peeked = None
+
+
+def _workers() -> list[int]:
+    """List the processes that load for this one: children that must not outlive it."""
+    children = multiprocessing.active_children()
+    return [child.pid for child in children if child.daemon and child.pid is not None]
 
 
 def checksum(batch: Any) -> int:

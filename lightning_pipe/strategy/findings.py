@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
+from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster_file import save_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
@@ -16,6 +16,8 @@ from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, position_seconds
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
@@ -25,6 +27,7 @@ from lightning_pipe.report import (
     compare,
     comparison_table,
     explain,
+    idle_stages,
     plan_table,
     plot_memory,
     plot_timeline,
@@ -51,6 +54,28 @@ class Findings:
     curves: tuple[MemoryCurve, ...]
 
 
+def make_room(config: DappleConfig) -> None:
+    """Make the directories that report and timeline will be written to, before training rather than after its first steps.
+
+    Raises:
+        ConfigError: if that is not possible.
+    """
+    wanted = {"report": config.report, "trace": config.trace}
+    for option, path in wanted.items():
+        if path is None:
+            continue
+        folder = Path(path) if option == "report" else Path(path).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"found {option}={path!r}, but nothing can be written to {folder} ({error.strerror}); expected a "
+                "directory that exists, or can be made, on the host of rank 0."
+            ) from error
+
+
 def introduce(planned: Planned, graph: Graph) -> None:
     """Show the plan, and, if costs were measured, why it was chosen and whether it fits.
 
@@ -59,6 +84,13 @@ def introduce(planned: Planned, graph: Graph) -> None:
         graph: its graph, with the samples of the whole batch.
     """
     problem = planned.problem
+    if idle := idle_stages(planned.plan, graph):
+        few = f"{len(planned.plan.stages) - len(idle)} stages"
+        rank_zero_warn(
+            f"Stages {', '.join(map(str, idle))} of {len(planned.plan.stages)} hold no parameters and compute next to "
+            f"nothing: their ranks are idle. The step has too few operations for so many stages ({few} would do), or "
+            "samples do not lie along batch_dim, so that most of it sees the whole batch."
+        )
     if problem.profile.source != "measured":
         rank_zero_info(plan_table(planned.plan, graph, joinable=_joinable(planned)))
         return

@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
@@ -40,6 +38,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.runtime.activations.host import host_of
@@ -493,9 +492,15 @@ class Pipeline:
             if reason:
                 found: Capture | Replay = Replay(request, traced(request), reason=reason)
             else:
-                found = captured_by(self._config.capture, request, traced=traced)
+                found = captured_by(self._config.capture, request, traced=traced, refusals=self._refusals)
         captured = Captured(found, replace(request, answers=None), reader, call.structure.template)
         return captured.with_role(self._role if call.method == TRAINING else None)
+
+    def _refusals(self, refuses: bool) -> tuple[int, int]:
+        """Return how many ranks refuse to make a graph of a step, and how many there are."""
+        control = self._links.control
+        told = control.sum(torch.tensor(float(refuses)), what="whether the step can be one graph")
+        return int(told), control.ranks
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""

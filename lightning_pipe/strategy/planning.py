@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.policies import keeps_everything, known_places, policies_of
 from lightning_pipe.planner.problem import Problem

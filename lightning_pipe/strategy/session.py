@@ -14,21 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
 from lightning_pipe.capture.backward_hooks import hooked_modules
+from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
+from lightning_pipe.lightning_names import (
+    Precision,
+    is_overridden,
+    is_param_in_hook_signature,
+    isolate_rng,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
@@ -108,6 +112,7 @@ class Session:
         self._recording: Recording | None = None
         self.comparison: Comparison | None = None
         self._example = module.example_input_array
+        self._traces = traces_made()
         self._metrics.begin()
 
     @property
@@ -292,6 +297,7 @@ class Session:
         for shared in self._shared_states:
             shared.end()
         private.call_hook_before_transfer(self._module)
+        forget_traces(self._traces)
 
     def _structure(self, batch: Any) -> Structure:
         """Return the structure of a batch as all ranks know it."""
