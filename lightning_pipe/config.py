@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.foreign_names import instead_of, schedule_advice, schedule_name
 from lightning_pipe.planner.problem import Wishes
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
 from lightning_pipe.schedule.one_f_one_b import WARMUPS
@@ -180,7 +181,8 @@ class _Rule(NamedTuple):
         return self.least is None or value >= self.least  # type: ignore[operator]
 
     def expected(self, value: object) -> str:
-        return self.words + ", ".join(map(repr, self.one_of)) + hint(str(value), dict.fromkeys(self.one_of))
+        close = schedule_advice(str(value)) or hint(str(value), dict.fromkeys(self.one_of))
+        return self.words + ", ".join(map(repr, self.one_of)) + close
 
 
 def _choice(names: Collection[str]) -> _Rule:
@@ -221,28 +223,67 @@ def read_config(options: Mapping[str, Any] | DictConfig) -> DappleConfig:
     """Return the configuration that these options make, with defaults filled in.
 
     Args:
-        options: fields of `DappleConfig` by name; paths may be `os.PathLike`, numbers of seconds may be integers, and
-            a layout or a warm-up of one number may be an integer.
+        options: fields of `DappleConfig` by name; paths may be `os.PathLike`, numbers of seconds may be integers, a
+            layout or a warm-up may be a list of integers, or one, and a schedule may have torch's name.
 
     Raises:
         ConfigError: if a name is unknown, or a value has the wrong type or is out of range.
     """
     plain: dict[str, Any] = dict(_container(options) if isinstance(options, DictConfig) else options)
-    for name in plain:
-        if name not in _RULES:
-            known = ", ".join(_RULES)
-            raise ConfigError(f"found the unknown option {name!r}; expected one of {known}{hint(name, _RULES)}")
+    check_known(plain)
     return DappleConfig(**{name: _converted(name, value) for name, value in plain.items()})
+
+
+def chosen_config(config: DappleConfig | None, options: Mapping[str, Any]) -> DappleConfig:
+    """Return a configuration that is given whole, or made of all its fields.
+
+    Raises:
+        ConfigError: if a field is given beside the whole, is unknown, or has a value that cannot be.
+    """
+    if config is None:
+        return read_config(options)
+    check_known(options)
+    defaults = vars(DappleConfig())
+    if given := [name for name, value in options.items() if value != defaults[name]]:
+        raise ConfigError(f"found config= and {', '.join(given)}; expected either a config or its fields.")
+    return config
+
+
+def check_known(options: Collection[str]) -> None:
+    """Refuse options that do not exist, all at once, and say what to set instead where that is known.
+
+    Raises:
+        ConfigError: naming every unknown option.
+    """
+    unknown = [name for name in options if name not in _RULES]
+    if not unknown:
+        return
+    advice = [_advice(name) for name in unknown]
+    advised = "; ".join(f"{name!r}: {text}" for name, text in zip(unknown, advice, strict=True) if text)
+    names = f"option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}"
+    expected = "" if all(advice) else f"; expected some of {', '.join(_RULES)}"
+    raise ConfigError(f"found the unknown {names}{expected}{'; ' if advised else ''}{advised}")
+
+
+def _advice(name: str) -> str:
+    return instead_of(name) or hint(name, _RULES).removeprefix("; ")
 
 
 def _container(options: DictConfig) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", OmegaConf.to_container(options, resolve=True))
 
 
+_JOINED = {"layout": "-", "warmup": ","}  # what lists of numbers are written with
+
+
 def _converted(name: str, value: Any) -> Any:
     """Accept what YAML and Python naturally write for a field."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if name == "schedule" and isinstance(value, str):
+        return schedule_name(value, SCHEDULES)
+    if name in _JOINED and isinstance(value, (list, tuple)):
+        return _JOINED[name].join(map(str, value))
     if isinstance(value, int) and not isinstance(value, bool):
         kind = _RULES[name].kind
         return float(value) if kind is float else str(value) if name in ("layout", "warmup") else value

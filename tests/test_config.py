@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_pipe.config import DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.foreign_names import _INSTEAD, schedule_name
 from lightning_pipe.planner.problem import Wishes
 from lightning_pipe.schedule.registry import SCHEDULES
 
@@ -39,6 +41,16 @@ def test_every_schedule_can_be_chosen():
         ("deadline_s", 60, 60.0),
         ("layout", 2, "2"),
         ("layout", "2-1-1", "2-1-1"),
+        ("layout", [2, 1], "2-1"),
+        ("layout", (1, 1, 2), "1-1-2"),
+        ("warmup", [2, 1], "2,1"),
+        ("schedule", "1F1B", "1f1b"),
+        ("schedule", "Gpipe", "gpipe"),
+        ("schedule", "ScheduleGPipe", "gpipe"),
+        ("schedule", "Interleaved1F1B", "interleaved"),
+        ("schedule", "LoopedBFS", "breadth_first"),
+        ("schedule", "ZBVZeroBubble", "zb_v"),
+        ("schedule", "DualPipeV", "dualpipe_v"),
         ("warmup", 3, "3"),
         ("warmup", "4,3,2,1", "4,3,2,1"),
         ("seed", None, None),
@@ -53,7 +65,13 @@ def test_natural_spellings_are_read(name, value, read):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"microbatchs": 4}, "unknown option 'microbatchs'; expected one of plan.*did you mean 'microbatches'"),
+        ({"microbatchs": 4}, "unknown option 'microbatchs'; 'microbatchs': did you mean 'microbatches'"),
+        ({"num_stages": 4, "timeout": 3}, "options 'num_stages', 'timeout'; 'num_stages': set layout.*deadline_s"),
+        ({"micro": 4, "a": 3, "find_unused_parameters": 1}, "'micro', 'a', 'find_unused_parameters'; expected some of"),
+        ({"find_unused_parameters": True}, "remove it: gradients are reduced"),
+        ({"pipeline_model_parallel_size": 2}, "set layout"),
+        ({"schedule": "InterleavedZeroBubble"}, "is schedule='zb_h1' with chunks=2"),
+        ({"layout": [2, 0]}, "expected ranks per stage joined by '-'"),
         ({"microbatches": 0}, r"found microbatches=0 \(int\); expected an integer of at least 1"),
         ({"microbatches": True}, r"found microbatches=True \(bool\); expected an integer"),
         ({"microbatches": "8"}, r"found microbatches='8' \(str\); expected an integer"),
@@ -96,3 +114,22 @@ def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig().replicas is None
     assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb")
     assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe")
+
+
+def test_no_option_is_hinted_at_that_is_far_from_what_was_written():
+    with pytest.raises(ConfigError) as caught:
+        read_config({"split": 1})
+    assert "did you mean" not in str(caught.value)
+
+
+def test_advice_is_given_for_no_option_that_exists_and_names_those_that_do():
+    assert not set(_INSTEAD) & set(OPTIONS)
+    for text in _INSTEAD.values():
+        named = re.findall(r"set ([a-z_]+)", text)
+        assert set(named) <= {*OPTIONS, "process_group_backend"}, text
+
+
+def test_names_of_schedules_are_read_in_any_case():
+    for name in SCHEDULES:
+        assert schedule_name(name.upper(), SCHEDULES) == name
+    assert schedule_name("unheard of", SCHEDULES) == "unheard of"

@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 

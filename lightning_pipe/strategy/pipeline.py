@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
@@ -39,6 +37,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.runtime.activations.host import host_of

@@ -14,13 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
@@ -30,6 +24,15 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
+from lightning_pipe.lightning_names import (
+    Precision,
+    is_overridden,
+    is_param_in_hook_signature,
+    isolate_rng,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -26,6 +25,7 @@ from torch import nn
 from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.program import Layout
+from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.gradient_stand_ins import show_gradient
 from lightning_pipe.strategy.stand_ins import Guarded, absent_buffer, form_of, occupy, unguarded, vacate
