@@ -69,8 +69,8 @@ def _by_rates(graph: Graph, profile: Profile, cluster: Cluster) -> tuple[Profile
     return replace(counted, optimizer=profile.optimizer), cluster
 
 
-# beyond operations and links: rehearsals of two gloo ranks on a busy 2-core CPU, the middle, the least and the middle one
-# of four (2026-11-22, torch 2.13)
+# beyond operations and links, of four rehearsals of two gloo ranks on a busy 2-core CPU: the middle, the least and the
+# middle one (2026-11-22, torch 2.13)
 _CALL_S, _MESSAGE_S, _POST_S = 190e-6, 640e-6, 26e-6
 
 

@@ -273,7 +273,8 @@ def _least_s(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
     """Return the seconds of a draft at least, in whatever order its devices compute.
 
     A device computes nothing before the forwards of the stages before its first one, and after the last input gradient
-    of its stages come those of the stages before them; weight halves may come last.
+    of its stages come those of the stages before them; weight halves may come last. Where ranks run ahead, a device
+    computes for the next batch meanwhile.
     """
     sizes = microbatch_sizes(problem.samples, draft.microbatches)
     alike = Counter((size, m if draft.layout.whole else 0) for m, size in enumerate(sizes))
@@ -291,6 +292,8 @@ def _least_s(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
                 quickest = [min(pair) for pair in zip(quickest, times, strict=False)]
                 head[rank], tail[rank] = min(head[rank], before[0]), min(tail[rank], before[1])
         before = [sum(pair) for pair in zip(before, quickest, strict=True)]
+    if problem.runs_ahead:
+        return max(busy)
     ends = (h + max(b, b - w + t) for h, b, w, t in zip(head, busy, late, tail, strict=True) if b)
     return max(ends) + min(map(prices.step_s, range(draft.layout.ranks)))
 

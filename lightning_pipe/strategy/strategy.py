@@ -232,7 +232,9 @@ class DappleStrategy(ParallelStrategy):
                 environment, self.num_processes, self.num_nodes, begin=self._begin_watch
             )
         else:
-            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._begin_watch)
+            self._launcher = GuardedForkLauncher(
+                self, start_method=self.config.start_method, begin=self._begin_watch
+            )
 
     def _begin_watch(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard this process, for one fit."""
