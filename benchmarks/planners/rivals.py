@@ -46,12 +46,12 @@ class Verdict:
         return not self.ahead and not self.over
 
 
-def any_problem(seed: int, size: Size = SIZE) -> Problem:  # noqa: B008 - immutable
+def any_problem(seed: int, size: Size = SIZE) -> Problem:
     """Return a random problem without wishes."""
     return replace(random_problem(seed, size), wishes=Wishes())
 
 
-def verdict(seed: int, size: Size = SIZE) -> Verdict:  # noqa: B008 - immutable
+def verdict(seed: int, size: Size = SIZE) -> Verdict:
     """Let all planners plan one problem.
 
     Raises:

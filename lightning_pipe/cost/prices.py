@@ -31,12 +31,13 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
-from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, flow_s, flows
+from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Live, Memory, StageMemory, state_bytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
 
+Card: TypeAlias = tuple[str, int]  # direction, host
 _Stage: TypeAlias = tuple[int, int, frozenset[int]]  # positions at which it begins and ends, what it recomputes
 _BEFORE = -1  # position at which the first stage begins, which alone is given the batch; the last one ends behind all
 
@@ -183,18 +184,34 @@ class PlanPrices:
 
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
         """Return the seconds that a message occupies its channel while the others of its exchange are under way."""
-        ends = (message.source, message.target)
-        turns = math.lcm(*(len(self.layout.stages[s]) for s in ends)) if self.layout.whole.intersection(ends) else 1
-        exchange = (*ends, message.microbatch % turns)
-        key = (exchange, sender, receiver, self.message_bytes(message))
+        key = (self._exchange(message), sender, receiver, self.message_bytes(message))
         if key not in self._transfer_s:
             self._transfer_s[key] = self._moving_s(*key)
         return self._transfer_s[key]
 
-    def _moving_s(self, exchange: tuple[int, int, int], sender: int, receiver: int, count: int) -> float:
+    def passes(self, message: Message, sender: int, receiver: int) -> tuple[tuple[Card, float], ...]:
+        """Return the network cards that a message passes, with the seconds that its whole exchange is work for each."""
+        here, there = self._cluster.host_of(sender), self._cluster.host_of(receiver)
+        if here == there:
+            return ()
+        count = self.message_bytes(message)
+        rates = card_rates(self._cluster, sender, receiver)
+        out, into = self._flows_of(self._exchange(message)).get((sender, receiver), (1, 1))
+        return (("out", here), count * out / rates[0]), (("in", there), count * into / rates[1])
+
+    def _exchange(self, message: Message) -> tuple[int, int, int]:
+        """Return source, target and turn: where replicas take whole micro-batches, these go to others in turn."""
+        ends = (message.source, message.target)
+        turns = math.lcm(*(len(self.layout.stages[s]) for s in ends)) if self.layout.whole.intersection(ends) else 1
+        return (*ends, message.microbatch % turns)
+
+    def _flows_of(self, exchange: tuple[int, int, int]) -> dict[tuple[int, int], tuple[int, int]]:
         if exchange not in self._flows:
             self._flows[exchange] = flows(self._cluster, exchange_pairs(self.layout, *exchange))
-        out, into = self._flows[exchange].get((sender, receiver), (1, 1))
+        return self._flows[exchange]
+
+    def _moving_s(self, exchange: tuple[int, int, int], sender: int, receiver: int, count: int) -> float:
+        out, into = self._flows_of(exchange).get((sender, receiver), (1, 1))
         moving_s = flow_s(self._cluster, sender, receiver, count=count, out=out, into=into)
         handing_s = self._profile.message_s - self._cluster.link(sender, receiver).latency_s
         return moving_s + max(0.0, handing_s)

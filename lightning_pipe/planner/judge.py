@@ -127,7 +127,7 @@ class Judge:
         with without_collection():  # programs have no cycles
             program = self._program(plan, part, prices)
             ahead_s = period(program, prices) if self._problem.runs_ahead else None
-            timeline = simulate(program, prices)
+            timeline = simulate(program, prices, cards=prices if len(self._problem.cluster.hosts) > 1 else None)
             curves = memory_curves(timeline, program=program, prices=prices)
         used = frozenset(part.representatives)
         events = tuple(event for event in timeline.events if event.rank in used)  # others only step
