@@ -251,6 +251,7 @@ class DappleStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
+        self._undo.append(private.hide_advice_to_synchronise())
         self._links = self._connect()
         self._feed = Feed(
             self._links.control,
@@ -284,7 +285,7 @@ class DappleStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Links | None]:
-        """Have connections inside: those of the fit, or, after it, new ones. None before, or where a rank has failed."""
+        """Have connections inside: those of the fit or, after it, new ones. None before, or where a rank has failed."""
         if self._links is not None or self._failed or not self._has_met:
             yield self._links
             return
