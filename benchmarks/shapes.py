@@ -1,4 +1,4 @@
-"""Seconds to capture a step for another shape of its batch: a GPT at several lengths, each captured for itself.
+"""Seconds to capture a step for another length of its batch: a GPT, traced for each, or once with symbols for lengths.
 
     python -m benchmarks.shapes
     python -m benchmarks.shapes --blocks 12 --lengths 64 128
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipe.capture import Request, capture_step, flatten
+from lightning_pipe.capture.lengths import changed_sizes
 
 _WIDTH, _HEADS, _WORDS, _SAMPLES = 64, 4, 100, 4
 
@@ -64,15 +68,34 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     module = GPT(options.blocks, max(options.lengths)).train()
+    first = _request(module, options.lengths[0])
+    general = None
     for length in options.lengths:
-        structure = flatten(torch.zeros(_SAMPLES, length, dtype=torch.long))[1]
-        begin = time.process_time()
-        capture = capture_step(Request(module, "training_step", structure, samples=_SAMPLES))
-        captured = time.process_time()
-        capture.split((len(capture.graph.nodes) // 2,))
-        split = time.process_time()
+        request = _request(module, length)
+        changed = changed_sizes(first.structure, request.structure, batch_dim=0)
+        direct, capture = _timed(capture_step, request)
+        how = "first"
+        if general is None and changed:
+            symbols, general = _timed(capture_step, replace(request, lengths=changed))
+            how = f"with symbols {symbols:.2f} s"
+        elif general is not None:
+            again, found = _timed(general.for_lengths, request)
+            how = f"from that {again:.2f} s" if found is not None else "from that: does not hold"
+        split, _ = _timed(capture.split, (len(capture.graph.nodes) // 2,))
         count = len(capture.joint.module.graph.nodes)
-        print(f"length {length}: {count} operations, capture {captured - begin:.2f} s, split {split - captured:.2f} s")
+        print(f"length {length}: {count} operations, traced {direct:.2f} s, {how}, split {split:.2f} s")
+
+
+def _request(module: GPT, length: int) -> Request:
+    structure = flatten(torch.zeros(_SAMPLES, length, dtype=torch.long))[1]
+    return Request(module, "training_step", structure, samples=_SAMPLES)
+
+
+def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Return seconds of the processor, and what was returned."""
+    begin = time.process_time()
+    found = run(*arguments)
+    return time.process_time() - begin, found
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ split = capture.split((17, 40))      # three stages
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import Counter
@@ -23,9 +24,10 @@ from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_fun
 from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.lengths import at_lengths
 from lightning_pipe.capture.numbers import calls_of_samples, numbers_said, of_samples
 from lightning_pipe.capture.operations import operations_of, tensors_of
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
@@ -53,6 +55,7 @@ class Capture:
         batch_dim: dimension of the samples in the tensors of the batch.
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
+        general: the traced graph with symbols for lengths; None where these are constants.
     """
 
     graph: Graph
@@ -64,6 +67,21 @@ class Capture:
     device: torch.device
     batch_dim: int = 0
     variants: Variants | None = None
+    general: JointGraph | None = None
+
+    def for_lengths(self, request: Request) -> Capture | None:
+        """Return the step for other lengths of its batch, if this trace holds for them.
+
+        Args:
+            request: the same step with another batch.
+
+        Raises:
+            CaptureError: if no graph can hold the step.
+        """
+        if self.general is None:
+            return None
+        found = _captured_at_lengths(self.general, request)
+        return found if isinstance(found, Capture) else None
 
     def split(
         self, cuts: tuple[int, ...], *, exact_ties: bool = False, held: Mapping[str, Set[int]] = NOT_HELD
@@ -165,7 +183,8 @@ class Capture:
 
     def testimony(self, request: Request) -> str:
         """Return "" if the step's Python does now what it did when it was captured (`capture.witness`), else what."""
-        return testimony(request if self.variants is None else replace(request, symbolic=False), self.joint)
+        lengths = frozenset[tuple[int, int]]() if self.general is None else frozenset(self.general.lengths)
+        return testimony(replace(request, symbolic=self.variants is None, lengths=lengths), self.joint)
 
     def varying(self) -> tuple[Slot, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
@@ -187,7 +206,27 @@ def capture_step(request: Request) -> Capture:
     Raises:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
-    joint = trace(request)
+    if request.lengths:
+        with contextlib.suppress(CaptureError):
+            general = trace(request)
+            if isinstance(found := _captured_at_lengths(general, request), Capture):
+                return found
+        request = replace(request, lengths=frozenset())
+    return _captured(trace(request), request)
+
+
+def _captured_at_lengths(general: JointGraph, request: Request) -> Capture | str:
+    """Return the step for the sizes of a request from a graph with symbols for them, or the condition that fails."""
+    joint = at_lengths(general, request.structure.leaves)
+    return joint if isinstance(joint, str) else replace(_captured(joint, request), general=general)
+
+
+def _captured(joint: JointGraph, request: Request) -> Capture:
+    """Describe a fresh graph.
+
+    Raises:
+        CaptureError: if no graph can hold the step.
+    """
     _refuse_overwritten_ties(joint, canonical_names(request.module))
     if written := _trained_and_written(request.module, joint):
         raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")

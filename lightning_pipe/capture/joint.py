@@ -5,8 +5,8 @@ The meaning is read off the descriptors that AOTAutograd puts on inputs and outp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -19,6 +19,7 @@ from lightning_pipe.capture.python_guards import PythonGuards
 from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Read, Ref, StepRecord
 from lightning_pipe.capture.stage_program import Half
 from lightning_pipe.capture.step import NUMBERS, Recording, StepFunction
+from lightning_pipe.capture.trees import mapped
 from lightning_pipe.errors import CaptureError
 
 _LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
@@ -55,11 +56,12 @@ class JointGraph:
         mutations: buffer name -> node of its new content.
         gradients: (node, parameter name) in model order.
         symbol: the number of samples, None if it is a constant of the graph.
-        conditions: (expression over the symbol that must hold, where it comes from).
+        conditions: (expression over the symbols that must hold, where it comes from).
         record: what the step said.
         guards: what the step read, which must not change.
         calls, recording: the torch calls of the step, with their lines, and what it said, as they were traced.
         totals: what is counted of the whole batch; None if nothing is.
+        lengths: symbols for other sizes: (leaf, dimension) -> symbol (`capture.lengths`); such a graph is not run.
     """
 
     module: fx.GraphModule
@@ -79,6 +81,7 @@ class JointGraph:
     calls: list[tuple[Any, str]]
     recording: Recording
     totals: Totals | None = None
+    lengths: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
 
     @property
     def totals_buffers(self) -> dict[str, str]:
@@ -95,11 +98,16 @@ class JointGraph:
         if self.symbol is None:
             return "" if samples == self.samples else f"the batch size is fixed to {self.samples} by the step"
         for condition, origin in self.conditions:
-            if _LAYOUT_CHOICE in origin:
+            if is_layout_choice(origin):
                 continue
             if condition.xreplace({self.symbol: sympy.Integer(samples)}) == sympy.false:
                 return f"{condition} ({origin})"
         return ""
+
+
+def is_layout_choice(origin: str) -> bool:
+    """Return whether a condition from there chooses the predicted memory layout of a kernel, and nothing else."""
+    return _LAYOUT_CHOICE in origin
 
 
 def describe(
@@ -108,6 +116,7 @@ def describe(
     *,
     samples: int,
     leaves: tuple[torch.Tensor, ...],
+    lengths: Iterable[tuple[int, int]],
     env: Any,
     guards: PythonGuards,
 ) -> JointGraph:
@@ -118,7 +127,8 @@ def describe(
         step: the function that it traced.
         samples: number of samples that it was traced with.
         leaves: the fake batch.
-        env: shape environment with the conditions on the number of samples.
+        lengths: (leaf, dimension) of sizes that are symbols beside the number of samples.
+        env: shape environment with the conditions on the symbols.
         guards: what the step read, which must not change.
 
     Raises:
@@ -128,8 +138,11 @@ def describe(
     _drop_detaches(graph)
     _drop_unread_numbers(graph)
     _drop_copies_into_state(graph)
+    sizes = {(i, d): leaves[i].shape[d] for i, d in lengths}
+    others = {place: private.own_symbol(size) for place, size in sizes.items() if isinstance(size, torch.SymInt)}
     symbols = {s for leaf in leaves for s in _symbols(leaf)}
     _refuse_shapes_of_values(graph, symbols)
+    symbols -= {*others.values()}
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
     output = graph.output_node()
     described = list(zip(output.args[0], output.meta["desc"], strict=True))
@@ -162,6 +175,7 @@ def describe(
         guards=guards,
         calls=step.observers[-1].calls,
         recording=replace(step.recordings[-1], results=[]),
+        lengths=others,
     )
 
 
@@ -271,18 +285,13 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
     recording, observer = step.recordings[-1], step.observers[-1]
     from_guards = len(recording.results)
 
+    def named(value: Any) -> Any:
+        if value.name == "loss":
+            return Ref(loss or "")
+        return type(value)(results[int(value.name)])
+
     def name(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return Ref(loss or "") if value.name == "loss" else Ref(results[int(value.name)])
-        if isinstance(value, Read):
-            return Read(results[int(value.name)])
-        if isinstance(value, tuple):
-            return tuple(name(item) for item in value)
-        if isinstance(value, list):
-            return [name(item) for item in value]
-        if isinstance(value, dict):
-            return {key: name(item) for key, item in value.items()}
-        return value
+        return mapped(value, (Ref, Read), named)
 
     calls: list[LogCall | MetricCall] = [
         LogCall(c.name, name(c.value), name(c.kwargs), c.line)

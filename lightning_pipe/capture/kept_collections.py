@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 
 
 class KeptList(list[Any]):

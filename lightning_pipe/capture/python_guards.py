@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python_state import Slot, Snapshot
+from lightning_pipe.capture.python_places import Slot
+from lightning_pipe.capture.python_state import Snapshot
 from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.capture.tracked_number import NumberGuards, Situation
 

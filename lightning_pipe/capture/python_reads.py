@@ -26,7 +26,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python_state import ABSENT, Asked, ClassAttributes, Slot
+from lightning_pipe.capture.python_places import ABSENT, Asked, ClassAttributes, Slot
 from lightning_pipe.capture.tracked_number import is_tracked
 from lightning_pipe.capture.users_code import (
     Code,

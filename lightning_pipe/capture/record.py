@@ -31,9 +31,14 @@ class Sized:
     """Stand for a Python number that depends on the number of samples: `of(samples)`.
 
     `x.size(0)` and `float(x.numel())` are such numbers.
+
+    Attributes:
+        of: the number for so many samples.
+        expression: the same over the symbols of the graph; None where it is not known.
     """
 
     of: Callable[[int], int | float]
+    expression: Any = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Kept:
     """What a step leaves behind in Python state, on the module or elsewhere.
 
     Attributes:
-        path: where (`capture.python_state.follow`).
+        path: where (`capture.python_places.follow`).
         name: the same for a reader.
         how: `assign` a value, `remove` it, `extend` a list by values, `refill` a collection with values, `update` a
             dict, set the `state` of a generator of random numbers or the content of an array or tensor.
@@ -73,6 +78,9 @@ class MetricValue:
     """Stand for what the `call`-th recorded call returned (`self.log("acc", self.acc(preds, y))`)."""
 
     call: int
+
+
+STAND_INS = (Ref, Read, Sized, Computed, MetricRef, MetricValue)
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,14 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure, with_numbers
 from lightning_pipe.capture.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
 from lightning_pipe.capture.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
 from lightning_pipe.capture.numbers import sized
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.python_reads import Reads, optimizer_slots
-from lightning_pipe.capture.python_state import Slot
 from lightning_pipe.capture.record import Computed, Kept, LogCall, MetricCall, MetricRef, MetricValue, Read, Ref
 from lightning_pipe.capture.step_state import StepState
 from lightning_pipe.capture.tables import Tables, twin_buffers
@@ -42,6 +41,7 @@ from lightning_pipe.capture.tracked_number import (
     tracked,
     tracking_mathematics,
 )
+from lightning_pipe.capture.trees import mapped
 from lightning_pipe.errors import CaptureError
 
 NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
@@ -90,7 +90,7 @@ class Recording:
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
         kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat)
-        return apply_to_collection(value, kinds, one)
+        return mapped(value, kinds, one)
 
 
 class StepFunction(nn.Module):

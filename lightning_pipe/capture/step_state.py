@@ -21,9 +21,11 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_pipe.capture.hazards import assignment_line, hazard
+from lightning_pipe.capture.inner_states import state_of
 from lightning_pipe.capture.kept_collections import KeptDict, KeptList, kept_collections
+from lightning_pipe.capture.python_places import ABSENT, Slot
 from lightning_pipe.capture.python_reads import Reads, attribute_slots, shared_slots
-from lightning_pipe.capture.python_state import ABSENT, Change, Slot, Snapshot, state_of
+from lightning_pipe.capture.python_state import Change, Snapshot
 from lightning_pipe.capture.record import Kept
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
@@ -105,7 +107,8 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, torch.Tensor):
         return math.prod(size if isinstance(size, int) else size.node.hint for size in value.shape) <= _MOST_ELEMENTS
-    return isinstance(value, (bool, int, float, str, type(None))) or type(value).__name__ == "TracedNumber"
+    numbers = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat)
+    return isinstance(value, numbers) or type(value).__name__ == "TracedNumber"
 
 
 class ModuleState:

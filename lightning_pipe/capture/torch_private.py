@@ -5,7 +5,8 @@
 * `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
 * descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
 * `FunctionalTensor`: what tensors are while a joint graph is traced.
-* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes.
+* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
+  symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
 * `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
   the whole process, of symbolic sizes and sources that no later trace has.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
@@ -52,6 +53,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import OptimizedModule
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch._aot_autograd.descriptors import (
@@ -94,6 +96,7 @@ __all__ = [
     "argument_names",
     "checkpoint_only",
     "compiling_state",
+    "enable_python_dispatcher",
     "fused_recurrent_kernels",
     "fx_traceback",
     "gradient_hooks",
@@ -108,6 +111,7 @@ __all__ = [
     "is_traced",
     "keeping_version",
     "operator_name",
+    "own_symbol",
     "parameters_in_new_lists",
     "recorded_events",
     "reparametrize",
@@ -156,6 +160,11 @@ def tag_nodes(module: str, line: str) -> None:
 def is_backward(node: torch.fx.Node) -> bool:
     """Say whether a node of a joint graph belongs to the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def own_symbol(size: torch.SymInt) -> Any:
+    """Return the symbol that a size was made with, whatever has been found to equal it since."""
+    return size.node._expr
 
 
 def operator_name(node: torch.fx.Node) -> str:

@@ -35,7 +35,7 @@ from lightning_pipe.capture.hazards import (
 from lightning_pipe.capture.joint import JointGraph, describe
 from lightning_pipe.capture.numbers import calls_of_samples, of_samples
 from lightning_pipe.capture.python_guards import PythonGuards, guards_of
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import LogCall, MetricCall
 from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.capture.step_state import state_put_back
@@ -64,6 +64,7 @@ class Request:
         context: made anew for every run of the step (autocast of the precision plug-in).
         answers: runs the step on real tensors and returns its truth values; None where no real run is possible.
         symbolic: whether the number of samples is a symbol of the graph.
+        lengths: (tensor of the batch, dimension) of sizes that are symbols, too (`capture.lengths`).
         varying: places of numbers that are known to change from step to step.
         may_skip: whether a training step may return None, and so skip its batch.
         answered: truth values of the first questions that the step asks of its tensors, where they are known.
@@ -79,6 +80,7 @@ class Request:
     context: Context = contextlib.nullcontext
     answers: Answers | None = None
     symbolic: bool = True
+    lengths: frozenset[tuple[int, int]] = frozenset()
     varying: tuple[Slot, ...] = ()
     may_skip: bool = False
     answered: tuple[bool, ...] = ()
@@ -98,8 +100,8 @@ def trace(request: Request) -> JointGraph:
     Raises:
         CaptureError: naming the hazard and the user's line.
     """
-    if request.samples is None:
-        request = replace(request, symbolic=False)
+    if request.samples is None or not request.symbolic:
+        request = replace(request, symbolic=False, lengths=frozenset())
     if request.method == "training_step":
         refuse_hooked_modules(request.module)
     answers = request.answered
@@ -134,7 +136,7 @@ def _trace_with(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         return _export(request, answers)
     except CaptureError as symbolic:
         hazardous = symbolic.__cause__ is None and not isinstance(symbolic, _SizeDependent)
-        if not request.symbolic or hazardous:
+        if not request.symbolic or request.lengths or hazardous:
             raise  # a hazard: it would be one with a constant batch size too
         try:
             return _export(replace(request, symbolic=False), answers)
@@ -153,6 +155,7 @@ def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
         stack.enter_context(tables_restored(request.module))
         stack.enter_context(no_random_numbers(lambda: ""))
         stack.enter_context(_tracing(step, state, mode, request.device))
+        stack.enter_context(private.enable_python_dispatcher())
         try:
             step(*leaves)
         except (CaptureError, Question):
@@ -195,6 +198,8 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         stack.enter_context(_tracing(step, state, mode, request.device))
         try:
             module = private.aot_export_joint_with_descriptors(stack, step, leaves).graph_module
+            if step.sizes_read and request.lengths:
+                raise _SizeDependent("The step reads sizes as Python floats.")
             _follow_sizes(step, leaves, request.count)
         except (CaptureError, Question):
             raise
@@ -204,7 +209,15 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
     _compare_runs(step)
     guards = _guards(step, request)
-    return describe(module, step, samples=request.count, leaves=leaves, env=mode.shape_env, guards=guards)
+    return describe(
+        module,
+        step,
+        samples=request.count,
+        leaves=leaves,
+        lengths=request.lengths,
+        env=mode.shape_env,
+        guards=guards,
+    )
 
 
 def _guards(step: StepFunction, request: Request) -> PythonGuards:
@@ -261,13 +274,16 @@ def _fake_state(step: StepFunction, request: Request, mode: Any) -> dict[str, An
 def _fake_leaves(request: Request, mode: Any) -> tuple[torch.Tensor, ...]:
     """Return the batch's tensors with `request.samples` samples, a symbol where wanted."""
     leaves = []
-    for leaf in request.structure.leaves:
+    for i, leaf in enumerate(request.structure.leaves):
         shape = list(leaf.shape)
         dynamic = [private.DimDynamic.STATIC] * len(shape)
         if len(shape) > request.batch_dim:
             shape[request.batch_dim] = request.samples or shape[request.batch_dim]
             if request.symbolic and request.samples is not None:
                 dynamic[request.batch_dim] = private.DimDynamic.DUCK
+        if request.symbolic:
+            for dim in (dim for index, dim in request.lengths if index == i):
+                dynamic[dim] = private.DimDynamic.DYNAMIC
         tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
         context = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
         fake = mode.from_tensor(tensor, symbolic_context=context)

@@ -67,6 +67,7 @@ class Operation:
         flops: floating point operations for the captured samples (0 where none are counted).
         touched_bytes: bytes read and written for the captured samples.
         joinable: whether a weight half with it can run once on the samples of several micro-batches.
+        dtype: type of the numbers that it makes, e.g. `bfloat16`; "" if it is not known.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Operation:
     flops: int = 0
     touched_bytes: int = 0
     joinable: bool = False
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

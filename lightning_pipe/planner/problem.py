@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
+from lightning_pipe.cost.stage import position_seconds
+from lightning_pipe.cost.tables import Tables
 from lightning_pipe.errors import PlanError
 
 Relief = Literal["recompute", "offload"]
@@ -64,6 +67,17 @@ class Problem:
     training: bool = True
     wishes: Wishes = ANYTHING
     runs_ahead: bool = False
+
+    @cached_property
+    def tables(self) -> Tables:
+        """Return the graph as arrays."""
+        return Tables(self.graph)
+
+    @cached_property
+    def position_seconds(self) -> tuple[float, ...]:
+        """Return the seconds of every position, forward and backward, on as many samples as were captured."""
+        found = position_seconds(self.graph, self.profile, self.graph.samples, tables=self.tables)
+        return tuple(forward + backward for forward, backward in found)
 
     @property
     def waiting(self) -> Problem:

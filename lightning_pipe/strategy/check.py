@@ -40,10 +40,10 @@ from lightning_pipe.errors import CaptureError
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.strategy.calls import Call
+from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.lightning_private import located
 from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.step import Captured
 from lightning_pipe.units import format_bytes
 
 log = logging.getLogger(__name__)

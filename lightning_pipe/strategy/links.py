@@ -3,6 +3,8 @@
     begin_watch      a guard watches over this process; from here on no death goes unheard
     join_ranks       the rendezvous: who comes, who is missing, where the guards meet
     connect_ranks    messages of programs, and everything else on the host
+
+Every wait in here ends by the deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -180,5 +181,3 @@ def connect_ranks(
         watch.guard.on_failure(transport.abort)
         host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)
         return Links(transport, Control(host, rank=rank, ranks=ranks, wait=watch.wait), watch)
-
-

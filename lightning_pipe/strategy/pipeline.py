@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
 from lightning_pipe.capture.batch import outline
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.lengths import Lengths
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import Guard
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.unit_trace import trace_units
@@ -40,6 +41,7 @@ from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
+from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.check import check_captured
 from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
@@ -50,8 +52,8 @@ from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.routes import captured_by, told
 from lightning_pipe.strategy.runner import Runner
-from lightning_pipe.strategy.shapes import ShapesCaptured
-from lightning_pipe.strategy.step import Captured, Step, agree, slices
+from lightning_pipe.strategy.shapes import ShapesCaptured, different_traces, symbolic_lengths
+from lightning_pipe.strategy.step import Step, agree, slices
 from lightning_pipe.strategy.texts import Reader
 from lightning_pipe.strategy.undo import Before
 from lightning_pipe.strategy.weights import Weights
@@ -396,8 +398,14 @@ class Pipeline:
             BatchError: if there is no way to cut the batch.
         """
         layout = self._plan_now.layout
+        relatives = self._relatives(call)
+        for step in different_traces(relatives):
+            other = step.for_lengths(call)
+            if other is not None and self._sizes(other.capture, samples):
+                return other.with_role(self._role if call.method == TRAINING else None)
         begin = time.perf_counter()
-        found = self._capture(call, self._largest_slice(samples))
+        lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self._config.batch_dim)
+        found = self._capture(call, self._largest_slice(samples), lengths=lengths)
         self._shapes.note(call, time.perf_counter() - begin)
         if self._sizes(found.capture, samples):
             return found
@@ -411,8 +419,21 @@ class Pipeline:
             "equally, or one rank per stage."
         )
 
+    def _relatives(self, call: Call) -> list[Step]:
+        """List the captured steps that differ from a call in the shapes of its batch only; the youngest last."""
+        method, texts, _, *others = self._key(call)
+        keys = [key for key in self._steps if (key[0], key[1], [*key[3:]]) == (method, texts, others)]
+        return [step for key in keys for step in self._steps[key]]
+
     def _capture(
-        self, call: Call, samples: int, *, symbolic: bool = True, reason: str = "", answered: tuple[bool, ...] = ()
+        self,
+        call: Call,
+        samples: int,
+        *,
+        symbolic: bool = True,
+        lengths: Lengths = frozenset(),
+        reason: str = "",
+        answered: tuple[bool, ...] = (),
     ) -> Captured:
         """Capture a step; by replay if there is a reason."""
         if self._later is not None:
@@ -428,6 +449,7 @@ class Pipeline:
             device=self._device,
             context=self._contexts[call.method],
             symbolic=symbolic,
+            lengths=lengths,
             varying=tuple(self._varying.values()),
             may_skip=self._planned is not None,
             answered=answered,

@@ -1,14 +1,42 @@
-"""Count the shapes of batches that steps are captured for, and say once that each takes time."""
+"""Shapes of batches: which of their sizes should be symbols of a graph, and a word where every shape takes time."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_pipe.capture.capture import Capture
+from lightning_pipe.capture.lengths import Lengths, changed_sizes
+from lightning_pipe.capture.replay import Replay
 from lightning_pipe.strategy.calls import Call
+from lightning_pipe.strategy.captured import Captured
+from lightning_pipe.strategy.step import Step
 
 _MANY = 8  # shapes of batches of one step
+_TRIES = 3  # graphs with symbols for lengths that do not hold for the next lengths
+
+
+def symbolic_lengths(relatives: Sequence[Captured], call: Call, *, batch_dim: int) -> Lengths:
+    """Return the sizes that have changed since a step was captured, so that a graph should have symbols for them.
+
+    Args:
+        relatives: captured steps that differ in the shapes of their batches only, and do not hold for this one.
+        call: the step with a new batch.
+        batch_dim: dimension of the samples.
+    """
+    tried = [one.capture for one in relatives if one.request.lengths]
+    traces = {id(capture.general) for capture in tried if isinstance(capture, Capture) and capture.general}
+    if len(traces) >= _TRIES or any(isinstance(capture, Replay) or not capture.general for capture in tried):
+        return frozenset()
+    changes = [changed_sizes(one.request.structure, call.structure, batch_dim=batch_dim) for one in relatives]
+    return frozenset().union(*(change for change in changes if change))
+
+
+def different_traces(steps: Sequence[Step]) -> list[Step]:
+    """Return one step for every graph with symbols for lengths that steps come from; the youngest first."""
+    return [*{id(s.capture.general): s for s in steps if isinstance(s.capture, Capture)}.values()][::-1]
 
 
 class ShapesCaptured:
@@ -26,6 +54,6 @@ class ShapesCaptured:
         if len(known) == _MANY:
             rank_zero_warn(
                 f"{call.method} was captured for {_MANY} more shapes of batches, {sum(known.values()) / _MANY:.1f} s "
-                "each, and every other shape takes as long. Only the number of samples may change for free: pad "
-                "sequences to a few lengths (to the next multiple of 64, say), and sort samples by length."
+                "each, and every other shape takes as long: its Python turns sizes into constants (range(x.size(1)), "
+                "say). Compute from tensors instead, or pad sequences to a few lengths (to the next multiple of 64)."
             )

@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.batch import contents
-from lightning_pipe.capture.python_state import Slot
+from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.split import check_slices
 from lightning_pipe.capture.stage_program import Split
@@ -38,33 +36,11 @@ from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.text import format_program
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.strategy.calls import Call
+from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import outputs
-from lightning_pipe.strategy.texts import Reader, texts
+from lightning_pipe.strategy.texts import texts
 from lightning_pipe.strategy.weights import Weights
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A captured step.
-
-    Attributes:
-        capture: the step.
-        request: what was captured.
-        reader: knows whether the step read the texts of its batch.
-        template: the batch that it was captured with, without its tensors.
-    """
-
-    capture: Capture | Replay
-    request: Request
-    reader: Reader
-    template: Any
-
-    def with_role(self, role: Literal["mean", "sum"] | None) -> Captured:
-        """Return the same with losses of micro-batches combined in this way; None leaves that as it is."""
-        if role is None or self.capture.record.loss is None:
-            return self
-        return replace(self, capture=self.capture.with_role(role))
 
 
 class Step:
@@ -80,6 +56,7 @@ class Step:
         early: whether results are exchanged while a program runs, beside its messages.
 
     Attributes:
+        captured: as given.
         early: as given.
         buffers: of this rank, by name.
     """
@@ -99,7 +76,7 @@ class Step:
         self.early = early
         self.capture, self.split = captured.capture, split
         self.names = outputs(captured.capture.record)
-        self._captured = captured
+        self.captured = captured
         self._plan, self._links, self._weights, self._device = plan, links, weights, device
         self._lent: dict[str, torch.Tensor] = {}
         self._lent_at = -1
@@ -119,7 +96,7 @@ class Step:
 
     def misfit(self, call: Call) -> str:
         """Return "" if what was captured holds for a call now, else what has changed."""
-        captured, template = self._captured, call.structure.template
+        captured, template = self.captured, call.structure.template
         if isinstance(self.capture, Replay):
             return ""
         if captured.reader.has_read and texts(template) != texts(captured.template):
@@ -132,9 +109,20 @@ class Step:
         """Return "" if the step's Python does now what was captured, else what it does otherwise."""
         if isinstance(self.capture, Replay):
             return ""
-        request = replace(self._captured.request, arguments=call.arguments, structure=call.structure)
+        request = replace(self.captured.request, arguments=call.arguments, structure=call.structure)
         with torch.inference_mode(False):
             return self.capture.testimony(request)
+
+    def for_lengths(self, call: Call) -> Captured | None:
+        """Return the captured step for a call with other lengths, if what was captured holds for them."""
+        if isinstance(self.capture, Replay) or self.capture.general is None or self.misfit(call):
+            return None
+        captured = self.captured
+        template = captured.reader.marked(call.structure.template)
+        structure = replace(call.structure, template=template)
+        request = replace(captured.request, structure=structure, arguments=call.arguments)
+        capture = self.capture.for_lengths(request)
+        return capture and replace(captured, capture=capture, request=request, template=call.structure.template)
 
     def varying(self) -> tuple[Slot, ...]:
         """List the places of numbers that the step read and that have become other numbers."""

@@ -33,10 +33,10 @@ from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.strategy.calls import Call
+from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.check import Difference, Incomparable, compared, on_one_device, plain_run, run_captured
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.step import Captured
 from lightning_pipe.units import format_bytes
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python_state import ABSENT, Slot, Snapshot, follow
+from lightning_pipe.capture.python_places import ABSENT, Slot, follow
+from lightning_pipe.capture.python_state import Snapshot
 
 TREE = nn.Module()
 
@@ -60,6 +61,15 @@ class Slotted:
 
     def hide(self, value: int) -> None:
         self.__hidden[0] = value
+
+
+class Both:
+    """Has a slot, one without value, and a dict."""
+
+    __slots__ = ("__dict__", "late", "shown")
+
+    def __init__(self) -> None:
+        self.shown, self.other = 1, 1
 
 
 class Descriptor:
@@ -173,6 +183,9 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "metaclass": (lambda: Registered, lambda _: setattr(Registry, "size", 2), "Registry.size was 1"),
     "descriptor": (Described, lambda _: setattr(vars(Described)["rate"], "value", 2.0), "Described.rate.value"),
     "slots": (Slotted, _set("shown", 2), "thing.shown was 1 and is 2 now"),
+    "slots beside a dict": (Both, _set("shown", 2), "thing.shown was 1 and is 2 now"),
+    "a slot without value": (Both, _set("late", 2), "thing.late was absent and is 2 now"),
+    "a dict beside slots": (Both, _set("other", 2), "thing.other was 1 and is 2 now"),
     "private slots": (Slotted, lambda t: t.hide(2), "thing._Slotted__hidden[0] was 1 and is 2 now"),
     "enumeration": (lambda: {"color": Color.RED}, _item("color", Color.GREEN), "thing['color']"),
     "named tuple": (lambda: [Point(1.0, [])], _item(0, Point(2.0, [])), "thing[0]"),
@@ -447,3 +460,23 @@ def test_a_path_leads_to_its_place_on_another_rank() -> None:
     assert follow(one, path).read() == 2
     follow(two, path[:2]).write(ABSENT)
     assert not hasattr(two.part, "config")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_place_is_the_same_place_on_another_rank(name: str) -> None:
+    make, change, _ = CHANGES[name]
+    one, two = nn.Module(), nn.Module()
+    two.thing, one.thing = make(), make()
+    roots = [Slot(vars(m), "thing", "thing", (("self", ""), ("attribute", "thing"))) for m in (one, two)]
+    snapshot = Snapshot(roots[:1], tree=nn.Module())
+    change(one.thing)
+    for found in snapshot.changes():
+        if not found.is_content and found.slot.path:
+            other = follow(two, found.slot.path)
+            assert type(other.container) is type(found.slot.container)
+            if other.place != found.slot.place:  # not one class, function or global of both
+                assert repr(other.read()) == repr(found.before) or not isinstance(found.before, (int, float, str))
+            if other.is_writable:
+                other.write(found.now)
+                assert follow(two, found.slot.path).read() is found.now
+    snapshot.restore()

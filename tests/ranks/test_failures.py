@@ -140,6 +140,9 @@ def test_a_rank_that_cannot_look_up_prints_the_failure_and_ends() -> None:
     faults = [Fault(1, "hangs", 0), Fault(0, "raises")]
     first, hanging, last = results(faults, Patience(grace_s=0.5))
     assert isinstance(hanging, Died) and hanging.exitcode == 1
-    assert "Rank 1 is ended at 1F0 of step 2. Rank 0 failed at 0F1 of step 2: ValueError: the user's mistake" in hanging.stderr
+    assert (
+        "Rank 1 is ended at 1F0 of step 2. Rank 0 failed at 0F1 of step 2: ValueError: the user's mistake"
+        in hanging.stderr
+    )
     for result in (first, last):
         assert isinstance(result, Returned) and "Rank 0 failed at 0F1" in result.value[0]

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.failure import IDLE, NO_WAIT, OUTSIDE, Failure, State, unpacked
@@ -216,5 +215,3 @@ def guard_of_this_process(*, verdict: str = "") -> GuardClient:
 def has_guard() -> bool:
     """Return whether this process has a guard."""
     return bool(_mine) and _mine[0].owner == os.getpid()
-
-

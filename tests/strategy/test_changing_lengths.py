@@ -1,0 +1,69 @@
+"""Batches whose sequences have other lengths every time: trained as on one device, and traced twice at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe.capture import capture
+from ranks.world import World
+from strategy.fits import Losses, dapple, make_trainer
+
+LENGTHS, WORDS, WIDTH = (9, 12, 17, 5, 9, 21, 3, 12, 30), 13, 8
+ROUNDING = 1e-9
+
+
+class Net(pl.LightningModule):
+    """Predicts the next word from the mean of those before; `counts` keeps a trace from holding for other lengths."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.words, self.dense, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.counts, self.lengths = counts, []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        h = torch.tanh(self.dense(self.words(batch[:, :-1]).cumsum(1) / batch.shape[1]))
+        if self.counts:
+            h = h * sum(1 for _ in range(batch.shape[1]))
+        self.lengths.append(batch.shape[1])
+        loss = nn.functional.cross_entropy(self.head(h).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def fitted(options: dict[str, Any] | None, counts: bool = False) -> tuple[list[float], list[int], int]:
+    """Return losses, lengths that the step has noted, and how often it was traced; a worker function."""
+    torch.manual_seed(0)
+    module, losses, traced = Net(counts).double(), Losses(), []
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(WORDS, (4, length), generator=generator) for length in LENGTHS]
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[losses])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "trace", lambda request, trace=capture.trace: traced.append(1) or trace(request))
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+    return losses.losses, module.lengths, len(traced)
+
+
+@pytest.mark.parametrize("options", [{"capture": "joint"}, {}, {"capture": "replay"}])
+def test_lengths_that_change_train_as_on_one_device(options: dict[str, Any]) -> None:
+    expected, lengths, _ = fitted(None)
+    for found, noted, traced in World(2).run(fitted, {"layout": "1-1", "microbatches": 2, **options}):
+        assert found == pytest.approx(expected, rel=ROUNDING)
+        assert noted == lengths == [*LENGTHS]
+        assert traced <= 2
+
+
+def test_a_step_that_counts_its_words_in_python_is_traced_for_every_length() -> None:
+    expected, lengths, _ = fitted(None, True)
+    found, noted, traced = fitted({"microbatches": 2, "capture": "joint", "cache": "off"}, True)
+    assert found == pytest.approx(expected, rel=ROUNDING)
+    assert noted == lengths
+    assert len({*LENGTHS}) <= traced <= 2 * len({*LENGTHS})
