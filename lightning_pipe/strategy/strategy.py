@@ -485,7 +485,7 @@ class DappleStrategy(ParallelStrategy):
     def _disconnect(self) -> None:
         links, self._links, self._feed = self._links, None, None
         if links is not None:
-            links.close()
+            links.close(healthy=not self._failed)
 
     def _restore_trainer(self) -> None:
         while self._undo:
