@@ -76,6 +76,10 @@ class ChainPrices:
     def step_s(self, rank: int) -> float:
         return 0.0
 
+    def step_bytes(self, rank: int) -> int:
+        """Return nothing: the step needs no memory."""
+        return 0
+
     def saved_bytes(self, stage: int, samples: int) -> int:
         return self.bytes_per_sample * samples
 
@@ -94,7 +98,7 @@ class ChainPrices:
     def workspace_bytes(self, compute: Compute, samples: int) -> int:
         return 0
 
-    def gradient_bytes(self, compute: Compute) -> int:
+    def gradient_bytes(self, compute: Compute, samples: int) -> int:
         return ELEMENT_BYTES
 
     def message_bytes(self, message: Message) -> int:

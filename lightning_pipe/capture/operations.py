@@ -108,6 +108,7 @@ class _Description:
             touched_bytes=self._touched(node),
             joinable=node.name in self._joining.operations,
             dtype=str(tensors_of(node)[0].dtype).removeprefix("torch."),
+            checkpoint=(node.meta.get("custom") or {}).get("checkpoint", -1),
         )
 
     def _phase(self, node: fx.Node) -> Phase:

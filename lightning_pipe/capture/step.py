@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -43,6 +42,7 @@ from lightning_pipe.capture.tracked_number import (
 )
 from lightning_pipe.capture.trees import mapped
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 
 NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
 
@@ -309,7 +309,10 @@ def loss_of(module: pl.LightningModule, method: str, output: Any, *, may_skip: b
             "or a dict with one under 'loss'."
         )
     if loss.numel() != 1:
-        raise CaptureError(f"The loss has shape {tuple(loss.shape)}; expected a single number. Reduce it first.")
+        raise CaptureError(
+            f"The loss has {loss.dim()} dimension{'s' if loss.dim() > 1 else ''} (one value per sample, perhaps); "
+            "expected a single number. Reduce it first, for example by mean()."
+        )
     return loss
 
 

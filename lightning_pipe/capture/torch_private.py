@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import linecache
 import re
 import sys
@@ -95,6 +96,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "argument_names",
     "checkpoint_only",
+    "checkpoints_replaced",
     "compiling_state",
     "enable_python_dispatcher",
     "fused_recurrent_kernels",
@@ -110,6 +112,7 @@ __all__ = [
     "is_real",
     "is_traced",
     "keeping_version",
+    "numbered_checkpoints",
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
@@ -153,8 +156,69 @@ def fused_recurrent_kernels() -> Iterator[None]:
 
 
 def tag_nodes(module: str, line: str) -> None:
-    """Give the nodes that are traced from now on the user's module and line."""
-    fx_traceback.current_meta["custom"] = {"module": module, "line": line}
+    """Give the nodes that are traced from now on the user's module and line, and the checkpoint that they are in."""
+    custom: dict[str, Any] = {"module": module, "line": line}
+    if _CHECKPOINT in fx_traceback.current_meta:
+        custom["checkpoint"] = fx_traceback.current_meta[_CHECKPOINT]
+    fx_traceback.current_meta["custom"] = custom
+
+
+_CHECKPOINT = "lightning_pipe checkpoint"  # key of what is known of the nodes that are traced
+
+
+@contextlib.contextmanager
+def numbered_checkpoints() -> Iterator[None]:
+    """Trace what `torch.utils.checkpoint.checkpoint` runs once, in nodes with the number of the outermost call."""
+    numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def region() -> Iterator[None]:
+        meta, is_outermost = fx_traceback.current_meta, _CHECKPOINT not in fx_traceback.current_meta
+        if is_outermost:
+            meta[_CHECKPOINT] = next(numbers)
+        try:
+            yield
+        finally:
+            if is_outermost:
+                meta.pop(_CHECKPOINT, None)
+
+    with checkpoints_replaced(region):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoints_replaced(
+    scene: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    *,
+    where: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint` run what it is given once, within a scene, where `where()` is false.
+
+    What its reentrant form is given without a tensor that requires a gradient has none afterwards, as without us.
+    """
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if where():
+            yield from generator(*args, **kwargs)
+        else:
+            with scene():
+                yield
+
+    class Chosen:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if where():
+                return function.apply(run, preserve, *args)
+            is_differentiated = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+            with scene(), contextlib.nullcontext() if is_differentiated else torch.no_grad():
+                return run(*args)
+
+    with (
+        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", generate),
+        mock.patch.object(torch_checkpoint, "CheckpointFunction", Chosen),
+    ):
+        yield
 
 
 def is_backward(node: torch.fx.Node) -> bool:
@@ -324,27 +388,9 @@ def answered_calls(modules: Iterable[torch.nn.Module], answer: Callable[..., Any
                 vars(module)["_compiled_call_impl"] = compiled
 
 
-@contextlib.contextmanager
-def checkpoint_only(where: Callable[[], bool]) -> Iterator[None]:
+def checkpoint_only(where: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
     """Let `torch.utils.checkpoint.checkpoint` keep everything where `where()` is false, as if it were not there."""
-    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
-
-    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if where():
-            yield from generator(*args, **kwargs)
-        else:
-            yield
-
-    class Chosen:
-        @staticmethod
-        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return function.apply(run, preserve, *args) if where() else run(*args)
-
-    with (
-        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", generate),
-        mock.patch.object(torch_checkpoint, "CheckpointFunction", Chosen),
-    ):
-        yield
+    return checkpoints_replaced(where=where)
 
 
 class RecordedEvent(NamedTuple):

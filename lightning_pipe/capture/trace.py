@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -41,6 +40,7 @@ from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.capture.step_state import state_put_back
 from lightning_pipe.capture.tables import tables_restored
 from lightning_pipe.errors import CaptureError, StepError
+from lightning_pipe.lightning_names import pl
 
 Answers = Callable[[], tuple[bool, ...]]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -246,6 +246,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.fused_recurrent_kernels(),
         private.unchecked_distributions(),
         private.parameters_in_new_lists(),
+        private.numbered_checkpoints(),
         torch.random.fork_rng(devices=[]),
         no_seeding(),
         no_files(),

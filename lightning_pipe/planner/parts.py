@@ -169,7 +169,7 @@ class Parts:
                 compute = Compute(s, half, m)
                 found.seconds[i, h] = prices.compute_s(compute, rank, samples)
                 found.workspace[i, h] = prices.workspace_bytes(compute, samples)
-                found.first[i, h] = max(0.0, found.workspace[i, h] - prices.gradient_bytes(compute))
+                found.first[i, h] = max(0.0, found.workspace[i, h] - prices.gradient_bytes(compute, samples))
         return found
 
     def _exchanges_of(self, cuts: Cuts, ranks: Ranks, m: int, size: int) -> dict[Edge, Exchange]:

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from typing_extensions import assert_never
@@ -39,10 +38,14 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import BatchError, PipelineError, ProgramError
+from lightning_pipe.runtime.activations.host import host_of
+from lightning_pipe.runtime.activations.offloads import Offloads
+from lightning_pipe.runtime.activations.protocol import Host
 from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchange import Exchange
 from lightning_pipe.runtime.gradients import Gradients
 from lightning_pipe.runtime.job import Job, Outcome, Piece
+from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
@@ -72,6 +75,7 @@ class Executor:
         transport: to the other ranks.
         loss: value name of the loss; None where there is none.
         step: called by `Step`, when all gradients are those of the whole batch.
+        host: where tensors are offloaded to; None takes one of its own.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Executor:
         transport: Transport,
         loss: str | None = None,
         step: Callable[[], None] = lambda: None,
+        host: Host | None = None,
     ) -> None:
         self.rank = transport.rank
         self.layout = layout
@@ -96,6 +101,7 @@ class Executor:
         self._slices: dict[int, Slices] = defaultdict(dict)
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
+        self._offloads = Offloads(self.stages, host or host_of(state.device))
 
     def run(
         self,
@@ -154,6 +160,7 @@ class Executor:
             ahead.forwarded(course.results)
         yield from self._follow(line[told:], course)
         yield from self._exchange.finish()
+        self._offloads.finish()
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
         return Outcome(collected, recorder.timeline(), recorder.memory())
 
@@ -171,6 +178,7 @@ class Executor:
                     self._exchange.receive(instruction)
                 case Compute():
                     yield from self._exchange.collect(instruction)
+                    yield from self._offloads.collect(instruction)
                     started = recorder.mark()
                     self._compute(instruction, course.job, course.results)
                     recorder.add(instruction, started)
@@ -192,8 +200,12 @@ class Executor:
                     self.stages[instruction.stage].free(instruction.microbatch)
                     recorder.add(instruction, started)
                     recorder.note_memory()
-                case Evict() | Fetch():
-                    _refuse_offloads((instruction.stage,))
+                case Evict():
+                    self._offloads.evict(instruction, self._slices[instruction.microbatch])
+                    recorder.note_memory()
+                case Fetch():
+                    self._offloads.fetch(instruction)
+                    recorder.note_memory()
                 case _:
                     assert_never(instruction)
 
@@ -202,6 +214,7 @@ class Executor:
         self._slices.clear()
         self._exchange.begin(program, recorder)
         self._gradients.begin(recorder)
+        self._offloads.begin(recorder)
 
     def _saved_bytes(self) -> int:
         """Return what the stages of this rank keep for I and W; memory that several share counts once."""
@@ -217,8 +230,6 @@ class Executor:
             )
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
-        if program.training and program.traffic.offloads:
-            _refuse_offloads(program.traffic.offloads)
 
     def _load(self, load: Load, job: Job) -> None:
         stage = self.stages[load.stage]
@@ -276,13 +287,6 @@ def run_together(
     return drive_together(walks)
 
 
-def _refuse_offloads(stages: tuple[int, ...]) -> NoReturn:
-    raise ProgramError(
-        f"Stages {list(stages)} of the program offload tensors to the host, which can be planned and priced but not "
-        "run yet. Take `offload` out of these stages of the plan."
-    )
-
-
 def _leaf(job: Job, index: int, *, first: int, count: int) -> Content:
     """Return `count` samples of a leaf from sample `first` on, or the whole leaf if it is not cut."""
     leaf = job.leaves[index]
@@ -306,4 +310,6 @@ def _named(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(where, error) from error
         raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error

@@ -1,14 +1,14 @@
 """How much memory do the ranks use, and when? The bytes of a timeline, by what they are for.
 
     state       parameters, their gradients, optimizer state, buffers of the module: always
-    held        saved, from the start of F to the end of I (or B), except what is offloaded from the end of Evict to the
-                start of Fetch; kept, from the end of I to Free
+    held        saved, from the start of F to the end of I (or B), except what is offloaded from the end of Evict until
+                the rank's list posts Fetch, which allocates it; kept, from the end of I to Free
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; gradients being
                 reduced, from `Reduce` to `Step`
-    workspace   of each compute, while it runs; that of a joined W is what it needs beside what is kept of all its
-                micro-batches, which counts until they are freed
+    workspace   of each compute, and of the optimizer's step, while it runs; that of a joined W is what it needs beside
+                what is kept of all its micro-batches, which counts until they are freed
 
 Gradients of parameters are in the state from the beginning. What the first backward of a stage makes becomes these
 gradients; what later ones make is memory beside them, until it is added. So the curve holds for a batch that begins
@@ -22,6 +22,7 @@ Legend: s stage, m micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -230,10 +231,19 @@ class _Rank:
                     size = self._prices.message_bytes(message)
                     use = _Use("buffers", now, gone, size)
                     sent[message.source, message.direction, message.microbatch].append((message.target, use))
+                case Fetch(stage, microbatch):
+                    offloaded = self._amounts_of(stage, len(self._samples(stage, microbatch))).offloaded
+                    user = self._find(stage, _BACKWARD, microbatch)
+                    assert user is not None, f"a verified program uses what it fetches: {instruction}"
+                    yield _Use("held", now, user.end, offloaded)
                 case Reduce(bucket):
                     step = self._others.get(Step())
                     end = step.start if step is not None else self._last
                     yield _Use("buffers", now, end, self._program.traffic.buckets[bucket].bytes)
+                case Step():
+                    step = self._others[instruction]
+                    end = max(step.end, math.nextafter(step.start, math.inf))  # steps count where they take no time
+                    yield _Use("workspace", step.start, end, self._prices.step_bytes(self._rank))
                 case _:
                     pass
         for values, uses in sent.items():
@@ -261,9 +271,8 @@ class _Rank:
         backward = self._find(stage, _BACKWARD, microbatch)
         change = backward.end if backward is not None else end
         if amounts.offloaded and backward is not None:
-            evict, fetch = self._others[Evict(stage, microbatch)], self._others[Fetch(stage, microbatch)]
+            evict = self._others[Evict(stage, microbatch)]
             yield _Use("held", forward.start, evict.end, amounts.offloaded)
-            yield _Use("held", fetch.start, change, amounts.offloaded)
             saved -= amounts.offloaded
         yield _Use("held", forward.start, end, min(saved, kept))
         yield _Use("held", forward.start, change, saved - min(saved, kept))
@@ -288,7 +297,7 @@ class _Rank:
         key = (compute.stage, compute.kind, samples, len(compute.microbatches))
         if key not in self._workspaces:
             self._workspaces[key] = self._prices.workspace_bytes(compute, samples)
-        taken_over = self._prices.gradient_bytes(compute) if is_first else 0
+        taken_over = self._prices.gradient_bytes(compute, samples) if is_first else 0
         return _Use("workspace", event.start, event.end, max(0, self._workspaces[key] - taken_over))
 
     def _handed_over(self) -> Iterator[_Use]:

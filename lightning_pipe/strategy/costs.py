@@ -32,7 +32,10 @@ from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
 from lightning_pipe.profiler.links import Handle, LinkFacts, computing, probe_links
 from lightning_pipe.profiler.operators import Operators
-from lightning_pipe.profiler.optimizer import profile_optimizer
+from lightning_pipe.profiler.optimizer import counted_optimizer, profile_optimizer
+from lightning_pipe.profiler.swaps import measure_swap
+from lightning_pipe.runtime.activations.protocol import Host
+from lightning_pipe.runtime.activations.trip import trip_s
 from lightning_pipe.runtime.waiting import Wait
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.strategy.links import Links
@@ -53,10 +56,11 @@ class Costs:
         config: options.
         links: to the other ranks.
         device: where this rank computes.
+        host: where it offloads to.
     """
 
-    def __init__(self, config: DappleConfig, links: Links, *, device: torch.device) -> None:
-        self._config, self._links, self._device = config, links, device
+    def __init__(self, config: DappleConfig, links: Links, *, device: torch.device, host: Host) -> None:
+        self._config, self._links, self._device, self._host = config, links, device, host
 
     def problem(
         self,
@@ -95,7 +99,7 @@ class Costs:
             return problem.ahead(takes_back=takes_back) if is_ahead else problem
 
         if not self._measures():
-            return asked(problem) if control.rank == 0 else None
+            return asked(self._with_state(problem, optimizers)) if control.rank == 0 else None
         started = time.perf_counter()
         facts = self._facts()
         measured = self._probed(facts)
@@ -121,6 +125,13 @@ class Costs:
         }
         return asked(replace(problem, profile=replace(profile, **runtime)))
 
+    def _with_state(self, problem: Problem, optimizers: Sequence[Optimizer]) -> Problem:
+        """Return a problem of counted costs with the state of the optimizer, if anything will step."""
+        if not (problem.training and optimizers):
+            return problem
+        optimizer = counted_optimizer(optimizers[0], device=self._device)
+        return replace(problem, profile=replace(problem.profile, optimizer=optimizer))
+
     def _measures(self) -> bool:
         """Say whether anything is measured: not where there is nothing to plan."""
         config = self._config
@@ -138,6 +149,9 @@ class Costs:
     def _facts(self) -> list[DeviceFacts]:
         """Return what every rank knows of its device, on all ranks."""
         mine = describe_device(self._device, host=socket.gethostname())
+        with torch.inference_mode(False):
+            swap = measure_swap(lambda count: trip_s(self._host, count, device=self._device))
+        mine = replace(mine, swap=swap)
         return self._gathered(mine, "the devices")
 
     def _probed(self, facts: Sequence[DeviceFacts]) -> LinkFacts:

@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
@@ -30,24 +28,37 @@ from lightning_pipe.capture.lengths import Lengths
 from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import Guard
 from lightning_pipe.capture.replay import Replay
+from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.capture.witness import is_due
 from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
+from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.check import check_captured
 from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
+from lightning_pipe.strategy.limit import Foreseen, foreseen
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
+from lightning_pipe.strategy.planning import (
+    Planned,
+    check_samples,
+    cut_other,
+    given_plan,
+    in_turns,
+    policies_for,
+    propose,
+)
 from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.routes import captured_by, told
@@ -93,6 +104,7 @@ class Pipeline:
 
     Attributes:
         runner: runs captured steps.
+        foreseen: the memory that the plan foresees, by rank; () before there is one.
     """
 
     def __init__(
@@ -116,9 +128,11 @@ class Pipeline:
         self._proposal: Planned | None = None
         self._shapes = ShapesCaptured()
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
-        self._costs = Costs(config, links, device=device)
+        self._host = host_of(device)
+        self._costs = Costs(config, links, device=device, host=self._host)
         self._given: Plan | None = None
         self._role: Role | None = None
+        self.foreseen: tuple[Foreseen, ...] = ()
         self._later = later
         self.runner = self._runner = Runner(
             links, weights=weights, later=later, batch_dim=config.batch_dim, device=device
@@ -128,6 +142,10 @@ class Pipeline:
     def planned(self) -> tuple[Plan, Graph] | None:
         """Return the plan and its graph, once there are any."""
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
+
+    def close(self) -> None:
+        """Release what offloading has taken of the host."""
+        self._host.close()
 
     @property
     def is_measured(self) -> bool:
@@ -200,9 +218,13 @@ class Pipeline:
         candidates: list[Judged] = []  # on rank 0
 
         def make() -> Plan:
+            nonlocal problem
             assert problem is not None, "made on rank 0"
+            problem = replace(problem, cluster=limited(problem.cluster, config.memory_limits))
             try:
-                candidates.extend(propose(problem, self._wanted(captured), given=self._given))
+                replayed = isinstance(captured.capture, Replay)
+                wanted = self._wanted(captured)
+                candidates.extend(propose(problem, wanted, given=self._given, replayed=replayed))
             except PlanError as error:
                 if isinstance(captured.capture, Replay) and graph.uncuttable and (kept := captured.capture.kept):
                     raise PlanError(f"{error} {call.method} keeps state for its next call: {kept}.") from error
@@ -211,6 +233,8 @@ class Pipeline:
 
         plan = control.agreed(make, source=0, what="the plan")
         cuts = resolve(plan, graph, ranks=control.ranks)
+        mine = () if problem is None else foreseen(problem, candidates[0])
+        self.foreseen = control.broadcast(mine, source=0, what="the memory that is foreseen")
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
             self._proposal = Planned(plan, cuts, problem, tuple(candidates), told(captured.capture))
@@ -224,7 +248,8 @@ class Pipeline:
         if training and self._role is None and plan.microbatches > 1:
             warn_of_unknown_role(captured)
         step = self._build(captured, cuts)
-        self._weights.place(step.split, plan.layout, device=self._device)
+        shard = plan.shard_optimizer
+        self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
         self._steps[self._key(call)] = [step]
         for program in step.split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:
@@ -498,13 +523,33 @@ class Pipeline:
             check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
         return Step(
             captured,
-            captured.capture.split(cuts, exact_ties=self._config.exact_ties, held=self._held),
+            self._split(captured, cuts),
             plan=in_turns(self._plan_now) if is_replay else self._plan_now,
             links=self._links,
             weights=self._weights,
             device=self._device,
+            host=self._host,
             early=self._later is not None and captured.request.method == TRAINING and not is_replay,
         )
+
+    def _split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
+        """Cut a captured step, whose stages do with what they save what the plan says."""
+        assert self._planned is not None, "planned before anything is run"
+        capture, plan, common = captured.capture, self._planned.plan, {"exact_ties": self._config.exact_ties}
+        if isinstance(capture, Replay):
+            if capture.graph.gradients and not all(keeps_all(stage) for stage in plan.stages):
+                rank_zero_warn(
+                    f"{captured.request.method} is replayed, and keeps all that its modules save, although the plan "
+                    "recomputes or offloads; it may need more memory."
+                )
+            return capture.split(cuts, held=self._held, **common)
+        policies, missing = policies_for(plan, capture.graph, cuts, planned=self._planned.graph)
+        if missing:
+            rank_zero_warn(
+                f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
+                f"that the plan says. It keeps {missing}, and may need more memory."
+            )
+        return capture.split(cuts, policies=policies, held=self._held, **common)
 
     def _cuts(self, graph: Graph) -> tuple[int, ...]:
         assert self._planned is not None, "planned before anything is run"

@@ -11,7 +11,7 @@ from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Compute, Layout, Message, Samples
 from lightning_pipe.cost.activations import KEEP, Reliefs
-from lightning_pipe.cost.counted import BYTES_PER_S, FLOPS_PER_BYTE, OPERATION_S, counted
+from lightning_pipe.cost.counted import NOMINAL, counted
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
 from lightning_pipe.cost.prices import Pricer, price
 from lightning_pipe.errors import PlanError
@@ -132,7 +132,7 @@ def test_bytes_of_a_stage_follow_the_samples():
     assert prices.kept_bytes(1, 3) == 4 * WIDTH * 3
     assert prices.result_bytes(2, 3) == 4 and prices.result_bytes(1, 3) == 0
     assert prices.workspace_bytes(Compute(1, "I", 0), 3) == 3 * WIDTH * 3
-    assert prices.gradient_bytes(Compute(1, "W", 0)) == 2 * WEIGHT
+    assert prices.gradient_bytes(Compute(1, "W", 0), 3) == WEIGHT
 
 
 def test_what_a_stage_offloads_is_copied_over_the_link_of_its_rank_and_stays_among_what_it_saves():
@@ -168,10 +168,11 @@ def test_counted_seconds_are_overhead_flops_and_bytes():
     profile = counted(sketch.graph())
     assert profile.source == "counted"
     for samples in (1, 2, 4, 9):
-        expected = OPERATION_S + (1000 * samples / FLOPS_PER_BYTE + WEIGHT + 2 * samples * WIDTH) / BYTES_PER_S
+        computing_s, touched = 1000 * samples / NOMINAL.flops_of("float32"), WEIGHT + 2 * samples * WIDTH
+        expected = NOMINAL.operation_s + computing_s + touched / NOMINAL.memory_bytes_per_s
         assert profile.operation_s(0, samples) == pytest.approx(expected)
         assert profile.operation_s(1, samples) == 0.0
-        assert profile.operation_s(2, samples) == pytest.approx(OPERATION_S + 50 / BYTES_PER_S)
+        assert profile.operation_s(2, samples) == pytest.approx(NOMINAL.operation_s + 50 / NOMINAL.memory_bytes_per_s)
 
 
 def test_every_module_of_the_zoo_has_a_price(zoo):
