@@ -232,9 +232,7 @@ class DappleStrategy(ParallelStrategy):
                 environment, self.num_processes, self.num_nodes, begin=self._begin_watch
             )
         else:
-            self._launcher = GuardedForkLauncher(
-                self, start_method=self.config.start_method, begin=self._begin_watch
-            )
+            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._begin_watch)
 
     def _begin_watch(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard this process, for one fit."""
@@ -285,7 +283,7 @@ class DappleStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Links | None]:
-        """Have connections inside: those of the fit or, after it, new ones. None before, or where a rank has failed."""
+        """Have connections inside: those of the fit, or new ones after it; None before, or where a rank has failed."""
         if self._links is not None or self._failed or not self._has_met:
             yield self._links
             return
@@ -556,7 +554,7 @@ class DappleStrategy(ParallelStrategy):
     def _disconnect(self) -> None:
         links, self._links, self._feed = self._links, None, None
         if links is not None:
-            links.close()
+            links.close(healthy=not self._failed)
 
     def _restore_trainer(self) -> None:
         while self._undo:
