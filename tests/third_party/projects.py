@@ -187,6 +187,7 @@ def pytorch_lifestream() -> Made:
     encoder.embedding_size, encoder.is_reduce_sequence = 16, True
     module = SequenceToTarget(
         encoder, nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3), nn.LogSoftmax(dim=1)), nn.NLLLoss(),
+        metric_list=MulticlassAccuracy(3),
         optimizer_partial=partial(torch.optim.Adam, lr=1e-3),
         lr_scheduler_partial=partial(torch.optim.lr_scheduler.StepLR, step_size=5),
     )  # fmt: skip
@@ -218,7 +219,7 @@ def torch_geometric() -> Made:
             return self.out(torch.relu(self.second(torch.relu(self.first(x, adjacency)), adjacency)).mean(1))
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0], (batch[1] > 0).float()), batch[2])
+        return nn.functional.cross_entropy(model(batch[0], (batch[1] > 0).to(batch[0].dtype)), batch[2])
 
     return _user_module(Net(), step, "pytorch_lightning"), _tensors((64, 6, 4), (64, 6, 6), classes=3)
 
