@@ -168,20 +168,11 @@ def litgpt() -> Made:
     return _user_module(model, step), DataLoader(TensorDataset(ids), 8)
 
 
-def scvi() -> Made:
-    from scvi.module import VAE
-    from scvi.train import TrainingPlan
-
-    module = VAE(n_input=20, n_hidden=16, n_latent=4, dropout_rate=0.0, use_batch_norm="none", use_layer_norm="both")
-    counts = torch.poisson(torch.full((64, 20), 3.0), generator=torch.Generator().manual_seed(1))
-    rows = [{"X": row, "batch": torch.zeros(1), "labels": torch.zeros(1)} for row in counts]
-    return TrainingPlan(module, n_epochs_kl_warmup=None, n_steps_kl_warmup=None), DataLoader(rows, 16)
-
-
 def pytorch_lifestream() -> Made:
     from functools import partial
 
     from ptls.frames.supervised import SequenceToTarget
+    from torchmetrics.classification import MulticlassAccuracy
 
     encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
     encoder.embedding_size, encoder.is_reduce_sequence = 16, True
@@ -287,7 +278,7 @@ PROJECTS: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
         pytorch_forecasting, pytorch_forecasting_tft, gluonts, pytorch_tabular, deeptab, pina, neuralforecast, litgpt,
-        scvi, pytorch_lifestream, chemprop, torch_geometric, monai, x_transformers, tab_transformer_pytorch,
+        pytorch_lifestream, chemprop, torch_geometric, monai, x_transformers, tab_transformer_pytorch,
         pytorch_tcn, pytorch_metric_learning,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Modules of third-party projects train split over two ranks as on one device (extra `projects`, not in `make test`)."""
+"""Modules of third-party projects train split over two ranks as on one device (extra `projects`; slow)."""
 
 from __future__ import annotations
 
