@@ -209,9 +209,10 @@ class Estimator:
         """Return the seconds for which a micro-batch keeps the busiest network card busy."""
         busy: dict[tuple[str, int], float] = defaultdict(float)
         for cut, here, there in zip(cuts, ranks[:-1], ranks[1:], strict=True):
-            for direction, ends in (("F", (here, there)), ("B", (there, here))):
+            for direction, crossing in self.segments.crossing.items():
                 if direction == "F" or self.problem.training:
-                    count = self.segments.crossing[direction].at(self._bound[cut], samples)
+                    count = crossing.at(self._bound[cut], samples)
+                    ends = (here, there) if direction == "F" else (there, here)
                     for card, per_byte in self._card_shares(*ends).items():
                         busy[card] += count * per_byte
         return max(busy.values(), default=0.0)

@@ -14,8 +14,8 @@ network cards of their hosts, where gradients are summed, and before the step, w
 kind is kept (groups are of a kind if their devices are equal, their messages take equally long, and as much passes the
 cards on their way), and at least two, so that there are sums, which take what they take over all ranks.
 
-Messages, and their work for network cards, are priced in the layout of all ranks, whose flows share the cards; ranks keep their numbers. Not folded:
-layouts in which a stage takes whole micro-batches in turn.
+Messages, and their work for network cards, are priced in the layout of all ranks, whose flows share the cards; ranks
+keep their numbers. Not folded: layouts in which a stage takes whole micro-batches in turn.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Assumptions:
                a joined W is one compute on the samples of all its micro-batches
     channel    (sender, receiver) moves one message at a time in order, from the moment that both ends have posted it;
                moving does not slow computes down
-    card       of a host, where cards are told of: one exchange after another (the messages of one edge and micro-batch),
-               in the order in which their first messages start; an exchange waits until its cards have done the work
-               that was there before it. So a card passes no more than it can, and an exchange that has it for itself is
-               not slowed down. (Really, what started earlier is slowed down too, and waits less.)
+    card       of a host, where cards are told of: one exchange (messages of one edge and micro-batch) after another, in
+               the order in which their first messages start; an exchange waits until its cards have done the work
+               that was there before it. So a card passes no more than it can, and an exchange that has it for itself
+               is not slowed down. (Really, what started earlier is slowed down too, and what comes waits less.)
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
                computes and messages
     Evict      copies to the host, Fetch back; every rank moves one copy at a time in each of the two directions, in the

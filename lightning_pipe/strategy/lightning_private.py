@@ -25,6 +25,7 @@ _signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broad
                                     returns where one rank alone got the signal
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
+Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizers_to_device, _optimizer_to_device   move optimizer state
 """
 
@@ -40,6 +41,7 @@ import torch
 
 from lightning_pipe.lightning_names import (
     CombinedLoader,
+    Precision,
     SIGTERMException,
     Throughput,
     ThroughputMonitor,
@@ -111,6 +113,22 @@ def restore_progress(trainer: pl.Trainer, progress: dict[str, Any]) -> None:
         loop, prefix = loops.pop()
         loop._load_from_state_dict(progress, prefix)
         loops += [(child, f"{prefix}{name}.") for name, child in vars(loop).items() if isinstance(child, Loop)]
+
+
+def call_before_step(plugin: Precision, then: Callable[[], None]) -> None:
+    """Call a function after the hooks and the clipping that precede an optimizer step, until `forget_before_step`."""
+    usual = type(plugin)._after_closure
+
+    def after_closure(*arguments: Any, **options: Any) -> None:
+        usual(plugin, *arguments, **options)
+        then()
+
+    vars(plugin)["_after_closure"] = after_closure
+
+
+def forget_before_step(plugin: Precision) -> None:
+    """Let the plug-in do as usual again."""
+    vars(plugin).pop("_after_closure", None)
 
 
 def hide_advice_to_synchronise() -> Callable[[], None]:

@@ -1,8 +1,8 @@
 """Connect one rank with the others: everything that one fit (or validate, test, predict) needs, made together.
 
-begin_watch      a guard watches over this process; from here on no death goes unheard
-join_ranks       the rendezvous: who comes, who is missing, where the guards meet
-connect_ranks    messages of programs, and everything else on the host
+    begin_watch      a guard watches over this process; from here on no death goes unheard
+    join_ranks       the rendezvous: who comes, who is missing, where the guards meet
+    connect_ranks    messages of programs, and everything else on the host
 """
 
 from __future__ import annotations
@@ -179,3 +179,5 @@ def connect_ranks(
         watch.guard.on_failure(transport.abort)
         host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)
         return Links(transport, Control(host, rank=rank, ranks=ranks, wait=watch.wait), watch)
+
+

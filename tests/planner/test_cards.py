@@ -1,4 +1,4 @@
-"""What holds where messages of different edges share the network card of a host: together they are no faster than it."""
+"""What holds where messages of different edges share the network card of a host: together they keep to its speed."""
 
 from __future__ import annotations
 
