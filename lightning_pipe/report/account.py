@@ -100,6 +100,12 @@ def mean_bubble(timeline: Timeline) -> float:
     return sum(bubbles) / len(bubbles) if bubbles else 0.0
 
 
+def mean_computing(timeline: Timeline) -> float:
+    """Return the share of the step, of all ranks together, in which something is computed."""
+    seconds = step_seconds(timeline) * len(timeline.ranks)
+    return sum(map(timeline.busy, timeline.ranks)) / seconds if seconds else 0.0
+
+
 def accounts(timeline: Timeline) -> tuple[Account, ...]:
     """Return where the time of every rank goes, for a timeline of one step and one clock."""
     messages = _Messages(timeline)

@@ -17,6 +17,7 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.planner.alternatives import alternatives
+from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
@@ -25,6 +26,7 @@ from lightning_pipe.report import (
     compare,
     comparison_table,
     explain,
+    main_sentences,
     plan_table,
     plot_memory,
     plot_timeline,
@@ -33,7 +35,7 @@ from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
 from lightning_pipe.strategy.planning import Planned
 from lightning_pipe.strategy.recording import Recorded
-from lightning_pipe.units import format_bytes
+from lightning_pipe.units import format_bytes, format_seconds, format_share
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,21 @@ def introduce(planned: Planned, graph: Graph) -> None:
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
-    rank_zero_info(f"{table}\n\n{reasons(planned)}")
+    rank_zero_info("\n".join([table, "", _predicted(planned.judged[0]), *main_reasons(planned)]))
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(
             f"The plan is predicted to exceed the memory of a device by {format_bytes(missing)}. Use more devices, "
             "smaller batches, or more micro-batches with schedule='1f1b' and warmup='pa'."
         )
+
+
+def _predicted(judged: Judged) -> str:
+    """Return what is predicted of a plan in one line."""
+    return (
+        f"Predicted: {format_seconds(judged.step_s)} per step, bubble {format_share(judged.bubble)}, at most "
+        f"{format_bytes(max(judged.peak_bytes))} per device."
+    )
 
 
 def _joinable(planned: Planned) -> tuple[int, ...] | None:
@@ -114,6 +124,12 @@ def reasons(planned: Planned) -> str:
     return explain(alternatives(planned.problem, best, others), timeline=best.timeline)
 
 
+def main_reasons(planned: Planned) -> list[str]:
+    """Return the sentences of `reasons` that matter most."""
+    best, *others = planned.judged
+    return main_sentences(alternatives(planned.problem, best, others), timeline=best.timeline)
+
+
 def write_trace(path: Path, recorded: Recorded, found: Findings | None) -> None:
     """Write the recorded steps, and the predicted one, for Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +163,7 @@ def write_report(folder: Path, planned: Planned, recorded: Recorded, found: Find
 
 
 def _write_plots(folder: Path, problem: Problem, recorded: Recorded, found: Findings) -> None:
-    plot_timeline(recorded.comparable[-1], folder / "timeline.png", predicted=found.predicted)
+    plot_timeline(recorded.comparable[found.comparison.typical], folder / "timeline.png", predicted=found.predicted)
     limits = {rank: problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)}
     plot_memory(_totals(found.curves), folder / "memory.png", limits=limits, title="predicted")
 

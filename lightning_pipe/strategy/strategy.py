@@ -32,6 +32,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import ConfigError, UnsupportedError
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.advice import WrongAdvice
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.links import Links, connect_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
@@ -96,6 +97,7 @@ class DappleStrategy(ParallelStrategy):
         self._failed = False
         self._undo_loop: Callable[[], Any] | None = None
         self._world_size_reads = WorldSizeReads()
+        self._advice = WrongAdvice()
 
     @property
     def is_distributed(self) -> bool:
@@ -170,6 +172,7 @@ class DappleStrategy(ParallelStrategy):
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
         assert self.lightning_module is not None, "connected by the trainer"
         self._failed, self._session = False, None
+        self._advice.ignore()
         refuse(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
@@ -421,6 +424,7 @@ class DappleStrategy(ParallelStrategy):
             self._session.end(healthy=not self._failed)
         if self._links is not None:
             self._links.end_programs()
+        self._advice.allow()
         if self._undo_loop is not None:
             self._undo_loop()
             self._undo_loop = None
