@@ -11,6 +11,7 @@ of what was allocated outside any such block, nor of what another thread release
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -22,6 +23,8 @@ import torch
 from torch.autograd.profiler import profile
 
 from lightning_pipe.capture.torch_private import recorded_events
+
+_SILENT = "99"  # above all levels of torch's profiler, which else prints lines beginning with USDT at start and end
 
 
 class Change(NamedTuple):
@@ -40,6 +43,7 @@ class Allocations:
     """
 
     def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         self._profile = profile(use_cpu=True, profile_memory=True)
         self.changes: tuple[Change, ...] = ()
         self.spans: dict[str, tuple[int, int]] = {}

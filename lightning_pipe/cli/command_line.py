@@ -12,11 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import lightning_pipe
-from lightning_pipe.cli.commands import run_compare, run_explain, run_plan, run_simulate
+from lightning_pipe.cli.commands import run_compare, run_explain, run_plan, run_report, run_simulate
 from lightning_pipe.cli.options import (
     CompareOptions,
     ExplainOptions,
     PlanOptions,
+    ReportOptions,
     SimulateOptions,
     meanings,
     read_options,
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[type[Dataclass], Any]] = {
     "compare": (CompareOptions, run_compare),
     "simulate": (SimulateOptions, run_simulate),
     "explain": (ExplainOptions, run_explain),
+    "report": (ReportOptions, run_report),
     "schedules": (SchedulesOptions, run_schedules),
 }
 

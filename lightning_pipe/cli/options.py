@@ -195,6 +195,13 @@ class ExplainOptions(WishedOptions):
     planner: str = option("auto", _PLANNER)
 
 
+@dataclass(frozen=True)
+class ReportOptions(ExplainOptions):
+    """Write a plan, given or made, with its predicted timeline, memory and alternatives as one HTML page."""
+
+    out: str = option("report.html", "file for the page")
+
+
 Options = TypeVar("Options", bound=Dataclass)
 
 

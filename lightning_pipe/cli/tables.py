@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.report import plan_table
 from lightning_pipe.report.table import WIDTH, text_of
-from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.units import format_bytes, format_seconds, format_share, numbers_text
 
 _NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
-
-
-def stage_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
-    """Return the stages of a plan with their shares of the seconds."""
-    largest = max(microbatch_sizes(problem.samples, judged.plan.microbatches))
-    seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
-    joinable = judged.program.traffic.joinable if planned_join(judged.plan) > 1 else None
-    graph = replace(problem.graph, samples=problem.samples)
-    return plan_table(judged.plan, graph, seconds=seconds, joinable=joinable, width=width)
 
 
 def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
@@ -60,8 +47,8 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
             "yes" if peak <= device.memory_bytes else "no",
         )
         rows.setdefault(cells, []).append(rank)
-    for cells, ranks in rows.items():
-        table.add_row(numbers_text(ranks), *cells)
+    for figures, ranks in rows.items():
+        table.add_row(numbers_text(ranks), *figures)
     return text_of(table, width)
 
 

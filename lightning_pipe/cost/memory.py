@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -290,10 +291,10 @@ class StageMemory:
                 assert_never(kind)
 
 
-def state_bytes(parameter_bytes: int, *, trained_bytes: int, optimizer_bytes: int, buffer_bytes: int) -> int:
-    """Return the bytes that a rank holds whatever it computes.
+class StateBytes(NamedTuple):
+    """Bytes that a rank holds whatever it computes; gradients are as big as the trained parameters."""
 
-    Formula:
-        parameters + gradients (as big as the trained parameters) + state of the optimizer + buffers
-    """
-    return parameter_bytes + trained_bytes + optimizer_bytes + buffer_bytes
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int

@@ -5,6 +5,7 @@ from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, Memory, compare
 from lightning_pipe.report.comparison_table import comparison_table
 from lightning_pipe.report.explain import Alternative, explain, main_sentences, sentences
+from lightning_pipe.report.page import Page, html_page
 from lightning_pipe.report.plot import plot_memory, plot_timeline
 from lightning_pipe.report.table import plan_table, timeline_table
 from lightning_pipe.report.trace import Curve, Curves, chrome_trace, draw
@@ -16,6 +17,7 @@ __all__ = [
     "Curve",
     "Curves",
     "Memory",
+    "Page",
     "accounts",
     "aligned",
     "chrome_trace",
@@ -24,6 +26,7 @@ __all__ = [
     "comparison_table",
     "draw",
     "explain",
+    "html_page",
     "main_sentences",
     "mean_bubble",
     "mean_computing",

@@ -117,9 +117,12 @@ def _against_one_device(plan: Alternative, one: Alternative) -> str:
 
 
 def _why_not(plan: Alternative) -> str:
+    if plan.stages == 1:
+        return "sums of gradients and the optimizer step take their share."
     if plan.bubble < NOTICEABLE:
         return "stages are uneven, or the runtime and the links take their share."
-    return f"ranks are idle for {format_share(plan.bubble, 0)} of their span, at both ends of the step or waiting for each other."
+    idle = format_share(plan.bubble, 0)
+    return f"ranks are idle for {idle} of their span, at both ends of the step or waiting for each other."
 
 
 def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
@@ -141,8 +144,11 @@ def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
 
 
 def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterator[str]:
-    """Say what more or fewer micro-batches would do."""
-    for variant in sorted(variants, key=lambda variant: variant.microbatches):
+    """Say what more or fewer micro-batches would do: the next larger and the next smaller number that was judged."""
+    ordered = sorted(variants, key=lambda variant: variant.microbatches)
+    fewer = [variant for variant in ordered if variant.microbatches < plan.microbatches][-1:]
+    more = [variant for variant in ordered if variant.microbatches > plan.microbatches][:1]
+    for variant in (*fewer, *more):
         if not _differs(variant, plan):
             continue
         amount = "more" if variant.microbatches > plan.microbatches else "fewer"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Joined, Reduce, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.report.account import mean_bubble, mean_computing, step_interval
+from lightning_pipe.report.account import run_facts, step_interval
 from lightning_pipe.report.trace import NO_CURVES, Curve, Curves
-from lightning_pipe.units import BYTES, SECONDS, format_bytes, format_seconds, format_share
+from lightning_pipe.units import BYTES, SECONDS, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -226,10 +226,7 @@ def _paler(colour: str, times: int) -> str:
 
 
 def _heading(timeline: Timeline, title: str, name: str) -> str:
-    start, end = step_interval(timeline)
-    computing, bubble = format_share(mean_computing(timeline), 0), format_share(mean_bubble(timeline))
-    facts = f"{format_seconds(end - start)}, ranks compute {computing} of it, bubble {bubble} of their spans"
-    return ": ".join(part for part in (title, name, facts) if part)
+    return ": ".join(part for part in (title, name, run_facts(timeline)) if part)
 
 
 def _legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> None:

@@ -18,14 +18,17 @@ from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.judge import Judged
+from lightning_pipe.planner.pages import page_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
     Memory,
+    Page,
     chrome_trace,
     compare,
     comparison_table,
     explain,
+    html_page,
     main_sentences,
     plan_table,
     plot_memory,
@@ -139,13 +142,20 @@ def write_trace(path: Path, recorded: Recorded, found: Findings | None) -> None:
     rank_zero_info(f"Wrote the timeline of {len(recorded.timelines)} steps to {path}; open it in ui.perfetto.dev.")
 
 
-def write_report(folder: Path, planned: Planned, recorded: Recorded, found: Findings | None) -> None:
-    """Write everything that is known to a directory.
+def write_report(path: Path, planned: Planned, recorded: Recorded, found: Findings | None) -> None:
+    """Write everything that is known: as one HTML page if the path ends so, else to a directory, with the page in it.
 
     `plan.yaml`, `cluster.yaml` and `profile.json` can be given to other runs; `report.txt` is what the log says;
     `timeline.json` is for Perfetto. With matplotlib there are `timeline.png` and `memory.png` too.
     """
+    is_page = path.suffix == ".html"
+    folder = path.parent if is_page else path
     folder.mkdir(parents=True, exist_ok=True)
+    page = path if is_page else path / "report.html"
+    page.write_text(html_page(_page(planned, recorded, found)), encoding="utf-8")
+    rank_zero_info(f"Wrote the report to {page}; open it in a browser.")
+    if is_page:
+        return
     save_yaml(planned.plan, folder / "plan.yaml")
     save_cluster(planned.problem.cluster, folder / "cluster.yaml")
     save_json(planned.problem.profile, folder / "profile.json")
@@ -160,6 +170,22 @@ def write_report(folder: Path, planned: Planned, recorded: Recorded, found: Find
         )
     elif found is not None:
         _write_plots(folder, planned.problem, recorded, found)
+
+
+def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
+    best, *others = planned.judged
+    if found is None:
+        return page_of(planned.problem, best, others, measured=recorded.comparable[-1])
+    return page_of(
+        planned.problem,
+        best,
+        others,
+        predicted=found.predicted,
+        curves=found.curves,
+        measured=recorded.comparable[found.comparison.typical],
+        comparison=found.comparison,
+        held=recorded.held,
+    )
 
 
 def _write_plots(folder: Path, problem: Problem, recorded: Recorded, found: Findings) -> None:
