@@ -1,6 +1,6 @@
 """Which package may import which? Imports point down the floors; the pure packages never see torch.
 
-    roof     __init__  registration  cli  __main__
+    roof     __init__  registration  cli  examples  __main__
     floor 4  strategy, above config
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
@@ -28,14 +28,14 @@ FLOORS = (
     {"planner", "profiler", "runtime"},
     {"config"},
     {"strategy"},
-    {"__init__", "__main__", "registration", "cli"},
+    {"__init__", "__main__", "registration", "cli", "examples"},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 ROOF = len(FLOORS) - 1
 PURE = {"errors", "units", "collection", "core", "cost", "schedule", "simulator", "planner", "report"}
 LIGHT = {"__init__", "registration", "config"}  # imported by every Hydra application of the environment
 HEAVY = {"torch", "lightning", "torchmetrics"}
-SEES_LIGHTNING = {"capture", "strategy", "cli"}
+SEES_LIGHTNING = {"capture", "strategy", "cli", "examples"}
 PRIVATE_NAMES_IN = {"capture/torch_private.py", "strategy/lightning_private.py"}
 
 

@@ -18,6 +18,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 import lightning_pipe
+from benchmarks.schedule_docs import own_schedules
+from benchmarks.site import DRAWN, schedule_pages
 from lightning_pipe.cli.command_line import COMMANDS
 from lightning_pipe.cli.options import StepOptions, read_options
 from lightning_pipe.config import DappleConfig, conf_dir, read_config
@@ -141,8 +143,24 @@ def test_the_table_of_options_is_complete():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
+    drawn = {f"pictures/{name}" for name in DRAWN} | {f"schedule/{name}.md" for name in own_schedules()}
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
-        assert (document.parent / target).is_file(), target
+        assert target in drawn or (document.parent / target).is_file(), target
+
+
+def test_every_page_and_every_schedule_has_its_place_in_the_site():
+    """The navigation is complete, and names nothing that neither is there nor is written by the build."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r": ([\w/]+\.md)$", text, re.MULTILINE)
+    schedules = [f"schedule/{name}.md" for name in own_schedules()]
+    assert sorted(pages) == sorted([*(path.name for path in (ROOT / "docs").glob("*.md")), *schedules])
+    assert schedule_pages().keys() == set(own_schedules())
+
+
+@pytest.mark.parametrize("name", ["replicas.png", "memory.png"])
+def test_pictures_of_the_site_can_be_drawn(name, tmp_path):
+    DRAWN[name](tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -39,7 +39,10 @@ def option(default: Any, meaning: str) -> Any:
 class StepOptions:
     """Which step is planned for which devices."""
 
-    model: str | None = option(None, "package.module:name of a LightningModule, or of a function that returns one")
+    model: str | None = option(
+        None,
+        "package.module:name of a LightningModule, or of a function that returns one; or one that is shipped: gpt-13b, …",
+    )
     model_args: dict[str, Any] = field(
         default_factory=dict,
         metadata={"meaning": "what the model is called with: model_args={width: 64}, +model_args.width=64"},
