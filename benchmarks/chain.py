@@ -94,7 +94,7 @@ class ChainPrices:
     def workspace_bytes(self, compute: Compute, samples: int) -> int:
         return 0
 
-    def gradient_bytes(self, compute: Compute) -> int:
+    def gradient_bytes(self, compute: Compute, samples: int) -> int:
         return ELEMENT_BYTES
 
     def message_bytes(self, message: Message) -> int:

@@ -190,7 +190,7 @@ def test_faster_devices_compute_in_so_much_less_time(run):
             0
         ]
 
-    once, tenfold = busy(), busy("speed=10")
+    once, tenfold = busy("runtime=0"), busy("speed=10", "runtime=0")
     assert float(once.split()[0]) == pytest.approx(10 * float(tenfold.split()[0]), rel=0.01)
 
 
@@ -300,6 +300,20 @@ def test_a_model_that_needs_values_is_built_with_real_parameters_which_is_said(h
 def test_costs_can_be_measured_on_this_machine(run):
     told = run("explain", "model=nets:Loaded", "ranks=2", "planner=uniform", "costs=measured", "cache=off")
     assert "Costs are measured" in told
+
+
+def test_the_runtime_is_part_of_plans_made_without_ranks_and_said(run):
+    def step(*words: str) -> float:
+        told = run("plan", *ON_TWO, "microbatches=2", "layout=1-1", "out=null", *words)
+        assert ("The runtime is taken to add" in told) == ("runtime=0" not in words)
+        return float(re.search(r"step (?:time )?([\d.]+) ms", told)[1])
+
+    assert step("runtime=0") < step() < step("runtime=4")
+
+
+def test_counted_costs_on_devices_with_rates_need_no_speed(run):
+    told = run("explain", "model=nets:Loaded", "cluster=a100_8", "planner=uniform", "samples=64", "microbatches=1")
+    assert "Costs are counted (device: A100-80GB)" in told and "set speed=" not in told
 
 
 def test_counted_costs_on_real_devices_ask_for_their_speed(run):

@@ -37,16 +37,17 @@ ASKED_OPTIMAL, ASKED_WORST = 0.95, 1.03
 
 
 class Size(NamedTuple):
-    """Most layers and devices of a problem."""
+    """Most layers and devices of a problem, and how many of its layers are read by a later one too."""
 
     layers: int = 8
     devices: int = 5
+    skips: float = 0.15
 
 
 def random_problem(seed: int, size: Size = Size()) -> Problem:  # noqa: B008 - immutable
     """Return a small problem; the same for the same seed."""
     draw = random.Random(seed)
-    graph, profile = _model(draw, draw.randint(2, size.layers))
+    graph, profile = _model(draw, draw.randint(2, size.layers), size.skips)
     devices = [
         Device("x", 1 << 40, draw.choice((1.0, 1.0, 1.0, 0.5, 2.0))) for _ in range(draw.randint(1, size.devices))
     ]
@@ -56,8 +57,8 @@ def random_problem(seed: int, size: Size = Size()) -> Problem:  # noqa: B008 - i
     return replace(problem, cluster=_with_memory(problem.cluster, memory))
 
 
-def _model(draw: random.Random, count: int) -> tuple[Graph, Profile]:
-    skips = {k: draw.randint(k + 2, count - 1) for k in range(count - 2) if draw.random() < 0.15}
+def _model(draw: random.Random, count: int, share: float) -> tuple[Graph, Profile]:
+    skips = {k: draw.randint(k + 2, count - 1) for k in range(count - 2) if draw.random() < share}
     layers = []
     for k in range(count):
         forward_s = draw.uniform(0.05, 1.0)

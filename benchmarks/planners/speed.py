@@ -29,21 +29,23 @@ from lightning_pipe.units import format_seconds
 SIZES = ((250, 64), (500, 64), (1000, 8), (1000, 64), (1000, 256), (1000, 1024))  # nodes, devices
 SAMPLES_PER_DEVICE = 16
 PARAMETERS = 20_000_000
+MEMORY = 16 << 30
 
 
-def problem(nodes: int, devices: int) -> Problem:
-    """Return a chain on hosts of eight devices."""
+def problem(nodes: int, devices: int, *, parameters: int = PARAMETERS) -> Problem:
+    """Return a chain on hosts of eight devices, or one of fewer; each layer has so many bytes of parameters."""
     draw = random.Random(0)
     layers = []
     for k in range(nodes):
         seconds = draw.uniform(1e-5, 1e-4)
         outputs = (Output(draw.choice((1e3, 1e4, 1e5)), (k + 1,)),) if k + 1 < nodes else ()
-        layers.append(Layer(f"layer_{k}", "layer", seconds, 2 * seconds, PARAMETERS, outputs, 1e5))
+        layers.append(Layer(f"layer_{k}", "layer", seconds, 2 * seconds, parameters, outputs, 1e5))
     known, name = Layers(tuple(layers), 1), "chain"
     graph = graph_of(known, fingerprint=name)
     profile = profile_of(known, fingerprint=name, device="x", optimizer_state=2.0)
     inside, network = Link(5e-6, 100e9), Link(20e-6, 12.5e9)
-    hosts = tuple(Host(f"h{i}", (Device("x", 16 << 30),) * 8, inside, network) for i in range(devices // 8))
+    each = min(8, devices)
+    hosts = tuple(Host(f"h{i}", (Device("x", MEMORY),) * each, inside, network) for i in range(devices // each))
     return Problem(graph, profile, Cluster(hosts), SAMPLES_PER_DEVICE * devices)
 
 

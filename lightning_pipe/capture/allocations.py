@@ -11,6 +11,7 @@ of what was allocated outside any such block, nor of what another thread release
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.autograd.profiler import profile
 from lightning_pipe.capture.torch_private import recorded_events
 
 _SILENT = "99"  # above all levels of torch's profiler, which else prints lines beginning with USDT at start and end
+log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
@@ -40,11 +42,14 @@ class Allocations:
     Attributes:
         changes: all of them in order, after the block.
         spans: (start, end) of every `span` of the block by name, in nanoseconds.
+        failed: whether torch's profiler could not tell (it has been seen to run out of memory, `std::bad_alloc`, in the
+            middle of a training that had plenty); then there are no changes and no spans.
     """
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         self._profile = profile(use_cpu=True, profile_memory=True)
+        self.failed = False
         self.changes: tuple[Change, ...] = ()
         self.spans: dict[str, tuple[int, int]] = {}
 
@@ -55,7 +60,14 @@ class Allocations:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._profile.__exit__(kind, error, trace)
+        try:
+            self._profile.__exit__(kind, error, trace)
+            self._read()
+        except MemoryError as failure:
+            log.warning("torch's profiler has failed, so allocations are not known: %s", failure)
+            self.failed, self.changes, self.spans = True, (), {}
+
+    def _read(self) -> None:
         changes: list[Change] = []
         for event in recorded_events(self._profile):
             if event.name.startswith(_SPAN):

@@ -21,6 +21,7 @@ from torch import fx, nn
 from lightning_pipe.capture.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.gradient_nodes import split_input_and_weight_gradients, with_own_gradients
 from lightning_pipe.capture.hazards import hazard
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
@@ -30,7 +31,7 @@ from lightning_pipe.capture.operations import operations_of, tensors_of
 from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import StepRecord
 from lightning_pipe.capture.sizes import Sizes
-from lightning_pipe.capture.split import Splitter, split_input_and_weight_gradients
+from lightning_pipe.capture.split import Splitter
 from lightning_pipe.capture.stage_program import NOT_HELD, Split
 from lightning_pipe.capture.terms import with_one_kind_of_term
 from lightning_pipe.capture.totals import combined_totals, totals_of, with_totals
@@ -39,6 +40,7 @@ from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.capture.variants import Variants, is_fixed
 from lightning_pipe.capture.witness import testimony
 from lightning_pipe.core.graph import Graph, Node, Operation
+from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
 
 
@@ -84,11 +86,18 @@ class Capture:
         return found if isinstance(found, Capture) else None
 
     def split(
-        self, cuts: tuple[int, ...], *, exact_ties: bool = False, held: Mapping[str, Set[int]] = NOT_HELD
+        self,
+        cuts: tuple[int, ...],
+        *,
+        policies: Sequence[ActivationPolicy] = (),
+        exact_ties: bool = False,
+        held: Mapping[str, Set[int]] = NOT_HELD,
     ) -> Split:
         """Cut the graph before the nodes at these positions; `()` is one stage.
 
         Args:
+            cuts: positions.
+            policies: what each stage does with what it saves, in names of this graph; () if all keep everything.
             exact_ties: whether gradients of a parameter that several stages use travel and are added for every
                 micro-batch, so that all sums keep the order of one device, instead of once per step.
             held: stages that hold a copy of a parameter, whether they use it in this graph or not.
@@ -109,7 +118,7 @@ class Capture:
                 exact_ties=exact_ties,
                 held=held,
             )
-            return splitter.split(cuts)
+            return splitter.split(cuts, policies)
 
         return split_of(self.joint) if self.variants is None else self.variants.dispatch(split_of)
 
@@ -246,6 +255,7 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
 def _prepared(joint: JointGraph, request: Request) -> JointGraph:
     """Rewrite a fresh graph so that it can be cut, and its micro-batches weighed."""
     split_input_and_weight_gradients(joint)
+    joint = with_own_gradients(joint)
     if request.samples is None:  # it is never cut into samples
         return joint
     return with_one_kind_of_term(with_totals(joint, request.device))

@@ -7,7 +7,8 @@ functions of the number of samples, random nodes draw from their key.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -17,7 +18,9 @@ from torch import fx
 from lightning_pipe.capture.assign import is_random
 from lightning_pipe.capture.joint import JointGraph
 from lightning_pipe.capture.randomness import keyed, undisturbed
-from lightning_pipe.capture.stage_program import Half
+from lightning_pipe.capture.stage_program import Give, Half, Streamed
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # The tracer predicts strides that a kernel does not always keep (CPU batch norm of a transposed input); a reshape is a
 # view wherever a view is possible.
@@ -47,7 +50,8 @@ class Emitter:
     def inputs_of(self, names: Sequence[str]) -> set[str]:
         """Return the names that these nodes read, with repeated nodes replaced by what those read."""
         found: set[str] = set()
-        pending = [n.name for name in names for n in self._nodes[name].all_input_nodes]
+        real = (name for name in names if not self._is_size_of_input(name))
+        pending = [n.name for name in real for n in self._nodes[name].all_input_nodes]
         while pending:
             name = pending.pop()
             if name in found:
@@ -62,30 +66,63 @@ class Emitter:
     def _is_size_of_input(self, name: str) -> bool:
         return self._nodes[name].target is torch.ops.aten.sym_size.int
 
-    def make(self, names: set[str], *, inputs: Sequence[str], outputs: Sequence[str], copied: dict[str, str]) -> Half:
+    def in_order(self, names: Iterable[str], outputs: Sequence[str] = ()) -> list[str]:
+        """Return nodes, and the repeated ones that a function needs which computes these, in the graph's order."""
+        names = set(names)
+        return sorted(names | self.repeated_by(names, outputs), key=self._order.__getitem__)
+
+    def make(
+        self,
+        names: Sequence[str],
+        *,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        copied: Mapping[str, str] = NOTHING,
+        given: Mapping[str, tuple[str, ...]] = NOTHING,
+    ) -> Half:
         """Return the function that computes the nodes `names` from `inputs` and returns `outputs`.
 
         Args:
-            names: nodes to compute.
+            names: nodes to compute, in this order; what they need of repeated nodes that are not among them, and of
+                sizes, comes just before they read it.
             inputs: values to be given, in order.
             outputs: values to be returned, in order; nodes, or keys of `copied`.
             copied: output name -> input of which it is a copy (state that is overwritten after the function).
+            given: canonical name of a parameter -> outputs that are the terms of its gradient, and can be given away.
         """
         graph = fx.Graph()
         samples, key = graph.placeholder("samples"), graph.placeholder("key")
+        give = graph.placeholder("give") if given else None
+        parameter_of = {term: name for name, terms in given.items() for term in terms}
         made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
         for output, source in copied.items():
             made[output] = graph.call_function(torch.ops.aten.clone.default, (made[source],))
-        wanted = sorted(names | self.repeated_by(names, outputs), key=self._order.__getitem__)
-        for name in wanted:
-            if name not in made:
-                made[name] = self._copy(self._nodes[name], graph, made, samples, key)
-        graph.output(tuple(made[name] for name in outputs))
+
+        def compute(name: str) -> None:
+            if name in made:
+                return
+            node = self._nodes[name]
+            if not self._is_size_of_input(name):
+                for read in node.all_input_nodes:
+                    compute(read.name)
+            made[name] = self._copy(node, graph, made, samples, key)
+            if give is not None and name in parameter_of:
+                terms = given[parameter_of[name]]
+                if all(term in made for term in terms):
+                    graph.call_function(_call, (give, parameter_of[name], *(made[term] for term in terms)))
+
+        for name in (*names, *outputs):
+            compute(name)
+        rest = tuple(name for name in outputs if name not in parameter_of)
+        graph.output(tuple(made[name] for name in rest))
         module = fx.GraphModule(self._joint.module, graph, class_name="Stage")
         run: Callable[..., Any] = module.forward
-        if any(name in self._random for name in wanted):
+        if any(name in self._random for name in names):
             run = functools.partial(_undisturbed_run, run, self._device)
-        return Half(tuple(inputs), tuple(outputs), run)
+        if give is None:
+            return Half(tuple(inputs), tuple(outputs), run)
+        streamed = Streamed(dict(given), rest, run)
+        return Half(tuple(inputs), tuple(outputs), streamed.collected(tuple(outputs)), streamed=streamed)
 
     def repeated_by(self, names: Iterable[str], outputs: Sequence[str] = ()) -> set[str]:
         """Return the repeated nodes that a function which computes these nodes, and returns these, computes too."""
@@ -122,6 +159,11 @@ class Emitter:
         if expression == self._joint.symbol:
             return samples
         return graph.call_function(_expression(expression, self._joint.symbol), (samples,), name=node.name)
+
+
+def _call(give: Give, name: str, *terms: torch.Tensor) -> None:
+    """Give the terms of a gradient away, in the midst of a function."""
+    give(name, *terms)
 
 
 def _undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:

@@ -19,6 +19,7 @@ from lightning_pipe.capture.python_guards import PythonGuards
 from lightning_pipe.capture.record import Guard, LogCall, MetricCall, Read, Ref, StepRecord
 from lightning_pipe.capture.stage_program import Half
 from lightning_pipe.capture.step import NUMBERS, Recording, StepFunction
+from lightning_pipe.capture.trees import mapped
 from lightning_pipe.errors import CaptureError
 
 _LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
@@ -284,18 +285,13 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
     recording, observer = step.recordings[-1], step.observers[-1]
     from_guards = len(recording.results)
 
+    def named(value: Any) -> Any:
+        if value.name == "loss":
+            return Ref(loss or "")
+        return type(value)(results[int(value.name)])
+
     def name(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return Ref(loss or "") if value.name == "loss" else Ref(results[int(value.name)])
-        if isinstance(value, Read):
-            return Read(results[int(value.name)])
-        if isinstance(value, tuple):
-            return tuple(name(item) for item in value)
-        if isinstance(value, list):
-            return [name(item) for item in value]
-        if isinstance(value, dict):
-            return {key: name(item) for key, item in value.items()}
-        return value
+        return mapped(value, (Ref, Read), named)
 
     calls: list[LogCall | MetricCall] = [
         LogCall(c.name, name(c.value), name(c.kwargs), c.line)

@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import fx
 
 from lightning_pipe.capture.batch import Leaf, Structure
 from lightning_pipe.capture.joint import JointGraph, is_layout_choice
 from lightning_pipe.capture.numbers import sized_at
 from lightning_pipe.capture.record import LogCall, MetricCall, Sized, StepRecord
+from lightning_pipe.capture.trees import mapped
 
 Lengths: TypeAlias = frozenset[tuple[int, int]]  # (tensor of the batch, dimension)
 _LEAST = 2  # a symbol stands for no smaller size: torch treats 0 and 1 otherwise
@@ -126,7 +126,7 @@ def _record_at(record: StepRecord, sizes: Mapping[sympy.Symbol, sympy.Integer]) 
     """Return what a step said, with numbers for symbols."""
 
     def at(value: Any) -> Any:
-        return apply_to_collection(value, Sized, lambda one: sized_at(one, sizes), allow_frozen=True)
+        return mapped(value, (Sized,), lambda one: sized_at(one, sizes))
 
     calls: list[LogCall | MetricCall] = [
         replace(one, value=at(one.value), kwargs=at(one.kwargs))

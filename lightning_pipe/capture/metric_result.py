@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torchmetrics
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.hazards import hazard, user_line
+from lightning_pipe.capture.trees import mapped
 
 
 class MetricResult:
@@ -55,7 +55,7 @@ class MetricResult:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch call on the values of results."""
-        args, kwargs = apply_to_collection((args, kwargs or {}), cls, cls.tensor)
+        args, kwargs = mapped((args, kwargs or {}), cls, cls.tensor)
         return func(*args, **kwargs)
 
     def __float__(self) -> float:
@@ -67,7 +67,7 @@ class MetricResult:
 
 def _delegated(name: str) -> Callable[..., Any]:
     def call(self: MetricResult, *others: Any) -> Any:
-        values = apply_to_collection(others, MetricResult, MetricResult.tensor)
+        values = mapped(others, MetricResult, MetricResult.tensor)
         return getattr(torch.Tensor, name)(self.tensor(), *values)
 
     return call

@@ -17,6 +17,7 @@ import sympy
 import torch
 
 from lightning_pipe.capture.record import LogCall, MetricCall, Sized
+from lightning_pipe.capture.trees import branches, rebuilt
 from lightning_pipe.errors import CaptureError
 
 Call: TypeAlias = LogCall | MetricCall
@@ -67,11 +68,11 @@ def of_samples(values: Sequence[Any], counts: Sequence[int], where: str) -> Any:
     first = values[0]
     if not all(type(value) is type(first) for value in values):
         return first
-    if isinstance(first, Mapping):
-        keys = [key for key in first if all(key in value for value in values)]
-        return type(first)({**first, **{key: of_samples([v[key] for v in values], counts, where) for key in keys}})
-    if type(first) in (list, tuple) and all(len(value) == len(first) for value in values):
-        return type(first)(of_samples(items, counts, where) for items in zip(*values, strict=True))
+    if (inside := branches(first)) is not None:
+        others = [branches(value) or {} for value in values]
+        both = [key for key in inside if all(key in other for other in others)]
+        found = {key: of_samples([other[key] for other in others], counts, where) for key in both}
+        return rebuilt(first, {**inside, **found})
     if isinstance(first, bool) or not isinstance(first, int | float) or all(value == first for value in values):
         return first
     return _line(values, counts, where)
@@ -145,11 +146,8 @@ def _arguments(call: Call) -> Any:
 
 
 def _numbers(value: Any, place: Place) -> Iterator[tuple[Place, float]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
+    if (inside := branches(value)) is not None:
+        for key, item in inside.items():
             yield from _numbers(item, (*place, str(key)))
-    elif type(value) in (list, tuple):
-        for number, item in enumerate(value):
-            yield from _numbers(item, (*place, str(number)))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, float(value)

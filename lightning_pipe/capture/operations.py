@@ -107,6 +107,8 @@ class _Description:
             flops=_flops(node, self._sizes, self._joint.samples),
             touched_bytes=self._touched(node),
             joinable=node.name in self._joining.operations,
+            dtype=str(tensors_of(node)[0].dtype).removeprefix("torch."),
+            checkpoint=(node.meta.get("custom") or {}).get("checkpoint", -1),
         )
 
     def _phase(self, node: fx.Node) -> Phase:

@@ -80,6 +80,9 @@ class MetricValue:
     call: int
 
 
+STAND_INS = (Ref, Read, Sized, Computed, MetricRef, MetricValue)
+
+
 @dataclass(frozen=True)
 class LogCall:
     """One `self.log` (or one entry of `self.log_dict`): arguments with tensors replaced by `Ref` and the like."""

@@ -170,7 +170,11 @@ class Replay:
         return ""
 
     def split(
-        self, cuts: tuple[int, ...], *, exact_ties: bool = False, held: Mapping[str, Set[int]] = NOT_HELD
+        self,
+        cuts: tuple[int, ...],
+        *,
+        exact_ties: bool = False,
+        held: Mapping[str, Set[int]] = NOT_HELD,
     ) -> Split:
         """Cut between units, before those at these positions.
 

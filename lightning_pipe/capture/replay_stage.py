@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure
@@ -39,6 +38,7 @@ from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.tables import twin_buffers
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
+from lightning_pipe.capture.trees import mapped
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.errors import PipelineError
 
@@ -272,7 +272,7 @@ class Player:
         left = [one for one in python.kept() if speaks(one, own=own, others=others, is_last=self._part.is_last)]
         if any(isinstance(tensor, FakeTensor) for one in left for tensor in tensors_in(one.value)):
             raise PipelineError(f"{left[0].name} keeps something that it did not keep when the step was traced.")
-        return [replace(one, value=apply_to_collection(one.value, torch.Tensor, recording.ref)) for one in left]
+        return [replace(one, value=mapped(one.value, torch.Tensor, recording.ref)) for one in left]
 
     def _call(self, samples: int, leaves: Mapping[int, torch.Tensor]) -> Any:
         every = range(len(self._step.structure.leaves))

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.batch import Leaf, Slot
 from lightning_pipe.capture.metric_result import MetricResult
 from lightning_pipe.capture.record import LogCall, MetricCall, MetricValue, Ref
 from lightning_pipe.capture.step import Recording
+from lightning_pipe.capture.trees import found_in, mapped
 from lightning_pipe.capture.units import Output
 
 LOSS = "loss"  # value name of the loss of a replayed step
@@ -35,22 +35,18 @@ def leaf_size(leaf: Leaf, samples: int, batch_dim: int | None) -> tuple[int, ...
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
     """List the tensors of what a unit returned, in order."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    found: list[torch.Tensor] = []
-    apply_to_collection(result, torch.Tensor, found.append)
-    return found
+    return [*found_in(result, torch.Tensor)]
 
 
 def replaced(result: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return what a unit returned with other tensors in its places."""
     waiting = iter(tensors)
-    return apply_to_collection(result, torch.Tensor, lambda _: next(waiting))
+    return mapped(result, torch.Tensor, lambda _: next(waiting))
 
 
 def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return a template with tensors in its slots."""
-    return apply_to_collection(template, Slot, lambda slot: tensors[slot.index])
+    return mapped(template, Slot, lambda slot: tensors[slot.index])
 
 
 def finish(recording: Recording, output: Any, loss: torch.Tensor | None) -> None:
@@ -62,7 +58,7 @@ def finish(recording: Recording, output: Any, loss: torch.Tensor | None) -> None
             return MetricValue(value.call)
         return Ref(LOSS) if loss is not None and value is original else recording.ref(value)
 
-    recording.returned = apply_to_collection(output, (torch.Tensor, MetricResult), lift)
+    recording.returned = mapped(output, (torch.Tensor, MetricResult), lift)
     recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
     recording.results = [tensor.detach() for tensor in recording.results]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -22,30 +22,14 @@ from lightning_pipe.capture.emit import Emitter
 from lightning_pipe.capture.flow import Flow, value
 from lightning_pipe.capture.joining import joining
 from lightning_pipe.capture.joint import JointGraph
+from lightning_pipe.capture.recomputing import recomputing_halves
 from lightning_pipe.capture.sizes import Sizes
 from lightning_pipe.capture.stage_program import NOT_HELD, Half, Split, StageProgram
 from lightning_pipe.capture.state_once import state_once
 from lightning_pipe.capture.torch_private import is_backward, operator_name
+from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy
 from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
 from lightning_pipe.errors import PlanError
-
-
-def split_input_and_weight_gradients(joint: JointGraph) -> None:
-    """Compute input and weight gradient of convolutions by separate nodes, so that I and W can be separated.
-
-    Done once, in place, on a fresh graph.
-    """
-    graph = joint.module.graph
-    for node in [n for n in graph.nodes if n.target is torch.ops.aten.convolution_backward.default]:
-        *others, mask = node.args
-        if not (mask[0] and (mask[1] or mask[2])):
-            continue
-        with graph.inserting_before(node):
-            weight = graph.call_function(node.target, (*others, [False, mask[1], mask[2]]))
-        weight.meta = dict(node.meta)
-        node.args = (*others, [True, False, False])
-        for user in [u for u in node.users if u.args[1] != 0]:
-            user.args = (weight, user.args[1])
 
 
 @dataclass
@@ -95,8 +79,12 @@ class Splitter:
         self._emitter = Emitter(joint, repeated=kinds.repeated, device=device)
         self._state = set(joint.parameters) | set(joint.buffers)
 
-    def split(self, cuts: tuple[int, ...]) -> Split:
+    def split(self, cuts: tuple[int, ...], policies: Sequence[ActivationPolicy] = ()) -> Split:
         """Cut at these positions (indices of `Kinds.placed`); two equal positions make an empty stage.
+
+        Args:
+            cuts: positions.
+            policies: what each stage does with what it saves; () if all keep everything.
 
         Raises:
             PlanError: if the positions are out of order, or separate state that the step overwrites from its readers.
@@ -117,7 +105,8 @@ class Splitter:
         for stage in range(count):
             self._connect(stage, needs, stages)
         self._check_mutations(needs, stages)
-        programs = tuple(self._program(stage, needs[stage]) for stage in range(count))
+        policies = tuple(policies) or (KEEP_ALL,) * count
+        programs = tuple(self._program(stage, needs[stage], policies[stage]) for stage in range(count))
         return self._assemble(programs, needs)
 
     def _place_outputs(self, needs: list[_Needs], stages: dict[str, int]) -> None:
@@ -191,12 +180,12 @@ class Splitter:
     def _line(self, name: str) -> str:
         return (self._nodes[name].meta.get("custom") or {}).get("line") or name
 
-    def _program(self, stage: int, own: _Needs) -> StageProgram:
+    def _program(self, stage: int, own: _Needs, policy: ActivationPolicy) -> StageProgram:
         joint = self._joint
         mutations = {state: new for state, new in joint.mutations.items() if new in own.forward}
         received = {n for names in own.receives.values() for n in names}
-        input_names, weight_names = self._halves(own)
-        backward_reads = self._emitter.inputs_of([*input_names, *weight_names])
+        input_names, weight_names = self._halves(own, policy)
+        backward_reads = self._reads_of(input_names) | self._reads_of(weight_names)
         overwritten = {
             f"{p}_before": p
             for p, state in {**joint.parameters, **joint.buffers}.items()
@@ -206,10 +195,11 @@ class Splitter:
         renamed = {p: before for before, p in overwritten.items()}
         wants = {n for names in own.sends.values() for n in names}
         input_outputs = self._input_outputs(input_names, weight_names, own, wants)
-        input_grad = self._backward(input_names, input_outputs, renamed)
+        read_later = wants | self._reads_of(weight_names)
+        input_grad = self._backward(input_names, input_outputs, own, renamed, kept=read_later)
         weight_outputs = [n for n in own.gradients if n in weight_names or n in received]
-        weight_grad = self._backward(weight_names, weight_outputs, renamed)
-        if weight_grad is not None and self._is_joinable(weight_grad, weight_names, own):
+        weight_grad = self._backward(weight_names, weight_outputs, own, renamed, kept=wants)
+        if policy.backward is None and weight_grad is not None and self._is_joinable(weight_grad, weight_names, own):
             along = {n: dim for n, dim in self._joining.along.items() if n in weight_grad.inputs}
             weight_grad = replace(weight_grad, along=along)
         halves = [h for h in (forward, input_grad, weight_grad) if h is not None]
@@ -230,7 +220,12 @@ class Splitter:
             once=state_once(joint, self._flow) & mutations.keys(),
             gradients=dict(own.gradients),
             results=tuple(own.results),
+            offloaded=frozenset(policy.offloaded),
         )
+
+    def _reads_of(self, names: Sequence[str]) -> set[str]:
+        """Return what a half that runs these nodes is given."""
+        return self._emitter.inputs_of(names) - set(names)
 
     def _is_joinable(self, half: Half, names: list[str], own: _Needs) -> bool:
         """Say whether W of several micro-batches can be one: see `joining`."""
@@ -239,14 +234,20 @@ class Splitter:
         waits = early & {own.gradients[name] for name in half.outputs}  # for another term, made by I
         return not waits and run <= joining.operations and set(half.inputs) <= joining.values | self._state
 
-    def _halves(self, own: _Needs) -> tuple[list[str], list[str]]:
-        """Separate the backward nodes that are needed for what is sent from the others; drop those nobody needs."""
+    def _halves(self, own: _Needs, policy: ActivationPolicy) -> tuple[list[str], list[str]]:
+        """Separate the backward nodes that are needed for what is sent from the others; drop those nobody needs.
+
+        Where the stage recomputes, I also runs what is recomputed, and what reads it.
+        """
         backward = set(own.backward)
         sent = {n for (direction, _), names in own.sends.items() if direction == "B" for n in names}
         first = self._ancestors(sent & backward, backward)
         first |= {name for name in backward if self._taken_from(name) in first}
         second = self._ancestors(set(own.gradients), backward) - first
-        return sorted(first, key=self._position), sorted(second, key=self._position)
+        halves = sorted(first, key=self._position), sorted(second, key=self._position)
+        if policy.backward is None:
+            return self._emitter.in_order(halves[0]), self._emitter.in_order(halves[1])
+        return recomputing_halves(*halves, policy=policy.backward, nodes=self._nodes)
 
     def _taken_from(self, name: str) -> str:
         """Return the operation out of whose results a node is taken; taking it at once lets the others be freed."""
@@ -271,21 +272,35 @@ class Splitter:
         outputs += [n for n in own.results if n in self._kinds.repeated]
         inputs = self._emitter.inputs_of([*own.forward, *(n for n in own.results if n in self._kinds.repeated)])
         outside = sorted((inputs | set(overwritten.values())) - computed, key=self._position)
-        return self._emitter.make(computed, inputs=outside, outputs=[*outputs, *overwritten], copied=overwritten)
+        outputs += overwritten
+        return self._emitter.make(
+            self._emitter.in_order(computed, [n for n in outputs if n not in overwritten]),
+            inputs=outside,
+            outputs=outputs,
+            copied=overwritten,
+        )
 
     def _input_outputs(
         self, input_names: list[str], weight_names: list[str], own: _Needs, wants: set[str]
     ) -> list[str]:
-        kept = self._emitter.inputs_of(weight_names)
-        return [n for n in input_names if n in wants or n in own.gradients or n in kept]
+        kept, backward = self._emitter.inputs_of(weight_names), set(own.backward)
+        return [n for n in input_names if n in backward and (n in wants or n in own.gradients or n in kept)]
 
-    def _backward(self, names: list[str], outputs: list[str], renamed: dict[str, str]) -> Half | None:
+    def _backward(
+        self, names: list[str], outputs: list[str], own: _Needs, renamed: dict[str, str], *, kept: set[str]
+    ) -> Half | None:
+        """Make a half of the backward, which gives gradients away whose terms it makes all, and nobody else reads."""
         if not names and not outputs:
             return None
-        given = set(outputs) - set(names)  # gradients that another stage has computed
-        inputs = sorted((self._emitter.inputs_of(names) | given) - set(names), key=self._position)
-        half = self._emitter.make(set(names), inputs=inputs, outputs=outputs, copied={})
-        return Half(tuple(renamed.get(n, n) for n in half.inputs), half.outputs, half.run)
+        received = set(outputs) - set(names)  # gradients that another stage has computed
+        inputs = sorted(self._reads_of(names) | received, key=self._position)
+        terms: dict[str, list[str]] = defaultdict(list)
+        for name, parameter in own.gradients.items():
+            terms[parameter].append(name)
+        made = set(outputs) - received - kept
+        given = {parameter: tuple(found) for parameter, found in terms.items() if made.issuperset(found)}
+        half = self._emitter.make(names, inputs=inputs, outputs=outputs, given=given)
+        return replace(half, inputs=tuple(renamed.get(n, n) for n in half.inputs))
 
     def _assemble(self, programs: tuple[StageProgram, ...], needs: list[_Needs]) -> Split:
         crossing = {n for own in needs for names in own.sends.values() for n in names}
@@ -310,7 +325,8 @@ class Splitter:
         owners = {n: program.stage for program in programs for n in program.results}
         weights = [(program.stage, program.weight_grad) for program in programs]
         joinable = tuple(stage for stage, half in weights if half is not None and half.along is not None)
-        traffic = Traffic(edges, buckets, joinable=joinable)
+        offloads = tuple(program.stage for program in programs if program.offloaded)
+        traffic = Traffic(edges, buckets, offloads=offloads, joinable=joinable)
         return Split(programs, values, traffic, tuple(map(tuple, groups.values())), owners)
 
     def _edge(self, direction: Pass, source: int, target: int, names: list[str]) -> Edge:

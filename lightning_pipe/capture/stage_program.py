@@ -62,6 +62,38 @@ class Value:
     order: tuple[int, ...] = ()
 
 
+Give = Callable[..., None]  # give(canonical name of a parameter, *terms of its gradient)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A half that gives each gradient of a parameter away as soon as it is made, so that it need not keep them.
+
+    Attributes:
+        gradients: canonical name -> names of the terms of its gradient, all of which the half makes.
+        outputs: names of what it returns, which is all the rest.
+        run: `run(samples, key, give, *inputs) -> outputs`.
+    """
+
+    gradients: Mapping[str, tuple[str, ...]]
+    outputs: tuple[str, ...]
+    run: Callable[..., tuple[torch.Tensor | int, ...]]
+
+    def collected(self, outputs: tuple[str, ...]) -> Callable[..., tuple[torch.Tensor | int, ...]]:
+        """Return a function that returns gradients among its outputs."""
+
+        def run(samples: int, key: RandomKey | None, *inputs: torch.Tensor | int) -> tuple[torch.Tensor | int, ...]:
+            found: dict[str, torch.Tensor | int] = {}
+
+            def give(name: str, *terms: torch.Tensor) -> None:
+                found.update(zip(self.gradients[name], terms, strict=True))
+
+            found.update(zip(self.outputs, self.run(samples, key, give, *inputs), strict=True))
+            return tuple(found[name] for name in outputs)
+
+        return run
+
+
 @dataclass(frozen=True)
 class Half:
     """One pure function of a stage.
@@ -72,12 +104,14 @@ class Half:
         run: `run(samples, key, *inputs) -> outputs`; `samples` is the number of samples of its slice.
         along: the inputs that are put together where W of several micro-batches is one, with the dimension (others are
             the same for every micro-batch); None if this half cannot be one for several micro-batches.
+        streamed: the same function for who takes gradients as they come; None if it makes none that can be given away.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     run: Callable[..., tuple[torch.Tensor | int, ...]]
     along: Mapping[str, int] | None = None
+    streamed: Streamed | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +132,7 @@ class StageProgram:
             the batch, and the new content is written once, at its end, as by one device.
         gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
         results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
+        offloaded: names of values whose memory is on the host between F and the backward.
     """
 
     stage: int
@@ -114,6 +149,7 @@ class StageProgram:
     gradients: Mapping[str, str]
     results: tuple[str, ...]
     once: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

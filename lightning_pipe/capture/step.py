@@ -20,7 +20,6 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_pipe.capture.batch import Structure, with_numbers
@@ -42,6 +41,7 @@ from lightning_pipe.capture.tracked_number import (
     tracked,
     tracking_mathematics,
 )
+from lightning_pipe.capture.trees import mapped
 from lightning_pipe.errors import CaptureError
 
 NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
@@ -90,7 +90,7 @@ class Recording:
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
         kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat)
-        return apply_to_collection(value, kinds, one)
+        return mapped(value, kinds, one)
 
 
 class StepFunction(nn.Module):

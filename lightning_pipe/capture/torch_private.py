@@ -5,7 +5,10 @@
 * `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
 * descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
 * `FunctionalTensor`: what tensors are while a joint graph is traced.
-* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes.
+* `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
+  symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
+* `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
+  the whole process, of symbolic sizes and sources that no later trace has.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
 * `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
 * `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
@@ -38,6 +41,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -48,6 +54,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import OptimizedModule
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch._aot_autograd.descriptors import (
@@ -65,6 +72,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -88,7 +96,9 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "argument_names",
     "checkpoint_only",
+    "checkpoints_replaced",
     "compiling_state",
+    "enable_python_dispatcher",
     "fused_recurrent_kernels",
     "fx_traceback",
     "gradient_hooks",
@@ -102,6 +112,7 @@ __all__ = [
     "is_real",
     "is_traced",
     "keeping_version",
+    "numbered_checkpoints",
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
@@ -145,8 +156,69 @@ def fused_recurrent_kernels() -> Iterator[None]:
 
 
 def tag_nodes(module: str, line: str) -> None:
-    """Give the nodes that are traced from now on the user's module and line."""
-    fx_traceback.current_meta["custom"] = {"module": module, "line": line}
+    """Give the nodes that are traced from now on the user's module and line, and the checkpoint that they are in."""
+    custom: dict[str, Any] = {"module": module, "line": line}
+    if _CHECKPOINT in fx_traceback.current_meta:
+        custom["checkpoint"] = fx_traceback.current_meta[_CHECKPOINT]
+    fx_traceback.current_meta["custom"] = custom
+
+
+_CHECKPOINT = "lightning_pipe checkpoint"  # key of what is known of the nodes that are traced
+
+
+@contextlib.contextmanager
+def numbered_checkpoints() -> Iterator[None]:
+    """Trace what `torch.utils.checkpoint.checkpoint` runs once, in nodes with the number of the outermost call."""
+    numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def region() -> Iterator[None]:
+        meta, is_outermost = fx_traceback.current_meta, _CHECKPOINT not in fx_traceback.current_meta
+        if is_outermost:
+            meta[_CHECKPOINT] = next(numbers)
+        try:
+            yield
+        finally:
+            if is_outermost:
+                meta.pop(_CHECKPOINT, None)
+
+    with checkpoints_replaced(region):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoints_replaced(
+    scene: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    *,
+    where: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint` run what it is given once, within a scene, where `where()` is false.
+
+    What its reentrant form is given without a tensor that requires a gradient has none afterwards, as without us.
+    """
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if where():
+            yield from generator(*args, **kwargs)
+        else:
+            with scene():
+                yield
+
+    class Chosen:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if where():
+                return function.apply(run, preserve, *args)
+            is_differentiated = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+            with scene(), contextlib.nullcontext() if is_differentiated else torch.no_grad():
+                return run(*args)
+
+    with (
+        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", generate),
+        mock.patch.object(torch_checkpoint, "CheckpointFunction", Chosen),
+    ):
+        yield
 
 
 def is_backward(node: torch.fx.Node) -> bool:
@@ -316,27 +388,9 @@ def answered_calls(modules: Iterable[torch.nn.Module], answer: Callable[..., Any
                 vars(module)["_compiled_call_impl"] = compiled
 
 
-@contextlib.contextmanager
-def checkpoint_only(where: Callable[[], bool]) -> Iterator[None]:
+def checkpoint_only(where: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
     """Let `torch.utils.checkpoint.checkpoint` keep everything where `where()` is false, as if it were not there."""
-    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
-
-    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if where():
-            yield from generator(*args, **kwargs)
-        else:
-            yield
-
-    class Chosen:
-        @staticmethod
-        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return function.apply(run, preserve, *args) if where() else run(*args)
-
-    with (
-        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", generate),
-        mock.patch.object(torch_checkpoint, "CheckpointFunction", Chosen),
-    ):
-        yield
+    return checkpoints_replaced(where=where)
 
 
 class RecordedEvent(NamedTuple):
@@ -422,3 +476,24 @@ def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor._version
+
+
+def traces_made() -> int:
+    """Return how many modules were made of graphs so far in this process, for `forget_traces`."""
+    return int(graph_sources.next_id)
+
+
+def forget_traces(since: int) -> None:
+    """Let go of what torch remembers of past traces for the whole process: about a megabyte for a captured step.
+
+    Args:
+        since: what `traces_made` said before; of later modules the sources are forgotten, which tracebacks show.
+    """
+    FakeTensorMode.cache_clear()
+    for method in vars(ShapeEnv).values():
+        if clear := getattr(method, "cache_clear", None):
+            clear()
+    numbered = ((name, re.match(r"<eval_with_key>\.(\d+)", name)) for name in graph_sources.eval_cache)
+    for name in [name for name, number in numbered if number is not None and int(number[1]) >= since]:
+        del graph_sources.eval_cache[name]
+        linecache.cache.pop(name, None)

@@ -219,7 +219,7 @@ def _function(joint: JointGraph, outputs: Sequence[fx.Node], device: torch.devic
             names.add(node.name)
             pending.extend(node.all_input_nodes)
     emitter = Emitter(joint, repeated=frozenset(), device=device)
-    return emitter.make(names, inputs=sorted(inputs), outputs=[node.name for node in outputs], copied={})
+    return emitter.make(emitter.in_order(names), inputs=sorted(inputs), outputs=[node.name for node in outputs])
 
 
 def _placeholder(joint: JointGraph, like: fx.Node, totals: Totals, count: int) -> fx.Node:

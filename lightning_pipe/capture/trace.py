@@ -155,6 +155,7 @@ def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
         stack.enter_context(tables_restored(request.module))
         stack.enter_context(no_random_numbers(lambda: ""))
         stack.enter_context(_tracing(step, state, mode, request.device))
+        stack.enter_context(private.enable_python_dispatcher())
         try:
             step(*leaves)
         except (CaptureError, Question):
@@ -245,6 +246,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.fused_recurrent_kernels(),
         private.unchecked_distributions(),
         private.parameters_in_new_lists(),
+        private.numbered_checkpoints(),
         torch.random.fork_rng(devices=[]),
         no_seeding(),
         no_files(),

@@ -12,7 +12,6 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -29,6 +28,7 @@ from lightning_pipe.capture.step import Recording, loss_of, recording_calls
 from lightning_pipe.capture.tables import buffers_inside
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.capture.trace import Request
+from lightning_pipe.capture.trees import mapped
 from lightning_pipe.capture.unit_choice import Call, call_paths, recording_tree
 from lightning_pipe.capture.unit_flow import Follower, Reader
 from lightning_pipe.capture.unit_loss import Reductions, reductions
@@ -269,7 +269,7 @@ class _Units:
         self.seen.append(seen)
         follower.begun, follower.inside = unit + 1, unit
         if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
-            args, kwargs = apply_to_collection((args, kwargs), torch.Tensor, torch.Tensor.clone)
+            args, kwargs = mapped((args, kwargs), torch.Tensor, torch.Tensor.clone)
             given = list(tensors_in((args, kwargs), objects=True))
         own = {follower.made_of.memory(tensor) for tensor in given}
         try:
@@ -312,7 +312,7 @@ class _Units:
             for tensor in found:
                 self.follower.made_of.add(tensor, frozenset({("unit", unit)}))
             return output
-        output = apply_to_collection(output, torch.Tensor, torch.Tensor.clone)
+        output = mapped(output, torch.Tensor, torch.Tensor.clone)
         tensors = flatten(output)[0]
         seen.template = structure.template
         for number, tensor in enumerate(tensors):

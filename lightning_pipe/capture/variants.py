@@ -90,7 +90,11 @@ def _dispatched_stage(program: StageProgram, split: Callable[[int], Split]) -> S
         def run(samples: int, *arguments: Any) -> Any:
             return getattr(split(samples).stages[program.stage], name).run(samples, *arguments)
 
-        return Half(half.inputs, half.outputs, run)
+        def stream(samples: int, *arguments: Any) -> Any:
+            return getattr(split(samples).stages[program.stage], name).streamed.run(samples, *arguments)
+
+        streamed = None if half.streamed is None else replace(half.streamed, run=stream)
+        return Half(half.inputs, half.outputs, run, streamed=streamed)
 
     forward = dispatched("forward")
     assert forward is not None, "every stage has a forward"

@@ -20,6 +20,7 @@ from lightning_pipe.cli.options import (
 from lightning_pipe.cli.problem import problem_of
 from lightning_pipe.cli.tables import Attempt, attempts_table, rank_table
 from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
 from lightning_pipe.planner.alternatives import alternatives
@@ -144,13 +145,23 @@ def _reasons(planned: _Planned, width: int) -> str:
 
 def _costs(problem: Problem, options: StepOptions) -> str:
     profile = problem.profile
-    told = f"Costs are {profile.source} (device: {profile.device}); speeds of the cluster are relative to that device."
-    if profile.source != "counted" or options.cluster is None or options.speed != 1:
+    told = (
+        f"Costs are {profile.source} (device: {profile.device}); speeds of the cluster are relative to that device. "
+        f"{_runtime(profile, options)}"
+    )
+    if profile.device != "nominal" or options.cluster is None or options.speed != 1:
         return told
     return (
         f"{told} A nominal device is about as fast as one core of a CPU: set speed= to how many times faster the "
         "cluster's are, or links look too fast."
     )
+
+
+def _runtime(profile: Profile, options: StepOptions) -> str:
+    if not options.runtime:
+        return "The runtime's own work is left out."
+    call, message = (format_seconds(seconds) for seconds in (profile.call_s / options.speed, profile.message_s))
+    return f"The runtime is taken to add {call} to every compute and {message} to every message (runtime=0: nothing)."
 
 
 def _written(path: str, plan: Plan, options: StepOptions) -> str:

@@ -41,7 +41,7 @@ class StepOptions:
 
     model: str | None = option(
         None,
-        "package.module:name of a LightningModule, or of a function that returns one; or one that is shipped: gpt-13b, …",
+        "package.module:name of a LightningModule, or of a function that returns one; or gpt-13b",
     )
     model_args: dict[str, Any] = field(
         default_factory=dict,
@@ -58,6 +58,7 @@ class StepOptions:
     cluster: str | None = option(None, "the devices: preset (see docs/clusters.md) or cluster file")
     ranks: int | None = option(None, "instead of a cluster: so many equal nominal devices")
     speed: float = option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")
+    runtime: float = option(1.0, "the runtime's own work per compute and message, by how much it is on CPUs; 0: none")
     samples: int | None = option(None, "samples per optimizer step, over all ranks; else those of the batch or profile")
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class StepOptions:
 _OF_MODELS = ("model_args", "batch", "batch_dim", "costs", "cache")
 _OF_PROFILES = ("profile_samples", "saved_bytes_per_sample")
 _LEAST = {"ranks": 1, "samples": 1, "profile_samples": 1, "saved_bytes_per_sample": 0, "optimizer_state": 0,
+          "runtime": 0,
           "least_samples": 1}  # fmt: skip
 
 

@@ -32,6 +32,26 @@ NO_SWAP = Link(latency_s=math.inf, bytes_per_s=math.inf)
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What a device does in a second, as far as programs reach it.
+
+    Attributes:
+        memory_bytes_per_s: bytes read and written.
+        flops_per_s: floating point operations, by the name of the type of the numbers, e.g. `bfloat16`; of a type that
+            is not there as many as of the first.
+        operation_s: seconds that every operation takes besides, to be started.
+    """
+
+    memory_bytes_per_s: float
+    flops_per_s: tuple[tuple[str, float], ...]
+    operation_s: float = 5e-6
+
+    def flops_of(self, dtype: str) -> float:
+        """Return the floating point operations per second with numbers of a type."""
+        return dict(self.flops_per_s).get(dtype, self.flops_per_s[0][1])
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator (or CPU).
 
@@ -39,11 +59,13 @@ class Device:
         kind: name, e.g. `V100`.
         memory_bytes: memory that a rank may use.
         speed: how many times faster than the device that was profiled.
+        rates: of what costs are counted by; None if they are not known.
     """
 
     kind: str
     memory_bytes: int
     speed: float = 1.0
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True)

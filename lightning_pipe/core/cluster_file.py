@@ -3,7 +3,7 @@
 hosts:
 - name: server
   count: 2                                                    # this many equal hosts: server-0, server-1
-  devices: [{kind: V100, count: 8, memory: 16 GiB, speed: 1.0}]
+  devices: [{kind: V100, count: 8, memory: 16 GiB, speed: 1.0, rates: {memory: 720 GB/s, tflops: {float32: 12}}}]
   inside: {latency: 5 us, bandwidth: 40 GB/s}                 # needed by more than one device
   network: {latency: 30 us, bandwidth: 25 Gbit/s}             # needed by more than one host
   swap: {latency: 10 us, bandwidth: 12 GB/s}                  # to the host's memory; optional
@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import yaml
 
-from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction
+from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Rates, Reduction
 from lightning_pipe.core.serial import from_yaml
 from lightning_pipe.errors import ClusterError, ConfigError, PlanError
 from lightning_pipe.units import parse_bytes, parse_rate, parse_seconds, spell_bytes, spell_rate, spell_seconds
@@ -44,6 +44,15 @@ class LinkEntry:
 
 
 @dataclass(frozen=True)
+class RatesEntry:
+    """What a device reaches, in the words of the file: of memory, and 10^12 operations per second by type of numbers."""
+
+    memory: Amount
+    tflops: dict[str, float]
+    operation: Amount = "5 us"
+
+
+@dataclass(frozen=True)
 class DeviceEntry:
     """Equal devices of a host."""
 
@@ -51,6 +60,7 @@ class DeviceEntry:
     memory: Amount
     count: int = 1
     speed: float = 1.0
+    rates: RatesEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -233,7 +243,18 @@ def _devices(entry: DeviceEntry, path: str) -> list[Device]:
     _require(0 < entry.speed < math.inf, f"{path}.speed", entry.speed, "a number above 0; 1 is the profiled device")
     memory = round(_amount(parse_bytes, entry.memory, f"{path}.memory"))
     _require(memory > 0, f"{path}.memory", repr(entry.memory), "more than 0, what a rank may use, such as '16 GiB'")
-    return [Device(entry.kind, memory, entry.speed)] * entry.count
+    rates = None if entry.rates is None else _rates(entry.rates, f"{path}.rates")
+    return [Device(entry.kind, memory, entry.speed, rates)] * entry.count
+
+
+def _rates(entry: RatesEntry, path: str) -> Rates:
+    memory = _amount(parse_rate, entry.memory, f"{path}.memory")
+    _require(0 < memory < math.inf, f"{path}.memory", repr(entry.memory), "more than 0, such as '1.5 TB/s'")
+    _require(bool(entry.tflops), f"{path}.tflops", "nothing", "at least one, such as {float32: 15, bfloat16: 180}")
+    for name, rate in entry.tflops.items():
+        _require(0 < rate < math.inf, f"{path}.tflops.{name}", rate, "more than 0, in 10^12 operations per second")
+    operation_s = _amount(parse_seconds, entry.operation, f"{path}.operation")
+    return Rates(memory, tuple((name, rate * 1e12) for name, rate in entry.tflops.items()), operation_s)
 
 
 def _link_of(entry: LinkEntry | None, path: str, needed_by: str) -> Link:
@@ -298,11 +319,20 @@ def _numbered(path: str, entries: Sequence[_E]) -> Iterator[tuple[str, _E]]:
 
 def _host_entry(host: Host) -> HostEntry:
     devices = tuple(
-        DeviceEntry(device.kind, spell_bytes(device.memory_bytes), len(list(equal)), device.speed)
+        DeviceEntry(
+            device.kind, spell_bytes(device.memory_bytes), len(list(equal)), device.speed, _rates_entry(device.rates)
+        )
         for device, equal in itertools.groupby(host.devices)
     )
     inside, network = (_link_entry(link, absent=NO_LINK) for link in (host.inside, host.network))
     return HostEntry(host.name, devices, inside=inside, network=network, swap=_link_entry(host.swap, absent=NO_SWAP))
+
+
+def _rates_entry(rates: Rates | None) -> RatesEntry | None:
+    if rates is None:
+        return None
+    tflops = {name: rate / 1e12 for name, rate in rates.flops_per_s}
+    return RatesEntry(spell_rate(rates.memory_bytes_per_s), tflops, spell_seconds(rates.operation_s))
 
 
 def _link_entry(link: Link, *, absent: Link) -> LinkEntry | None:

@@ -67,6 +67,9 @@ class Operation:
         flops: floating point operations for the captured samples (0 where none are counted).
         touched_bytes: bytes read and written for the captured samples.
         joinable: whether a weight half with it can run once on the samples of several micro-batches.
+        dtype: type of the numbers that it makes, e.g. `bfloat16`; "" if it is not known.
+        checkpoint: number of the call of `torch.utils.checkpoint.checkpoint` in which it runs, or, of a backward
+            operation, the one that it differentiates; -1 if in none.
     """
 
     name: str
@@ -82,6 +85,8 @@ class Operation:
     flops: int = 0
     touched_bytes: int = 0
     joinable: bool = False
+    dtype: str = ""
+    checkpoint: int = -1
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class StagePlan:
     offload: tuple[str, ...] = ()
 
 
+def keeps_all(stage: StagePlan) -> bool:
+    """Return whether a stage keeps all that it saves."""
+    return not (stage.recompute or stage.offload)
+
+
 @dataclass(frozen=True)
 class Plan:
     """A whole decision.
@@ -52,6 +57,8 @@ class Plan:
         graph: fingerprint of the graph it was made for; "" in a hand-written plan fits any graph.
         order: computes of every rank in their order, such as "0F0 0F1 0B0", where they were decided with the plan; ()
             where the schedule decides them anew. Batches with fewer micro-batches leave out those they do not have.
+        ignore_checkpoints: whether what `torch.utils.checkpoint` in the module would not keep is kept, unless a stage
+            says otherwise; by default it is recomputed, unless a stage offloads it.
     """
 
     stages: tuple[StagePlan, ...]
@@ -60,6 +67,7 @@ class Plan:
     options: dict[str, int | str] = field(default_factory=dict)
     graph: str = ""
     order: tuple[str, ...] = ()
+    ignore_checkpoints: bool = False
 
     @property
     def layout(self) -> Layout:

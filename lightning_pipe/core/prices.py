@@ -59,15 +59,15 @@ class Prices(Protocol):
     def workspace_bytes(self, compute: AnyCompute, samples: int) -> int:
         """Return the most bytes that a compute needs beyond what its stages keep while it runs.
 
-        What arrived for it is in them, and the gradients of parameters that it makes, which are then added to those
-        that are there. Joined W put together what their micro-batches kept, and drop each piece then.
+        What arrived for it is in them, and each gradient of a parameter until it is added to those that are there.
+        Joined W put together what their micro-batches kept, and drop each piece then.
         """
         ...
 
-    def gradient_bytes(self, compute: AnyCompute) -> int:
-        """Return the bytes of gradients that a compute makes of parameters that no other stage holds.
+    def gradient_bytes(self, compute: AnyCompute, samples: int) -> int:
+        """Return the part of the workspace that the first compute of a batch does not need.
 
-        The first time they become the gradients of the parameters, and no memory is needed beside these.
+        Its gradients become those of the parameters, which are counted from the beginning.
         """
         ...
 

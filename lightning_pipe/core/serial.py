@@ -103,9 +103,9 @@ def _with_source(cls: type[T], data: object, source: str) -> T:
 
 
 def to_dict(value: Dataclass) -> dict[str, object]:
-    """Return a dataclass as nested dictionaries and lists, without lists that are empty as they are by default."""
+    """Return a dataclass as nested dictionaries and lists, without empty lists and switches that are off by default."""
     written = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return {field.name: _plain(item) for field, item in written if item != () or field.default != ()}
+    return {field.name: _plain(item) for field, item in written if not _is_off(item, field.default)}
 
 
 def _plain(value: object) -> object:
@@ -261,3 +261,7 @@ def _plural(kind: object) -> str:
 
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
+
+
+def _is_off(item: object, default: object) -> bool:
+    return (item == () and default == ()) or (item is False and default is False)

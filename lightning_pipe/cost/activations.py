@@ -13,8 +13,8 @@ does not pile up until W. Those go along that then would be the only ones for wh
 but what these read or make, while nothing that stays in W reads it (the gradient of a bias beside that of its weight,
 the transposition of that). All others stay in W.
 
-Left out: results of an operation with several are all made again where one is, although another may be kept; those
-count twice from there to their last use. Memories are numbers of tensors, as in `StageWork.saved`.
+Results of an operation with several are all made again where one is; those that were kept are dropped at once, and
+read where they were kept. Memories are numbers of tensors, as in `StageWork.saved`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,26 @@ def candidates(graph: Graph, work: StageWork) -> tuple[Candidate, ...]:
     remakeable = Memories(graph, work).remakeable
     found = ((m, graph.tensors[m]) for m in work.saved)
     return tuple(Candidate(m, t.bytes_per_sample, t.fixed_bytes, m in remakeable) for m, t in found)
+
+
+def checkpointed(graph: Graph, work: StageWork) -> frozenset[int]:
+    """Return what `torch.utils.checkpoint` in the module would not keep, of what a stage saves.
+
+    That is what one of its calls makes and no operation outside of this call reads, forward or backward.
+
+    Args:
+        graph: with its operations and tensors.
+        work: the stage when all is kept.
+    """
+    if all(operation.checkpoint < 0 for operation in graph.operations):
+        return frozenset()
+    memories = Memories(graph, work)
+    seen: dict[int, set[int]] = {m: {graph.operations[graph.tensors[m].maker].checkpoint} for m in memories.remakeable}
+    for o in memories.own:
+        for t in graph.operations[o].reads:
+            if (memory := memories.of(t)) in seen and not graph.operations[o].view:
+                seen[memory].add(graph.operations[o].checkpoint)
+    return frozenset(memory for memory, calls in seen.items() if len(calls) == 1 and calls != {-1})
 
 
 def relieved(tables: Tables, work: StageWork, reliefs: Reliefs) -> StageWork:

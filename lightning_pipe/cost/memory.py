@@ -7,7 +7,9 @@ of a view counted once, under its base:
     scratch    what the operation that runs holds for itself, as profiled; of counted profiles there is none
     F          peak - saved - results: what F needs beside what it leaves
     I          peak, with the gradients that arrived: all of `saved` is there as well until I ends
-    W          peak: all of `kept` is there as well; with the gradients of parameters, which are all there at its end
+    W          peak: all of `kept` is there as well
+    gradients  that of a parameter is there from its first term until its last is made: then it is added to those that
+               are there, or becomes the first of them, which are counted with the state
 
     joined W   W on all samples, and beside it one copy of each input with samples, made in their order; its pieces are
                dropped then (the memory that several are views of, with the last of them)
@@ -18,9 +20,10 @@ Left out: fragmentation, and the pieces of a value that is joined from several m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +33,8 @@ from lightning_pipe.core.graph import Graph, Tensor
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import ComputeKind
 from lightning_pipe.cost.stage import HalfWork, StageWork
+
+NOTHING_DUE: Mapping[str, list[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,10 @@ class Memory:
         self._scratch: Scratch | None = None
         if profile is not None and profile.scratch_bytes:
             self._scratch = Scratch(profile, np.array(profile.scratch_bytes, dtype=float))
+        self._read_by: list[list[int]] = [[] for _ in graph.tensors]  # but by sums of terms, which are no use of them
+        for o, operation in enumerate(graph.operations):
+            for t in () if operation.adds_terms else operation.reads:
+                self._read_by[t].append(o)
         self._makes: list[list[int]] = [[] for _ in graph.operations]
         for t, tensor in enumerate(graph.tensors):
             if tensor.maker >= 0:
@@ -114,44 +123,80 @@ class Memory:
         found = [self._graph.tensors[t] for t in tensors]
         return Amount(sum(t.bytes_per_sample for t in found), sum(t.fixed_bytes for t in found))
 
-    def live(self, half: HalfWork, *, adding: int = 0) -> Live:
+    def live(
+        self,
+        half: HalfWork,
+        *,
+        due: Mapping[str, list[int]] = NOTHING_DUE,
+        taken_over: Container[str] = (),
+        kept: Container[int] = (),
+    ) -> Live:
         """Follow the values that a half makes from operation to operation.
 
         Args:
             half: one half of a stage.
-            adding: bytes needed at its end, beside its outputs.
+            due: by parameter, the terms of the gradients that are complete with it.
+            taken_over: parameters whose gradients are counted elsewhere.
+            kept: tensors that it is given, so that nobody reads them where an operation makes them again beside others.
         """
-        memory, last = self._lifetimes(half)
+        ends = self._complete(half, due)
+        memory, last = self._lifetimes(half, kept, {t: end for name, end in ends.items() for t in due[name]})
+        elsewhere = {memory.get(t, t) for name in due if name in taken_over for t in due[name]}
         end = len(half.operations)
         change = np.zeros((2, end + 2))
         begins = {t: i for i, o in enumerate(half.operations) for t in self._makes[o]}
-        for t in {*memory.values()}:
+        for t in {*memory.values()} - elsewhere:
             tensor = self._graph.tensors[t]
             size = (tensor.bytes_per_sample, tensor.fixed_bytes)
             change[:, begins[t]] += size
             change[:, last[t] + 1] -= size
-        change[1, end:] += (adding, -adding)
+        for name, terms in due.items():
+            if len(terms) > 1:  # a sum of two while a third is added
+                adding = self._graph.parameter_bytes[name] * min(len(terms) - 1, 2)
+                at = ends.get(name, end)
+                change[1, at : at + 2] += (adding, -adding)
         per_sample, fixed = np.cumsum(change, axis=1)
         return Live(per_sample, fixed, self._scratch_of(half.operations))
+
+    def _complete(self, half: HalfWork, due: Mapping[str, list[int]]) -> dict[str, int]:
+        """Return, by parameter, the operation with which a half has its gradient, where it makes all of it alone."""
+        places = {o: i for i, o in enumerate(half.operations)}
+        made = {name: [places.get(self._graph.tensors[t].maker, -1) for t in terms] for name, terms in due.items()}
+        mine = {*places}
+        return {
+            name: max(found)
+            for name, found in made.items()
+            if min(found) >= 0 and all(mine.issuperset(self._read_by[t]) for t in due[name])
+        }
 
     def _scratch_of(self, operations: Sequence[int]) -> Scratch | None:
         if self._scratch is None:
             return None
         return Scratch(self._scratch.profile, self._scratch.measured[list(operations)])
 
-    def _lifetimes(self, half: HalfWork) -> tuple[dict[int, int], dict[int, int]]:
-        """Return, for what a half makes, the tensor whose memory it is, and for that the last operation to use it."""
+    def _lifetimes(
+        self, half: HalfWork, kept: Container[int], ends: Mapping[int, int]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Return, for what a half makes, the tensor whose memory it is, and for that the last operation to use it.
+
+        Args:
+            half: one half of a stage.
+            kept: tensors that it is given too.
+            ends: terms of gradients -> the operation with which the gradient is added to the others.
+        """
         memory: dict[int, int] = {}
         last: dict[int, int] = {}
         for i, o in enumerate(half.operations):
-            last.update((memory[t], i) for t in self._graph.operations[o].reads if t in memory)
+            last.update((memory[t], i) for t in self._graph.operations[o].reads if t in memory and t not in kept)
             for t in self._makes[o]:
                 tensor = self._graph.tensors[t]
                 if tensor.of_state or (tensor.base >= 0 and tensor.base not in memory):
                     continue  # a view of state, or of what was given
                 memory[t] = memory.get(tensor.base, t)
                 last[memory[t]] = i
-        last.update((memory[t], len(half.operations)) for t in half.outputs if t in memory)
+        for t in half.outputs:
+            if t in memory:
+                last[memory[t]] = max(last[memory[t]], ends.get(t, len(half.operations)))
         return memory, last
 
     def stage(self, work: StageWork, *, shared: frozenset[str] = frozenset()) -> StageMemory:
@@ -161,18 +206,24 @@ class Memory:
             work: the stage.
             shared: parameters that other stages hold too.
         """
-        first, second = self._due(work)
+        early, late = self._due(work)
+        taken = frozenset(name for name in {**early, **late} if name not in shared)
+        kept = {*work.saved, *work.results}
+        input_grad, weight_grad = work.input_grad, work.weight_grad
         return StageMemory(
             saved=self.amount(work.saved) + Amount(fixed=work.saved_state),
             kept=self.amount(work.kept) + Amount(fixed=work.kept_state),
             results=self.amount(work.results),
-            given=(self.amount(work.forward.given), self.amount(work.input_grad.given)),
+            given=(self.amount(work.forward.given), self.amount(input_grad.given)),
             live=(
                 self.live(work.forward),
-                self.live(work.input_grad, adding=self._adding(first)),
-                self.live(work.weight_grad, adding=self._adding(second)),
+                self.live(input_grad, due=early, kept=kept),
+                self.live(weight_grad, due=late),
             ),
-            gradients=(self._taken_over(first, shared), self._taken_over(second, shared)),
+            first=(
+                self.live(input_grad, due=early, kept=kept, taken_over=taken & self._of_own_memory(early)),
+                self.live(weight_grad, due=late, taken_over=taken & self._of_own_memory(late)),
+            ),
             copied_bytes=work.saved_state,
         )
 
@@ -214,21 +265,12 @@ class Memory:
         first = {name: found for name, found in terms.items() if early.issuperset(found)}
         return first, {name: found for name, found in terms.items() if name not in first}
 
-    def _adding(self, due: dict[str, list[int]]) -> int:
-        """Return the most bytes that sums of several terms need at once: two while a third is added, and the last."""
-        most = before = 0
-        for name, terms in due.items():
-            size = self._graph.parameter_bytes[name]
-            most = max(most, before + size * min(len(terms) - 1, 2))
-            before = size if len(terms) > 1 else 0
-        return most
-
-    def _taken_over(self, due: dict[str, list[int]], shared: frozenset[str]) -> int:
-        """Return the bytes of gradients that have memory of just their size, which `.grad` can take over."""
-        own = [t for name, (t, *others) in due.items() if name not in shared and not others]
-        return sum(
-            tensor.fixed_bytes
-            for tensor in map(self._graph.tensors.__getitem__, own)
+    def _of_own_memory(self, due: Mapping[str, list[int]]) -> frozenset[str]:
+        """Return the parameters whose gradient has memory of just its size, which `.grad` can take over."""
+        single = ((name, self._graph.tensors[terms[0]]) for name, terms in due.items() if len(terms) == 1)
+        return frozenset(
+            name
+            for name, tensor in single
             if self._memory_of(tensor).fixed_bytes == tensor.fixed_bytes and not self._memory_of(tensor).of_state
         )
 
@@ -248,7 +290,7 @@ class StageMemory:
         results: what the step hands out.
         given: what arrives for F, and for I.
         live: what F, I and W have made and still need.
-        gradients: bytes of gradients of parameters that I, and that W makes and `.grad` can take over.
+        first: the same of the first I and W of a batch, without gradients of parameters that `.grad` takes over.
         copied_bytes: bytes of state that F copies.
     """
 
@@ -257,7 +299,7 @@ class StageMemory:
     results: Amount
     given: tuple[Amount, Amount]
     live: tuple[Live, Live, Live]
-    gradients: tuple[int, ...]
+    first: tuple[Live, Live]
     copied_bytes: int
 
     def workspace(self, kind: ComputeKind, samples: int) -> int:
@@ -266,29 +308,28 @@ class StageMemory:
             case "F":
                 peak = self.given[0](samples) + self.live[0].peak(samples) + self.copied_bytes
                 return max(0, peak - self.saved(samples) - self.results(samples))
-            case "I":
-                return self.given[1](samples) + self.live[1].peak(samples)
-            case "W":
-                return self.live[2].peak(samples)
-            case "B":
-                late = self.live[2].peak(samples) + self.kept(samples) - self.saved(samples)
-                return max(self.workspace("I", samples), late)
+            case "I" | "W" | "B":
+                return self._backward(kind, samples, *self.live[1:])
             case _:
                 assert_never(kind)
 
-    def gradient_bytes(self, kind: ComputeKind) -> int:
-        """Return the bytes of gradients of parameters that a compute makes."""
+    def _backward(self, kind: Literal["I", "W", "B"], samples: int, input_grad: Live, weight_grad: Live) -> int:
+        early, late = self.given[1](samples) + input_grad.peak(samples), weight_grad.peak(samples)
         match kind:
-            case "F":
-                return 0
             case "I":
-                return self.gradients[0]
+                return early
             case "W":
-                return self.gradients[1]
+                return late
             case "B":
-                return sum(self.gradients)
+                return max(early, late + self.kept(samples) - self.saved(samples))
             case _:
                 assert_never(kind)
+
+    def gradient_bytes(self, kind: ComputeKind, samples: int) -> int:
+        """Return the part of the workspace that the first compute of a batch does not need: `.grad` takes it."""
+        if kind == "F":
+            return 0
+        return self.workspace(kind, samples) - self._backward(kind, samples, *self.first)
 
 
 class StateBytes(NamedTuple):

@@ -32,12 +32,13 @@ from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, exchange_pairs, flow_s, flows
-from lightning_pipe.cost.memory import Amount, Memory, StageMemory, StateBytes
+from lightning_pipe.cost.memory import Amount, Live, Memory, StageMemory, StateBytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
 
-_Stage: TypeAlias = tuple[tuple[int, ...], int, frozenset[int]]  # cuts, number, what it recomputes
+_Stage: TypeAlias = tuple[int, int, frozenset[int]]  # positions at which it begins and ends, what it recomputes
+_BEFORE = -1  # position at which the first stage begins, which alone is given the batch; the last one ends behind all
 
 
 def price(graph: Graph, cuts: Sequence[int], layout: Layout, *, profile: Profile, cluster: Cluster) -> PlanPrices:
@@ -89,25 +90,30 @@ class Pricer:
         if not reliefs:
             return self._works[key]
         assert len(reliefs) == len(self._works[key]), "reliefs of every stage"
-        return tuple(self._relieve((key, s, relief.recomputed)) for s, relief in enumerate(reliefs))
+        return tuple(self._relieve(key, s, relief.recomputed) for s, relief in enumerate(reliefs))
 
-    def _relieve(self, stage: _Stage) -> StageWork:
-        cuts, s, recomputed = stage
+    def _relieve(self, cuts: tuple[int, ...], s: int, recomputed: frozenset[int]) -> StageWork:
         work = self._works[cuts][s]
         if not recomputed:
             return work
+        stage = self._stage(cuts, s, recomputed)
         if stage not in self._relieved:
             self._relieved[stage] = relieved(self.cutter.tables, work, Reliefs(recomputed, frozenset()))
         return self._relieved[stage]
 
+    def _stage(self, cuts: Sequence[int], s: int, recomputed: frozenset[int]) -> _Stage:
+        """Return what decides what a stage runs and holds: wherever else a graph is cut, that stays the same."""
+        return cuts[s - 1] if s else _BEFORE, cuts[s] if s < len(cuts) else len(self.graph.nodes) + 1, recomputed
+
     def stage_memory(self, cuts: Sequence[int], stage: int, reliefs: Reliefs = KEEP) -> StageMemory:
         """Return the bytes of a stage."""
-        works = self.works(cuts)
-        key = (tuple(cuts), stage, reliefs.recomputed)
+        key = self._stage(cuts, stage, reliefs.recomputed)
         if key not in self._memories:
+            works = self.works(cuts)
             others = (work.parameters for s, work in enumerate(works) if s != stage)
             shared = frozenset(name for names in others for name in names)
-            self._memories[key] = self.memory.stage(self._relieve(key), shared=shared)
+            work = self._relieve(tuple(cuts), stage, reliefs.recomputed)
+            self._memories[key] = self.memory.stage(work, shared=shared)
         return self._memories[key]
 
     def traffic(self, cuts: Sequence[int]) -> Traffic:
@@ -241,12 +247,17 @@ class PlanPrices:
         memory = self.memory(compute.stage)
         if not isinstance(compute, Joined):
             return memory.workspace(compute.kind, samples)
-        _, _, weight_grad = memory.live
-        return max(0, self._pricer.memory.joined(self.works[compute.stage], weight_grad).peak(samples))
+        return self._joined(compute, samples, memory.live[2])
 
-    def gradient_bytes(self, compute: AnyCompute) -> int:
-        """Return the bytes of gradients that a compute makes of parameters that no other stage holds."""
-        return self.memory(compute.stage).gradient_bytes(compute.kind)
+    def _joined(self, joined: Joined, samples: int, weight_grad: Live) -> int:
+        return max(0, self._pricer.memory.joined(self.works[joined.stage], weight_grad).peak(samples))
+
+    def gradient_bytes(self, compute: AnyCompute, samples: int) -> int:
+        """Return the part of the workspace that the first compute of a batch does not need."""
+        memory = self.memory(compute.stage)
+        if not isinstance(compute, Joined):
+            return memory.gradient_bytes(compute.kind, samples)
+        return self.workspace_bytes(compute, samples) - self._joined(compute, samples, memory.first[1])
 
     def message_bytes(self, message: Message) -> int:
         """Return the bytes of a message."""

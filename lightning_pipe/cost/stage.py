@@ -84,13 +84,15 @@ def traffic(graph: Graph, cuts: Sequence[int]) -> Traffic:
     return Cutter(graph).traffic(cuts)
 
 
-def position_seconds(graph: Graph, profile: Profile, samples: int) -> tuple[tuple[float, float], ...]:
+def position_seconds(
+    graph: Graph, profile: Profile, samples: int, *, tables: Tables | None = None
+) -> tuple[tuple[float, float], ...]:
     """Return (forward, backward) seconds of every position, so that sums over an interval price a stage.
 
     Exact but for repeated operations: they are charged once forward and once backward, where they are read first,
     although every stage that reads them runs them.
     """
-    tables = Tables(graph)
+    tables = tables or Tables(graph)
     times = np.array([profile.operation_s(o, samples) for o in range(len(graph.operations))])
     found = np.zeros((len(graph.nodes), 2))
     placed = np.flatnonzero(~tables.repeated)
@@ -117,18 +119,25 @@ class Cutter:
 
     def __init__(self, graph: Graph) -> None:
         self.tables = Tables(graph)
+        self._latest: tuple[tuple[int, ...], _Cut] | None = None
 
     def works(self, cuts: Sequence[int]) -> tuple[StageWork, ...]:
         """Return what every stage runs and holds; two equal positions make an empty stage."""
-        return _Cut(self.tables, cuts).works()
+        return self._cut(cuts).works()
 
     def traffic(self, cuts: Sequence[int]) -> Traffic:
         """Return what crosses between the stages."""
-        return _Cut(self.tables, cuts).traffic()
+        return self._cut(cuts).traffic()
 
     def sent(self, cuts: Sequence[int]) -> dict[tuple[int, Pass], tuple[int, ...]]:
         """Return the tensors that every stage sends in each direction, each once."""
-        return _Cut(self.tables, cuts).sent()
+        return self._cut(cuts).sent()
+
+    def _cut(self, cuts: Sequence[int]) -> _Cut:
+        key = tuple(cuts)
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, _Cut(self.tables, key)
+        return self._latest[1]
 
 
 class _Cut:

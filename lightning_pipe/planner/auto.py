@@ -29,8 +29,8 @@ from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import cuttable, nearby, worthwhile
 from lightning_pipe.planner.estimate import LONG, Estimator, microbatch_counts
 from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
-from lightning_pipe.planner.near import GROUPED, Near, Ring, shape_of
+from lightning_pipe.planner.moves import Ranks, different, groupings, layouts_near
+from lightning_pipe.planner.near import GROUPED, Near, Ring, Sieve, shape_of
 from lightning_pipe.planner.outline import Outline, can_meet, never_growing, share_alike
 from lightning_pipe.planner.parts import Parts
 from lightning_pipe.planner.problem import Problem
@@ -50,7 +50,10 @@ _JUDGED = 60_000  # instructions that the judge may walk through, about twenty m
 _REPLICATED_ERROR, _STRAIGHT_ERROR = 0.25, 0.03  # by which estimates may be too long
 _SHORT = 500  # instructions and operations up to which bounds cost little
 _SWEPT = 2_000  # outlines whose bounds are looked at
+_ROUGH = 0.01  # by which loads may be too long: micro-batches of unequal sizes are taken as equal
+_PATIENCE = 50  # plans, by rising estimates, that turn out to be worse than the best before the others are left
 _CLOSE = 0.1  # by which plans may be slower from which better ones are looked for
+_BOUND_COST = 0.1  # of a bound, if judging costs one
 _LEAST_JUDGED = 2  # plans that are judged however large they are
 _STEPS = (1, 2, 5)  # positions by which a cut is shifted
 
@@ -117,7 +120,8 @@ class _Search:
         ranks = self._problem.cluster.ranks
         if self._problem.wishes.replicas is None:
             whole = [(tuple(range(ranks)),), tuple((rank,) for rank in range(ranks))]
-            for layout in groupings(range(ranks)) if ranks <= GROUPED else whole:
+            every = groupings(range(ranks)) if ranks <= GROUPED else whole
+            for layout in different(every, self._problem.cluster):
                 self._balanced(layout, near=_PER_STAGE * len(layout))
             for start in self._best(_CLIMBED):
                 self._climb_layouts(start)
@@ -189,15 +193,15 @@ class _Search:
         ranked = self._best(len(self._values))
         excess, seconds = self._values[ranked[0]]
         for outline in choices:
-            error = _REPLICATED_ERROR if max(map(len, outline.ranks)) > 1 else _STRAIGHT_ERROR
-            if self._values[outline] <= (excess, seconds * (1 + error)):
+            if self._values[outline] <= (excess, seconds * (1 + _error(outline))):
                 found[outline] = fitted(self._problem, outline, judge=judge)
         if self._is_short(ranked[0]):
             self._climb(ranked, found, judge)
         else:
-            self._judge_best(ranked, found, judge, budget)
+            sieve = Sieve(self._problem, judge.pricer)
+            self._judge_best(ranked, found, judge, budget, sieve)
             best = min(found, key=lambda outline: self._rank(found[outline]))
-            self._refine(best, found, judge, budget)
+            self._refine(best, found, judge, budget, sieve)
         different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
         return sorted(different.values(), key=self._rank)
 
@@ -250,18 +254,34 @@ class _Search:
         return None
 
     def _judge_best(
-        self, ranked: Sequence[Outline], found: dict[Outline, Judged], judge: Judge, budget: _Budget
+        self, ranked: Sequence[Outline], found: dict[Outline, Judged], judge: Judge, budget: _Budget, sieve: Sieve
     ) -> None:
-        """Judge the best outlines by their estimates."""
+        """Judge the best outlines by their estimates, but those that estimate or bound say are not the best."""
+        best = min(map(self._rank, found.values()), default=(math.inf, math.inf))
+        worse = 0  # in a row, by their bounds
         for outline in ranked:
-            if outline in found:
+            if outline in found or not self._may_be_best(outline, best):
                 continue
-            if len(found) >= _LEAST_JUDGED and not budget.allows(outline, share=0.5):
+            if len(found) >= _LEAST_JUDGED and (worse == _PATIENCE or not budget.allows(outline, share=0.5)):
                 return
+            if not sieve.may_be_better(outline, best):
+                budget.bounded(outline)
+                worse += 1
+                continue
             budget.spend(outline)
             found[outline] = fitted(self._problem, outline, judge=judge)
+            best, worse = min(best, self._rank(found[outline])), 0
 
-    def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget) -> None:
+    def _may_be_best(self, outline: Outline, best: Value) -> bool:
+        """Say whether an outline may be better than the best plan so far, for all that its estimate may be too long."""
+        if best[0] > 0:
+            return True
+        if self._values[outline] > (0.0, best[1] * (1 + _error(outline))):
+            return False
+        row = self._windows.around(outline.cuts).row(outline.cuts, outline.ranks, outline.microbatches)
+        return (outline.microbatches * max(row.loads()) + row.step) * (1 - _ROUGH) < best[1]
+
+    def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget, sieve: Sieve) -> None:
         """Move cuts between nodes and depths by one, as the judge says."""
         is_moving = True
         while is_moving:
@@ -271,6 +291,9 @@ class _Search:
                     continue
                 if not budget.allows(outline):
                     return
+                if not sieve.may_be_better(outline, self._rank(found[best])):
+                    budget.bounded(outline)
+                    continue
                 budget.spend(outline)
                 found[outline] = fitted(self._problem, outline, judge=judge)
                 if self._rank(found[outline]) < self._rank(found[best]):
@@ -313,6 +336,11 @@ class _Search:
         return judged.rank(self._problem.cluster)
 
 
+def _error(outline: Outline) -> float:
+    """Return by what share of the truth an outline's estimate may be too long."""
+    return _REPLICATED_ERROR if max(map(len, outline.ranks)) > 1 else _STRAIGHT_ERROR
+
+
 def _identity(judged: Judged) -> tuple[object, ...]:
     plan = judged.plan
     return judged.cuts, plan.stages, plan.microbatches, tuple(plan.options.items())
@@ -329,7 +357,12 @@ class _Budget:
         return _JUDGED - self._left + _instructions(outline) <= _JUDGED * share
 
     def spend(self, outline: Outline) -> None:
+        """Take off what judging an outline costs."""
         self._left -= _instructions(outline)
+
+    def bounded(self, outline: Outline) -> None:
+        """Take off what the bounds of an outline cost, that is not judged then."""
+        self._left -= _instructions(outline) * _BOUND_COST
 
 
 def _instructions(outline: Outline) -> int:

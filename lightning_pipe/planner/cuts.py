@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.program import Pass
-from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.planner.problem import Problem
 
 MOST_POSITIONS = 400
@@ -90,8 +89,7 @@ def worthwhile(problem: Problem, *, sliced: bool, most: int = MOST_POSITIONS) ->
     if len(allowed) <= most:
         return allowed
     traffic = crossing_bytes(graph, graph.samples)
-    costs = [sum(pair) for pair in position_seconds(graph, problem.profile, graph.samples)]
-    done = [0.0, *itertools.accumulate(costs)]
+    done = [0.0, *itertools.accumulate(problem.position_seconds)]
     best: dict[int, int] = {}
     for position in allowed:
         part = min(most - 1, int(done[position] / (done[-1] or 1.0) * most))

@@ -9,12 +9,15 @@ plan's whole step.
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_pipe.core.plan import Plan, StagePlan, microbatch_sizes
 from lightning_pipe.core.program import Compute, ComputeKind, Layout
+from lightning_pipe.cost.prices import PlanPrices
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
 from lightning_pipe.planner.activations import relieve
 from lightning_pipe.planner.balance import Balancer
@@ -191,11 +194,11 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
         PlanError: if the graph is too small for the wished stages.
     """
     drafter, wished = Drafter(problem), asks_for_drafts(problem)
-    left, judged = _INSTRUCTIONS, list[Judged]()
+    left, judged, best = _INSTRUCTIONS, list[Judged](), found[0]
     refused: list[ConfigError] = []
     for draft in drafter.drafts(_rows(found, problem)):
         length = draft.computes * _PER_COMPUTE
-        if not wished and (length > left or not _may_win(draft, found[0], problem, judge)):
+        if not wished and (length > left or not _may_win(draft, best, problem, judge)):
             continue
         left -= length
         try:
@@ -206,6 +209,7 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
         for candidate in (one, *_joined(one, judge)):
             is_short = candidate.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
             judged.append(relieve(problem, candidate, judge=judge) if is_short else candidate)
+            best = min(best, judged[-1], key=lambda one: one.rank(problem.cluster))
     if wished and refused and not judged:
         raise refused[0]
     return sorted(judged, key=lambda one: one.rank(problem.cluster))
@@ -245,18 +249,50 @@ _PER_STAGE = 2  # micro-batches per stage that a row of single devices is tried 
 
 
 def _may_win(draft: Draft, best: Judged, problem: Problem, judge: Judge) -> bool:
-    """Say whether no device of a draft computes for longer than the best plan's step."""
-    if best.overflow(problem.cluster) > 0:
-        return True
+    """Say whether a draft may be quicker than the best plan, or smaller if that exceeds memory."""
     prices = judge.pricer.price(draft.cuts, draft.layout)
+    if (excess := best.overflow(problem.cluster)) > 0:
+        return _least_overflow(draft, prices, problem) < excess
+    return _least_s(draft, prices, problem) < best.step_s
+
+
+def _least_overflow(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
+    """Return by how many bytes a device exceeds its memory at least: all its stages hold one micro-batch at once."""
+    size = min(microbatch_sizes(problem.samples, draft.microbatches))
+    least = -math.inf
+    for rank in range(draft.layout.ranks):
+        held = [(s, ranks) for s, ranks in enumerate(draft.layout.stages) if rank in ranks]
+        saved = 0.0
+        if not problem.wishes.reliefs and not draft.layout.whole:
+            saved = sum(prices.saved_bytes(s, size // len(ranks)) for s, ranks in held)
+        least = max(least, prices.state_bytes(rank) + saved - problem.cluster.device(rank).memory_bytes)
+    return least
+
+
+def _least_s(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
+    """Return the seconds of a draft at least, in whatever order its devices compute.
+
+    A device computes nothing before the forwards of the stages before its first one, and after the last input gradient
+    of its stages come those of the stages before them; weight halves may come last.
+    """
     sizes = microbatch_sizes(problem.samples, draft.microbatches)
-    busy = [0.0] * draft.layout.ranks
+    alike = Counter((size, m if draft.layout.whole else 0) for m, size in enumerate(sizes))
+    busy, late = ([0.0] * draft.layout.ranks for _ in range(2))
+    head, tail = ([math.inf] * draft.layout.ranks for _ in range(2))
+    before = [0.0, 0.0]  # seconds of F, and of I, of the stages before
     for s, ranks in enumerate(draft.layout.stages):
-        for (replica, rank), m in itertools.product(enumerate(ranks), range(len(sizes))):
-            samples = len(draft.layout.samples(s, replica, m, sizes[m]))
+        quickest = [math.inf, math.inf]
+        for (replica, rank), ((size, m), count) in itertools.product(enumerate(ranks), alike.items()):
+            samples = len(draft.layout.samples(s, replica, m, size))
             if samples:
-                busy[rank] += sum(prices.compute_s(Compute(s, kind, m), rank, samples) for kind in _KINDS)
-    return max(busy) < best.step_s
+                times = [prices.compute_s(Compute(s, kind, m), rank, samples) for kind in _KINDS]
+                busy[rank] += count * sum(times)
+                late[rank] += count * times[2]
+                quickest = [min(pair) for pair in zip(quickest, times, strict=False)]
+                head[rank], tail[rank] = min(head[rank], before[0]), min(tail[rank], before[1])
+        before = [sum(pair) for pair in zip(before, quickest, strict=True)]
+    ends = (h + max(b, b - w + t) for h, b, w, t in zip(head, busy, late, tail, strict=True) if b)
+    return max(ends) + min(map(prices.step_s, range(draft.layout.ranks)))
 
 
 _KINDS: tuple[ComputeKind, ...] = ("F", "I", "W")

@@ -155,6 +155,7 @@ class _Walk:
 
 
 _FEW_STAGES = 8
+_PER_STAGE = 16  # micro-batches per stage, beyond which little is left to win; of equal ones up to twice as many
 LONG = 4096  # computes of each kind in a pipeline for which fewer depths are tried
 
 
@@ -377,4 +378,6 @@ def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[i
     most = max(1, problem.samples // (wishes.least_samples * replicas))
     wanted = {1, 3, 6, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
     least = stages // 2 if stages > _FEW_STAGES else 1  # with fewer, half of a long pipeline is idle
-    return sorted({min(count, most) for count in wanted if least <= count <= 16 * stages})
+    even = {most // parts for parts in (1, 2, 3)}  # of as few samples as may be, and of two and three times as many
+    counts = {min(count, most) for count in wanted if least <= count <= _PER_STAGE * stages}
+    return sorted(counts | {count for count in even if least <= count <= 2 * _PER_STAGE * stages})

@@ -58,7 +58,7 @@ class Judged:
     representatives: tuple[int, ...]
     ahead_s: float | None = None
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Return the predicted seconds of a batch, optimizer step included."""
         return self.timeline.makespan if self.ahead_s is None else self.ahead_s

@@ -15,7 +15,7 @@ Legend: s, t stages.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from lightning_pipe.core.cluster import Cluster
@@ -29,7 +29,7 @@ _MOST_SWAPPED = 12  # devices up to which any two are swapped
 def layouts_near(ranks: Ranks, cluster: Cluster) -> Iterator[Ranks]:
     """Yield layouts that differ by one move, each once."""
     moves = (*_passed(ranks), *_merged(ranks), *_split(ranks), *_swapped(ranks, cluster))
-    yield from dict.fromkeys(moves)
+    yield from different(moves, cluster)
 
 
 def _passed(ranks: Ranks) -> Iterator[Ranks]:
@@ -60,17 +60,41 @@ def _swapped(ranks: Ranks, cluster: Cluster) -> Iterator[Ranks]:
     count = sum(map(len, ranks))
     if count > _MOST_SWAPPED:
         return
+    likeness = interchangeable(cluster)
     for s, t in itertools.combinations(range(len(ranks)), 2):
         for one, two in itertools.product(ranks[s], ranks[t]):
-            if not _alike(cluster, one, two):
+            if likeness[one] != likeness[two]:
                 yield _with(ranks, {s: (*_without(ranks[s], one), two), t: (*_without(ranks[t], two), one)})
 
 
-def _alike(cluster: Cluster, one: int, two: int) -> bool:
-    """Say whether exchanging two devices changes nothing: they are equal and on one host with links of its own."""
-    same_host = cluster.host_of(one) == cluster.host_of(two)
-    measured = any({pair.sender, pair.receiver} & {one, two} for pair in cluster.links)
-    return same_host and not measured and cluster.device(one) == cluster.device(two)
+def different(layouts: Iterable[Ranks], cluster: Cluster) -> Iterator[Ranks]:
+    """Yield layouts, and of those that differ only in which of some interchangeable devices they have, the first."""
+    likeness = interchangeable(cluster)
+    found: set[tuple[tuple[int, ...], ...]] = set()
+    for ranks in layouts:
+        key = tuple(tuple(sorted(likeness[rank] for rank in group)) for group in ranks)
+        if key not in found:
+            found.add(key)
+            yield ranks
+
+
+def interchangeable(cluster: Cluster) -> tuple[int, ...]:
+    """Return a number for every rank, the same for those whose exchange changes nothing.
+
+    They are equal devices of one host, whose links are the host's, and in the same measured sums.
+    """
+    linked = {rank for pair in cluster.links for rank in (pair.sender, pair.receiver)}
+    summed: list[list[int]] = [[] for _ in range(cluster.ranks)]
+    for number, reduction in enumerate(cluster.reductions):
+        for rank in reduction.ranks:
+            summed[rank].append(number)
+    numbers: dict[object, int] = {}
+    return tuple(
+        numbers.setdefault(
+            rank if rank in linked else (cluster.host_of(rank), cluster.device(rank), tuple(summed[rank])), len(numbers)
+        )
+        for rank in range(cluster.ranks)
+    )
 
 
 def _without(group: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -24,10 +24,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.planner.bounds import Depths, Field
 from lightning_pipe.planner.cuts import cuttable, nearby
 from lightning_pipe.planner.estimate import microbatch_counts
-from lightning_pipe.planner.moves import Ranks, groupings, layouts_near
+from lightning_pipe.planner.moves import Ranks, different, groupings, layouts_near
 from lightning_pipe.planner.outline import Outline, can_meet, falling, never_growing
 from lightning_pipe.planner.parts import Cuts, Parts
 from lightning_pipe.planner.problem import Problem
@@ -36,16 +37,40 @@ Value: TypeAlias = tuple[float, float]  # bytes over memory, seconds
 Shape: TypeAlias = tuple[int, ...]  # replicas of each stage
 
 GROUPED = 5  # devices up to which all groupings are tried
-_BOUNDED = 300_000  # instructions that bounds may take the time of, some six seconds
+_BOUNDED = 150_000  # instructions that bounds may take the time of, some three seconds
 _PRICED = 2  # instructions in whose time a rank of a plan is priced
+_LOOKED_UP = 2  # plans of which it is looked up how busy their stages are, in the time of an instruction
 _ROWS = 500  # plans in an array whose bounds take twice the time of one's
 _COUNTS = 2  # other numbers of micro-batches that are tried in other layouts
 _FEW_CUTS = 40  # of as many, all are tried
 _MOST = 40  # outlines of a ring that are judged: bounds of memory may let some through that do not fit
 _FEW_PLANS = 1_000  # of as many with one number of micro-batches, all are tried
 _FEW_DEPTHS = 1_000  # of as many, all are tried
+_SIEVED = 16  # devices up to which bounds cost much less than judging: of more, few stand for all
 _STEPS = 2  # positions by which a cut is moved
 _RISES = (1, 2, 3, 4)  # by which depths of policies rise per stage from the end
+
+
+class Sieve:
+    """Say of single outlines, by their bounds, whether they are worth judging.
+
+    Args:
+        problem: what is planned.
+        pricer: of its judge.
+    """
+
+    def __init__(self, problem: Problem, pricer: Pricer) -> None:
+        self._parts = Parts(problem, pricer)
+        self._is_of_use = problem.cluster.ranks <= _SIEVED
+
+    def may_be_better(self, outline: Outline, than: Value) -> bool:
+        """Return whether a plan, or the same with other depths if memory needs them, may be better; in doubt it may."""
+        if not self._is_of_use or than[0] > 0:
+            return True
+        field = Field(self._parts, [(outline.cuts, outline.ranks)], outline.microbatches)
+        if field.least_s()[0] >= than[1]:
+            return False
+        return bool(field.seconds(outline.depths)[0] < than[1] or field.lacking(outline.depths)[0] > 0)
 
 
 class Ring(NamedTuple):
@@ -74,7 +99,7 @@ class Near:
         self._positions = cuttable(problem.graph, sliced=True)
         ranks = problem.cluster.ranks
         is_open = ranks <= GROUPED and problem.wishes.replicas is None
-        self._groupings = [*groupings(range(ranks))] if is_open else []
+        self._groupings = [*different(groupings(range(ranks)), problem.cluster)] if is_open else []
 
     def rings(self, outline: Outline) -> Iterator[Ring]:
         """Yield the plans around an outline, the nearest first."""
@@ -121,6 +146,9 @@ class Near:
         if self.left <= 0:
             return []
         plans = [plan for plan in ring.plans if can_meet(self._problem, *plan)]
+        if than[0] <= 0:
+            self.left -= len(plans) // _LOOKED_UP
+            plans = [plan for plan in plans if self._parts.least_s(*plan, ring.microbatches) < than[1]]
         if not plans:
             return []
         field = Field(self._parts, plans, ring.microbatches)
@@ -132,8 +160,10 @@ class Near:
         walked = len(ring.depths) * len(plans[0][1]) * ring.microbatches
         self.left -= walked + walked * len(field.plans) // _ROWS
         found: list[tuple[float, float, int, Outline]] = []
+        nothing = np.zeros(len(field.plans))
+        is_roomy = bool((field.lacking((ring.microbatches,) * len(plans[0][1])) <= 0).all())  # for whatever depths
         for depths in ring.depths:
-            excess = np.maximum(field.lacking(depths), 0.0)
+            excess = nothing if is_roomy else np.maximum(field.lacking(depths), 0.0)
             if (excess > than[0]).all():
                 continue
             seconds = field.seconds(depths)

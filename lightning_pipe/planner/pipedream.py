@@ -19,9 +19,10 @@ As there, a stage is cut at antichains, whose bytes are all that crosses, and ha
 
 A mini-batch is what the profile was taken with (`Graph.samples`): after it PipeDream updates the weights. Ours: what
 crosses is counted in both directions as it is, not twice the output; devices of different speed share in proportion;
-memory is that of one version of the weights; micro-batches, of which PipeDream has none, are as many as keep the
-pipeline full for most of a batch; positions are few (`worthwhile`) and then all near the cuts that were found. Left
-out, as there: latency, what hosts share, time to fill the pipeline.
+memory is that of one version of the weights; sums of gradients that were measured take what was measured;
+micro-batches, of which PipeDream has none, are as many as keep the pipeline full for most of a batch; positions are few
+(`worthwhile`) and then all near the cuts that were found. Left out, as there: latency, what hosts share, time to fill
+the pipeline.
 
 Time: O(V R N^2) flat, O(d R N^3 + h R N^2) hierarchical, twice.
 
@@ -211,8 +212,8 @@ class _Views:
         @functools.cache
         def load(first: int, count: int) -> Matrix:
             replicas = row.devices(first, count)
-            sums = 2 * (replicas - 1) * self._weights / rate
-            seconds = np.maximum(self._seconds / row.speed(first, count), sums / replicas)
+            sums = self._sums_s(row.ranks(first, count), rate)
+            seconds = np.maximum(self._seconds / row.speed(first, count), sums)
             seconds[replicas > self._most_replicas] = np.inf
             if self._held == "none":
                 return seconds
@@ -220,6 +221,14 @@ class _Views:
             return np.where(blocks.in_flight(first, count) >= needed, seconds, np.inf)
 
         return load
+
+    def _sums_s(self, ranks: tuple[int, ...], rate: float) -> Matrix:
+        """Return the seconds of the sum of every stage's gradients over these ranks: measured, or by the formula."""
+        measured = self._problem.cluster.reduction(sorted(ranks)) if len(ranks) > 1 else None
+        if measured is None:
+            formula: Matrix = 2 * (len(ranks) - 1) * self._weights / rate / len(ranks)
+            return formula
+        return np.where(self._weights > 0, measured.latency_s + self._weights / measured.bytes_per_s, 0.0)
 
     def hierarchical(self) -> Iterator[SteadyPlan]:
         """Yield the plans of the view with two levels: some, by the number of hosts of the last."""

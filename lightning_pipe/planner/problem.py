@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
+from lightning_pipe.cost.stage import position_seconds
+from lightning_pipe.cost.tables import Tables
 from lightning_pipe.errors import PlanError
 
 Relief = Literal["recompute", "offload"]
@@ -65,6 +68,17 @@ class Problem:
     wishes: Wishes = ANYTHING
     runs_ahead: bool = False
 
+    @cached_property
+    def tables(self) -> Tables:
+        """Return the graph as arrays."""
+        return Tables(self.graph)
+
+    @cached_property
+    def position_seconds(self) -> tuple[float, ...]:
+        """Return the seconds of every position, forward and backward, on as many samples as were captured."""
+        found = position_seconds(self.graph, self.profile, self.graph.samples, tables=self.tables)
+        return tuple(forward + backward for forward, backward in found)
+
     @property
     def waiting(self) -> Problem:
         """Return the problem of ranks that wait for each other after every batch."""
@@ -96,7 +110,7 @@ _NOMINAL_LINK = Link(latency_s=20e-6, bytes_per_s=5e9)  # a process on the same 
 def nominal_cluster(ranks: int) -> Cluster:
     """Return equal nominal devices on one host, for when nothing is to be measured."""
     device = Device("nominal", _NOMINAL_MEMORY)
-    host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK)
+    host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK, swap=_NOMINAL_LINK)
     return Cluster((host,))
 
 

@@ -16,6 +16,7 @@ from lightning_pipe.planner.dawnpiper import dawnpiper
 from lightning_pipe.planner.drafts import OUTLINED, Drafter, asks_for_drafts, judged_drafts
 from lightning_pipe.planner.exhaustive import exhaustive
 from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.least_memory import LeastMemory
 from lightning_pipe.planner.madpipe import madpipe
 from lightning_pipe.planner.pipedream import pipedream
 from lightning_pipe.planner.problem import Problem
@@ -73,11 +74,19 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
     judge = Judge(problem)
     if problem.wishes.order:
         return [judge.judge(Drafter(problem).given().plan(problem))]
+    asked = problem
     if asks_for_drafts(problem):
         schedule = problem.wishes.schedule if problem.wishes.schedule in OUTLINED else None
-        found = _outlined(replace(problem, wishes=replace(problem.wishes, schedule=schedule, chunks=None)), planner)
+        asked = replace(problem, wishes=replace(problem.wishes, schedule=schedule, chunks=None))
+    least = LeastMemory(asked) if planner == "auto" else None
+    if least is not None and not least.may_fit():
+        return settle(asked, least.nearest(), judge=judge)
+    if least is not None and not least.row_may_fit():
+        found = settle(asked, least.nearest(), judge=judge)
+    else:
+        found = _outlined(asked, planner)
+    if asked is not problem:
         return judged_drafts(problem, found, judge=judge)
-    found = _outlined(problem, planner)
     wishes = problem.wishes
     if planner == "auto" and problem.training and wishes.schedule is None and wishes.warmup is None:
         found = sorted([*found, *judged_drafts(problem, found, judge=judge)], key=lambda one: one.rank(problem.cluster))

@@ -9,11 +9,11 @@ import difflib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pipe.core.graph import Graph, Node
-from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.cost.activations import KEEP, Reliefs, candidates
+from lightning_pipe.core.plan import Plan, StagePlan, keeps_all
+from lightning_pipe.cost.activations import KEEP, Reliefs, candidates, checkpointed
 from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.errors import PlanError
 
@@ -107,13 +107,22 @@ def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tup
         graph: of the step.
         works: its stages, when all is kept.
 
+    Returns:
+        What the plan's stages say, and what checkpoints in the module would not keep, unless the plan ignores them.
+
     Raises:
         PlanError: if a place is unknown or saves nothing in its stage, if something cannot be recomputed, or is to be
             both recomputed and offloaded.
     """
-    return tuple(
-        _reliefs(_Places(graph, work, stage=s), stage) if stage.recompute or stage.offload else KEEP
+    said = [
+        KEEP if keeps_all(stage) else _reliefs(_Places(graph, work, stage=s), stage)
         for s, (stage, work) in enumerate(zip(plan.stages, works, strict=True))
+    ]
+    if plan.ignore_checkpoints:
+        return tuple(said)
+    wished = (checkpointed(graph, work) for work in works)
+    return tuple(
+        replace(own, recomputed=own.recomputed | (more - own.offloaded)) for own, more in zip(said, wished, strict=True)
     )
 
 
@@ -128,6 +137,13 @@ def _reliefs(places: _Places, plan: StagePlan) -> Reliefs:
             "them from `recompute:` or from `offload:`, or name smaller places."
         )
     return Reliefs(recomputed, offloaded)
+
+
+def places_followed(graph: Graph, work: StageWork, places: Iterable[str], *, again: bool) -> tuple[str, ...]:
+    """Return those of some places that mean something that the stage saves, and (`again`) can recompute."""
+    known = _Places(graph, work)
+    can = {c.memory for c in candidates(graph, work) if c.is_remakeable or not again}
+    return tuple(place for place in places if known.meaning.get(place, frozenset((-1,))) <= can)
 
 
 def places_of(graph: Graph, work: StageWork, memories: Iterable[int]) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.profile import LEAST_SHARE, Profile
 from lightning_pipe.core.program import Pass
-from lightning_pipe.cost.tables import Tables
 from lightning_pipe.planner.cuts import Crossing, crossing
 from lightning_pipe.planner.problem import Problem
 
@@ -95,7 +94,7 @@ class Segments:
         graph = problem.graph
         self.problem = problem
         self.bounds = np.array([0, *positions, len(graph.nodes)])
-        self._tables = Tables(graph)
+        self._tables = problem.tables
         self._unit = np.searchsorted(self.bounds, np.maximum(self._tables.at, 0), side="right") - 1
         self.crossing: dict[Pass, Crossing] = {
             direction: Crossing(found.per_sample[self.bounds], found.fixed[self.bounds])

@@ -217,7 +217,7 @@ class _Search:
         return _best(different.values())
 
     def _counts(self) -> list[int]:
-        """Return the numbers of micro-batches for which PRM runs: powers of two from full replication on."""
+        """Return the numbers of micro-batches for which PRM runs: powers of two from full replication on, and the most."""
         problem, wishes, samples = self._problem, self._problem.wishes, self._problem.samples
         if wishes.microbatches is not None:
             problem.check_samples(wishes.microbatches)
@@ -225,7 +225,7 @@ class _Search:
         most = max(1, min(samples // wishes.least_samples, _MOST_MICROBATCHES))
         least = min(most, max(1, samples // (wishes.least_samples * self._problem.cluster.ranks)))
         low, high = math.floor(math.log2(least)), math.floor(math.log2(most))
-        return sorted({2 ** round(power) for power in np.linspace(low, high, _MOST_COUNTS)})
+        return sorted({*(2 ** round(power) for power in np.linspace(low, high, _MOST_COUNTS)), most})
 
     def _degrees(self, microbatches: int, *, may_be_small: bool) -> list[int]:
         """Return the units that a stage may take; by default so that its replicas get their least samples."""

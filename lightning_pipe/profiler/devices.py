@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 
-from lightning_pipe.core.cluster import NO_LINK, Cluster, Device, Host, Link, PairLink, Reduction
+from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction
 from lightning_pipe.errors import ClusterError
 from lightning_pipe.profiler.links import LinkFacts
 
@@ -47,6 +47,7 @@ class DeviceFacts:
         memory: names the memory, within the host: ranks that name the same one share it.
         memory_bytes: what of it ranks may use, all together.
         benchmark_s: seconds of the benchmark.
+        swap: between its memory and that of its host, as measured.
     """
 
     host: str
@@ -54,6 +55,7 @@ class DeviceFacts:
     memory: str
     memory_bytes: int
     benchmark_s: float
+    swap: Link = NO_SWAP
 
 
 def describe_device(device: torch.device, *, host: str) -> DeviceFacts:
@@ -149,6 +151,7 @@ def build_cluster(facts: Sequence[DeviceFacts], measured: LinkFacts) -> Cluster:
             devices=tuple(device for device, host in zip(devices, hosts, strict=True) if host == h),
             inside=_median(pair.link for pair in measured.links if {hosts[pair.sender], hosts[pair.receiver]} == {h}),
             network=_network(h, hosts, measured.links),
+            swap=_slowest(fact.swap for fact, host in zip(facts, hosts, strict=True) if host == h),
         )
         for h in range(len(set(hosts)))
     )
@@ -193,6 +196,12 @@ def _median(links: Iterable[Link]) -> Link:
         return NO_LINK
     latency_s = median(link.latency_s for link in found)
     return Link(_rounded(latency_s), _rounded(median(link.bytes_per_s for link in found)))
+
+
+def _slowest(swaps: Iterable[Link]) -> Link:
+    """Return the slowest link between a device of a host and the host."""
+    found = max(swaps, key=lambda swap: swap.seconds(_TYPICAL_BYTES))
+    return found if found == NO_SWAP else Link(_rounded(found.latency_s), _rounded(found.bytes_per_s))
 
 
 def _differs(pair: PairLink, cluster: Cluster) -> bool:

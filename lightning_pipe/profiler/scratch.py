@@ -37,7 +37,7 @@ class Gauge:
 
     Attributes:
         scratch: signature -> bytes, the most of all its calls; after the block. Not a number where they cannot be told,
-            because another profiler runs.
+            because another profiler runs, or torch's has failed.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,11 @@ class Gauge:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._allocations is None:
+        if self._allocations is not None:
+            self._allocations.__exit__(kind, error, trace)
+        if self._allocations is None or self._allocations.failed:
             self.scratch = dict.fromkeys((signature for signature, _ in self._watched), math.nan)
             return
-        self._allocations.__exit__(kind, error, trace)
         times = [change.time_ns for change in self._allocations.changes]
         for number, (signature, made) in enumerate(self._watched):
             start, end = self._allocations.spans[str(number)]

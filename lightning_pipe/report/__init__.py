@@ -7,7 +7,7 @@ from lightning_pipe.report.comparison_table import comparison_table
 from lightning_pipe.report.explain import Alternative, explain, main_sentences, sentences
 from lightning_pipe.report.page import Page, html_page
 from lightning_pipe.report.plot import plot_memory, plot_timeline
-from lightning_pipe.report.table import plan_table, timeline_table
+from lightning_pipe.report.table import idle_stages, plan_table, timeline_table
 from lightning_pipe.report.trace import Curve, Curves, chrome_trace, draw
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "draw",
     "explain",
     "html_page",
+    "idle_stages",
     "main_sentences",
     "mean_bubble",
     "mean_computing",

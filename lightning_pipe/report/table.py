@@ -18,6 +18,7 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.units import counted_noun, format_bytes, format_seconds, format_share, numbers_text
 
 WIDTH = 140  # characters; long names are cut to fit
+_NOTHING = 0.001  # of the cost of a graph
 
 
 def plan_table(
@@ -67,6 +68,22 @@ def plan_table(
             *(["joined" if stage in joinable else "one by one"] if joinable is not None else []),
         )
     return text_of(table, width)
+
+
+def idle_stages(plan: Plan, graph: Graph) -> tuple[int, ...]:
+    """Return the stages that hold no parameters and have next to nothing to compute.
+
+    Args:
+        plan: the plan.
+        graph: the graph that it cuts.
+    """
+    costs, cuts = _costs(graph), _cuts(plan, graph)
+    return tuple(
+        stage
+        for stage, (start, stop) in enumerate(pairwise(cuts))
+        if not any(node.parameters for node in graph.nodes[start:stop])
+        and sum(costs[start:stop]) <= _NOTHING * sum(costs)
+    )
 
 
 def _headline(plan: Plan, graph: Graph) -> str:

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from typing_extensions import assert_never
@@ -39,6 +38,9 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import BatchError, PipelineError, ProgramError
+from lightning_pipe.runtime.activations.host import host_of
+from lightning_pipe.runtime.activations.offloads import Offloads
+from lightning_pipe.runtime.activations.protocol import Host
 from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchange import Exchange
 from lightning_pipe.runtime.gradients import Gradients
@@ -72,6 +74,7 @@ class Executor:
         transport: to the other ranks.
         loss: value name of the loss; None where there is none.
         step: called by `Step`, when all gradients are those of the whole batch.
+        host: where tensors are offloaded to; None takes one of its own.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Executor:
         transport: Transport,
         loss: str | None = None,
         step: Callable[[], None] = lambda: None,
+        host: Host | None = None,
     ) -> None:
         self.rank = transport.rank
         self.layout = layout
@@ -96,6 +100,7 @@ class Executor:
         self._slices: dict[int, Slices] = defaultdict(dict)
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
+        self._offloads = Offloads(self.stages, host or host_of(state.device))
 
     def run(
         self,
@@ -154,6 +159,7 @@ class Executor:
             ahead.forwarded(course.results)
         yield from self._follow(line[told:], course)
         yield from self._exchange.finish()
+        self._offloads.finish()
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
         return Outcome(collected, recorder.timeline(), recorder.memory())
 
@@ -171,6 +177,7 @@ class Executor:
                     self._exchange.receive(instruction)
                 case Compute():
                     yield from self._exchange.collect(instruction)
+                    yield from self._offloads.collect(instruction)
                     started = recorder.mark()
                     self._compute(instruction, course.job, course.results)
                     recorder.add(instruction, started)
@@ -192,8 +199,12 @@ class Executor:
                     self.stages[instruction.stage].free(instruction.microbatch)
                     recorder.add(instruction, started)
                     recorder.note_memory()
-                case Evict() | Fetch():
-                    _refuse_offloads((instruction.stage,))
+                case Evict():
+                    self._offloads.evict(instruction, self._slices[instruction.microbatch])
+                    recorder.note_memory()
+                case Fetch():
+                    self._offloads.fetch(instruction)
+                    recorder.note_memory()
                 case _:
                     assert_never(instruction)
 
@@ -202,6 +213,7 @@ class Executor:
         self._slices.clear()
         self._exchange.begin(program, recorder)
         self._gradients.begin(recorder)
+        self._offloads.begin(recorder)
 
     def _saved_bytes(self) -> int:
         """Return what the stages of this rank keep for I and W; memory that several share counts once."""
@@ -217,8 +229,6 @@ class Executor:
             )
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
-        if program.training and program.traffic.offloads:
-            _refuse_offloads(program.traffic.offloads)
 
     def _load(self, load: Load, job: Job) -> None:
         stage = self.stages[load.stage]
@@ -274,13 +284,6 @@ def run_together(
         for executor, job in zip(executors, jobs, strict=True)
     ]
     return drive_together(walks)
-
-
-def _refuse_offloads(stages: tuple[int, ...]) -> NoReturn:
-    raise ProgramError(
-        f"Stages {list(stages)} of the program offload tensors to the host, which can be planned and priced but not "
-        "run yet. Take `offload` out of these stages of the plan."
-    )
 
 
 def _leaf(job: Job, index: int, *, first: int, count: int) -> Content:

@@ -25,13 +25,16 @@ class PeakMemory:
 
     Args:
         device: where the tensors are.
+
+    Attributes:
+        bytes: after the block; None where torch's profiler has failed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seen: Allocations | None = None
         self._baseline = 0
-        self.bytes = 0
+        self.bytes: int | None = None
 
     def __enter__(self) -> PeakMemory:
         if self._device.type == "cuda":
@@ -50,7 +53,7 @@ class PeakMemory:
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._baseline
             return
         self._seen.__exit__(kind, error, traceback)
-        self.bytes = highest(self._seen.changes)
+        self.bytes = None if self._seen.failed else highest(self._seen.changes)
         self._seen = None
 
 

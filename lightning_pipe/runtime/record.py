@@ -96,6 +96,11 @@ class Recorder:
         if self.clock is not None:
             self._marks.append((instruction, start, self.clock.mark()))
 
+    def put(self, instruction: Instruction, start: Mark, end: Mark) -> None:
+        """Note when an instruction ran that somebody else has timed."""
+        if self.clock is not None:
+            self._marks.append((instruction, start, end))
+
     def note_memory(self) -> None:
         """Note what is held now."""
         if self.clock is not None and self.held_bytes is not None:

@@ -11,6 +11,8 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
     stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
     stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
     stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
+    stage.evict(m, host, slices), stage.fetch(m)            what is offloaded goes to the host, and comes back
+    stage.awaited_parcel(m)                                 what has to be back before I or B
     stage.outgoing(direction, target, m)                    contents to be sent
     stage.results(m), stage.free(m)
     stage.finish()                                          after the batch: state that changes once per batch
@@ -25,12 +27,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
+from typing import TypeGuard
 
 import torch
 
 from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram, Value
 from lightning_pipe.core.program import ComputeKind, Pass
+from lightning_pipe.runtime.activations.away import Away, send_away
+from lightning_pipe.runtime.activations.protocol import Host, Parcel
 from lightning_pipe.runtime.parts import Content
+from lightning_pipe.runtime.sums import Sums, add_to, storage_of
 
 Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
 Slices = dict[int, tuple[int, int]]  # storage of the batch -> address and bytes of a slice
@@ -90,6 +96,8 @@ class Stage:
         self._results: dict[int, dict[str, Content]] = {}
         self._pending: dict[int, tuple[Half, ...]] = {}
         self._later: dict[str, torch.Tensor] = {}
+        self._away: dict[int, Away] = {}
+        self._handed_out: set[int] = set()  # memory of results, which stays to the end of the batch
         self._sends: Sends = Counter()
         self._training = True
         self._due = {half: _gradients_due(program, half) for half in ("I", "W")}
@@ -98,8 +106,12 @@ class Stage:
         """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
         self._held.clear()
         self._results.clear()
+        self._handed_out.clear()
         self._pending.clear()
         self._later.clear()
+        for away in self._away.values():
+            away.parcel.discard()
+        self._away.clear()
         self._sends = Counter(sends)
         self._training = training
 
@@ -151,6 +163,33 @@ class Stage:
         tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
         return torch.cat(tensors, dim=along[value])
 
+    def evict(self, microbatch: int, host: Host, slices: Slices) -> Parcel:
+        """Start to copy what the stage offloads of a micro-batch to the host, and drop it.
+
+        Args:
+            microbatch: its number.
+            host: where it goes.
+            slices: what the rank loaded of the micro-batch; a slice of the batch goes by itself.
+        """
+        leaving = self.leaving(microbatch)
+        self._away[microbatch] = send_away(leaving, host, slices=slices)
+        self._drop(microbatch)
+        return self._away[microbatch].parcel
+
+    def leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
+        """Return what `evict` takes away of a micro-batch."""
+        wanted = self._awaited(microbatch) & self.program.offloaded
+        return {n: content for n, content in self._held[microbatch].items() if n in wanted and _is_dense(content)}
+
+    def fetch(self, microbatch: int) -> None:
+        """Start to copy back what was evicted."""
+        self._away[microbatch].parcel.fetch()
+
+    def awaited_parcel(self, microbatch: int) -> Parcel | None:
+        """Return what has to be back before the backward of a micro-batch; None if nothing is away."""
+        away = self._away.get(microbatch)
+        return None if away is None else away.parcel
+
     def outgoing(self, direction: Pass, target: int, microbatch: int) -> dict[str, Content]:
         """Return the values of one message in their order; after the last message that needs them they are dropped."""
         held = self._held[microbatch]
@@ -175,14 +214,16 @@ class Stage:
         return tuple(f"{microbatch}:{name}" for microbatch, held in self._held.items() for name in held)
 
     def saved_storages(self, slices: Mapping[int, Slices] = NO_SLICES) -> dict[int, int]:
-        """Return address and bytes of all memory that waits for I and W, parameters and buffers left out.
+        """Return address and bytes of all memory that waits for I and W, without parameters, buffers and results.
 
         Args:
             slices: by micro-batch, what the rank loaded; a slice of the batch counts for itself, although its memory is
                 that of the batch.
         """
-        own = self._storages()
+        own = self._storages() | self._handed_out
         found: dict[int, int] = {}
+        returning = [storage for away in self._away.values() for storage in away.storages()]
+        found.update((storage.data_ptr(), storage.nbytes()) for storage in returning)
         for microbatch, held in self._held.items():
             loaded = slices.get(microbatch, {})
             saved = (held[name] for name in self._awaited(microbatch) if name in held)
@@ -201,10 +242,16 @@ class Stage:
         self._run(program.forward, self._inputs(program.forward, held), held, slice_)
         self._update_buffers(microbatch)
         own = self._storages() if program.results else frozenset()
-        self._results[microbatch] = {name: _apart(self._input(name, held), own) for name in program.results}
+        results = {name: _apart(self._input(name, held), own) for name in program.results}
+        self._results[microbatch] = results
+        self._handed_out.update(
+            storage_of(content) for content in results.values() if isinstance(content, torch.Tensor)
+        )
         self._drop(microbatch)
 
     def _input_half(self, microbatch: int, slice_: Slice) -> None:
+        if (away := self._away.pop(microbatch, None)) is not None:
+            self._held[microbatch].update(away.tensors())
         half = self.program.input_grad
         if half is not None:
             self._half("I", half, microbatch, slice_)
@@ -225,9 +272,17 @@ class Stage:
         """Run a half on what is held, to which its outputs are added, and add up the gradients of parameters."""
         held.update(self._tangents(half, slice_))
         inputs = self._inputs(half, held)
-        self._run(half, inputs, held, slice_)
-        state = [content for name, content in zip(half.inputs, inputs, strict=True) if name not in held]
-        self._accumulate(self._due[kind], held, kept=[*held.values(), *state])
+        if half.streamed is None:
+            self._run(half, inputs, held, slice_)
+            state = [content for name, content in zip(half.inputs, inputs, strict=True) if name not in held]
+            self._accumulate(self._due[kind], held, kept=[*held.values(), *state])
+            return
+        streamed, sums = half.streamed, Sums(self._state.parameters, inputs)
+        outputs = streamed.run(slice_.samples, slice_.key, sums.add, *inputs)
+        sums.part_from(outputs)
+        held.update(zip(streamed.outputs, outputs, strict=True))
+        rest = {name: terms for name, terms in self._due[kind].items() if name not in streamed.gradients}
+        self._accumulate(rest, held, kept=[*held.values(), *inputs])
 
     def _run(self, half: Half, inputs: Sequence[Content], held: dict[str, Content], slice_: Slice) -> None:
         outputs = half.run(slice_.samples, slice_.key, *inputs)
@@ -256,7 +311,7 @@ class Stage:
         """Return the storages of the stage's parameters and buffers, which change after a result was taken."""
         program = self.program
         names = {*program.parameters.values(), *program.buffers.values(), *program.mutations}
-        return frozenset(_storage(self._state.tensor(name)) for name in names)
+        return frozenset(storage_of(self._state.tensor(name)) for name in names)
 
     def _update_buffers(self, microbatch: int) -> None:
         """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
@@ -290,9 +345,11 @@ class Stage:
         return {name for edge in edges for name in self.program.sends[edge]}
 
     def _awaited(self, microbatch: int) -> set[str]:
-        """Return the names that pending halves read, and those of gradients that wait for W."""
+        """Return the names that pending halves read, tangents left out, and of gradients that wait for W."""
         pending = self._pending.get(microbatch, ())
-        names = {name for half in pending for name in half.inputs}
+        names = {name for half in pending for name in half.inputs}.difference(self.program.tangents)
+        if microbatch in self._away:
+            names.difference_update(self._away[microbatch].forms)
         if self.program.weight_grad in pending:
             names.update(name for due in self._due["W"].values() for name in due)
         return names
@@ -301,20 +358,12 @@ class Stage:
         self, due: Mapping[str, Sequence[str]], held: Mapping[str, Content], *, kept: Iterable[Content]
     ) -> None:
         """Add gradients to those of their parameters; a first one is taken as it is if nothing else uses its memory."""
-        users = Counter(_storage(content) for content in kept if isinstance(content, torch.Tensor))
+        users = Counter(storage_of(content) for content in kept if isinstance(content, torch.Tensor))
         for canonical, names in due.items():
-            parameter = self._state.parameters[canonical]
             gradient = reduce(torch.add, (held[name] for name in names))
             assert isinstance(gradient, torch.Tensor)
             users_of_its_own = 1 if len(names) == 1 else 0
-            if gradient.layout != torch.strided:  # of a sparse embedding
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-            elif parameter.grad is not None:
-                parameter.grad.add_(gradient)
-            elif _fills(gradient, parameter) and users[_storage(gradient)] == users_of_its_own:
-                parameter.grad = gradient
-            else:
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
 
 
 def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
@@ -326,27 +375,18 @@ def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
     return {canonical: names for canonical, names in names_of.items() if (kind == "I") == early.issuperset(names)}
 
 
+def _is_dense(content: Content) -> TypeGuard[torch.Tensor]:
+    return isinstance(content, torch.Tensor) and content.layout == torch.strided
+
+
 def slices_of(leaves: Iterable[Content]) -> Slices:
     """Return where slices of a batch lie."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return {_storage(leaf): (leaf.data_ptr(), leaf.nbytes) for leaf in tensors}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+    return {storage_of(leaf): (leaf.data_ptr(), leaf.nbytes) for leaf in tensors}
 
 
 def _apart(content: Content, storages: AbstractSet[int]) -> Content:
     """Return the content, or a copy of it if it lies in one of the storages."""
-    if isinstance(content, torch.Tensor) and _storage(content) in storages:
+    if isinstance(content, torch.Tensor) and storage_of(content) in storages:
         return content.clone()
     return content
-
-
-def _fills(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a gradient has the parameter's form and fills its storage (so it is no view of something)."""
-    return (
-        gradient.dtype == parameter.dtype
-        and gradient.stride() == parameter.stride()
-        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    )

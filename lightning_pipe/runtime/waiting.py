@@ -15,8 +15,10 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from lightning_pipe.core.program import Instruction
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.failure import MESSAGE
 
 _LOOK_S = 0.0005  # between two looks at a device
+_PATIENCE_S = 1.0  # of one wait for what will end
 
 
 class Handle(Protocol):
@@ -33,6 +35,18 @@ class Handle(Protocol):
     def landed(self) -> bool:
         """Return whether the data is really there. Differs from a successful `wait` where a device queues it."""
         ...
+
+
+class Independent:
+    """Mark the handles of what ends some day whatever other ranks do, such as a copy to the host."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most so long; return whether the data may be used."""
+        raise NotImplementedError
+
+    def landed(self) -> bool:
+        """Return whether the data is really there."""
+        raise NotImplementedError
 
 
 class Done:
@@ -69,10 +83,15 @@ class Landing:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for: the handle, and the instruction (or the words) that an error will name."""
+    """What a rank waits for: the handle, and the instruction (or the words) that an error will name.
+
+    Attributes:
+        kind: whether it is part of a program, or an exchange of two ranks or all beside programs.
+    """
 
     handle: Handle
     what: Instruction | str
+    kind: int = MESSAGE
 
 
 T = TypeVar("T")
@@ -90,6 +109,13 @@ def drive(walk: Walk[T], *, wait: Callable[[Wait], None]) -> T:
         wait(pending)
 
 
+def _ends_alone(handle: Handle) -> bool:
+    """Wait for a handle that is done whatever other ranks do; return whether it is one."""
+    while isinstance(handle, Independent) and not handle.wait(_PATIENCE_S):
+        pass
+    return isinstance(handle, Independent)
+
+
 def drive_together(walks: Sequence[Walk[T]]) -> list[T]:
     """Run the walks of all ranks in this thread, each as far as its handles are done, and return their results.
 
@@ -100,6 +126,7 @@ def drive_together(walks: Sequence[Walk[T]]) -> list[T]:
     waiting: dict[int, Wait] = {index: Wait(Done(), "its start") for index in range(len(walks))}
     while waiting:
         ready = [index for index, wait in waiting.items() if wait.handle.wait(0)]
+        ready = ready or [index for index, wait in waiting.items() if _ends_alone(wait.handle)]
         if not ready:
             waits = "; ".join(f"rank {index} waits for {wait.what}" for index, wait in waiting.items())
             raise PipelineError(f"No rank can continue: {waits}. Is this program verified, and the same on all ranks?")

@@ -1,17 +1,18 @@
 """Who looks after a rank that waits? A watch: deadlines, and the failures of other ranks.
 
-`Unwatched` waits for ever; `store_watch.StoreWatch` is what a training uses.
+`Unwatched` waits for ever; `guarded_watch.GuardedWatch` is what a training uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_pipe.core.program import Instruction
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.process import Limits
 from lightning_pipe.runtime.waiting import Wait
 
 POLL_S = 0.2  # how often a waiting rank looks up
@@ -49,6 +50,19 @@ class Unwatched:
         """Do nothing."""
         yield
 
+    @contextmanager
+    def opening(self, what: str) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    @contextmanager
+    def limited(self, what: str) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    def watch_processes(self, pids: Sequence[int]) -> None:
+        """Do nothing."""
+
     def at(self, instruction: Instruction) -> None:
         """Do nothing."""
 
@@ -60,21 +74,29 @@ class Unwatched:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a rank waits for what.
+    """How long a rank waits for what, in seconds.
 
     Attributes:
-        deadline_s: for a message or a sum.
-        stale_s: for a sign of life of a peer that is inside a program.
-        grace_s: for its own current instruction, once another rank has failed.
-        beat_s: between two signs of life.
-        parting_s: for the other ranks to read of its failure.
+        deadline_s: for a message, a sum, a connection, or a batch.
+        stale_s: for a sign of life of a rank that is inside a program, and of a host.
+        grace_s: for a rank to come out of its current instruction, once another rank has failed.
+        parting_s: for the failure behind an error that looks like the consequence of one.
     """
 
     deadline_s: float = 300.0
     stale_s: float = 15.0
     grace_s: float = 5.0
-    beat_s: float = 1.0
     parting_s: float = 3.0
+
+    @property
+    def limits(self) -> Limits:
+        """Return what the guard keeps to."""
+        return Limits(self.deadline_s, self.stale_s, self.grace_s)
+
+
+def patience_until(deadline_s: float) -> Patience:
+    """Return how long a rank waits for what, given the deadline: silence is noticed in half of it at the latest."""
+    return Patience(deadline_s, stale_s=min(Patience.stale_s, deadline_s / 2))
 
 
 PATIENCE = Patience()
@@ -82,3 +104,11 @@ PATIENCE = Patience()
 
 class PeerFailure(PipelineError):
     """Report, on a rank that is well, the failure of another one."""
+
+
+class OverdueError(PipelineError):
+    """Report a wait that took longer than the deadline."""
+
+
+class MismatchError(PipelineError):
+    """Report ranks that wait for different things which all of them must do together."""

@@ -1,8 +1,8 @@
 """How much memory do the ranks use, and when? The bytes of a timeline, by what they are for.
 
     state       parameters, their gradients, optimizer state, buffers of the module: always
-    held        saved, from the start of F to the end of I (or B), except what is offloaded from the end of Evict to the
-                start of Fetch; kept, from the end of I to Free
+    held        saved, from the start of F to the end of I (or B), except what is offloaded from the end of Evict until
+                the rank's list posts Fetch, which allocates it; kept, from the end of I to Free
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; gradients being
@@ -230,6 +230,11 @@ class _Rank:
                     size = self._prices.message_bytes(message)
                     use = _Use("buffers", now, gone, size)
                     sent[message.source, message.direction, message.microbatch].append((message.target, use))
+                case Fetch(stage, microbatch):
+                    offloaded = self._amounts_of(stage, len(self._samples(stage, microbatch))).offloaded
+                    user = self._find(stage, _BACKWARD, microbatch)
+                    assert user is not None, f"a verified program uses what it fetches: {instruction}"
+                    yield _Use("held", now, user.end, offloaded)
                 case Reduce(bucket):
                     step = self._others.get(Step())
                     end = step.start if step is not None else self._last
@@ -261,9 +266,8 @@ class _Rank:
         backward = self._find(stage, _BACKWARD, microbatch)
         change = backward.end if backward is not None else end
         if amounts.offloaded and backward is not None:
-            evict, fetch = self._others[Evict(stage, microbatch)], self._others[Fetch(stage, microbatch)]
+            evict = self._others[Evict(stage, microbatch)]
             yield _Use("held", forward.start, evict.end, amounts.offloaded)
-            yield _Use("held", fetch.start, change, amounts.offloaded)
             saved -= amounts.offloaded
         yield _Use("held", forward.start, end, min(saved, kept))
         yield _Use("held", forward.start, change, saved - min(saved, kept))
@@ -288,7 +292,7 @@ class _Rank:
         key = (compute.stage, compute.kind, samples, len(compute.microbatches))
         if key not in self._workspaces:
             self._workspaces[key] = self._prices.workspace_bytes(compute, samples)
-        taken_over = self._prices.gradient_bytes(compute) if is_first else 0
+        taken_over = self._prices.gradient_bytes(compute, samples) if is_first else 0
         return _Use("workspace", event.start, event.end, max(0, self._workspaces[key] - taken_over))
 
     def _handed_over(self) -> Iterator[_Use]:

@@ -85,7 +85,7 @@ class UnitPrices:
         """Return nothing."""
         return 0
 
-    def gradient_bytes(self, compute: AnyCompute) -> int:
+    def gradient_bytes(self, compute: AnyCompute, samples: int) -> int:
         """Return nothing."""
         return 0
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.failure import PAIR, TOGETHER
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle, Wait
 
@@ -75,7 +76,7 @@ class Control:
     def copy(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
         """Copy a contiguous host tensor of one rank into those of the others, in place, and return it."""
         if self._transport is not None and tensor.numel():
-            self._finish(self._transport.broadcast(tensor, source=source, group=self._everyone), what)
+            self.wait(Wait(self._transport.broadcast(tensor, source=source, group=self._everyone), what, TOGETHER))
         return tensor
 
     def tell(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
@@ -103,7 +104,7 @@ class Control:
         """Begin to add the host tensors of all ranks, in place; who waits has the sum."""
         if self._transport is None:
             return Wait(Done(), what)
-        return Wait(self._transport.all_reduce(tensor, group=self._everyone), what)
+        return Wait(self._transport.all_reduce(tensor, group=self._everyone), what, TOGETHER)
 
     def to_first(self, value: T | None, *, source: int, what: str) -> T | None:
         """Bring an object of rank `source` to rank 0; the other ranks are not concerned and get None."""
@@ -133,7 +134,7 @@ class Control:
         return _unpack(content)
 
     def _finish(self, handle: Handle, what: str) -> None:
-        self.wait(Wait(handle, what))
+        self.wait(Wait(handle, what, PAIR))
 
 
 def _pack(value: Any) -> bytes:

@@ -1,8 +1,9 @@
 """What are plans judged by? Seconds and bytes of the step's operations, of the links and of the optimizer.
 
-Measured on all ranks together, once per fit: ranks with the same kind of device share the operations among them, and
-measure at the same time, so that what they have in common (caches, memory bandwidth) is as busy as in training. Rank 0
-puts the problem together. Where nothing is to be measured, costs are counted.
+Measured on all ranks together, once per fit, and once for validate, test or predict outside of one: ranks with the same
+kind of device share the operations among them, and measure at the same time, so that what they have in common (caches,
+memory bandwidth) is as busy as in training. Rank 0 puts the problem together. Where nothing is to be measured, costs
+are counted.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from lightning_pipe.core.cluster_file import check_ranks, find_cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Layout
+from lightning_pipe.cost.counted import counted_on
 from lightning_pipe.planner.problem import Problem, counted_problem
 from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
 from lightning_pipe.profiler.links import Handle, LinkFacts, computing, probe_links
 from lightning_pipe.profiler.operators import Operators
 from lightning_pipe.profiler.optimizer import profile_optimizer
+from lightning_pipe.profiler.swaps import measure_swap
+from lightning_pipe.runtime.activations.protocol import Host
+from lightning_pipe.runtime.activations.trip import trip_s
 from lightning_pipe.runtime.waiting import Wait
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.strategy.links import Links
@@ -51,10 +56,11 @@ class Costs:
         config: options.
         links: to the other ranks.
         device: where this rank computes.
+        host: where it offloads to.
     """
 
-    def __init__(self, config: DappleConfig, links: Links, *, device: torch.device) -> None:
-        self._config, self._links, self._device = config, links, device
+    def __init__(self, config: DappleConfig, links: Links, *, device: torch.device, host: Host) -> None:
+        self._config, self._links, self._device, self._host = config, links, device, host
 
     def problem(
         self,
@@ -84,12 +90,15 @@ class Costs:
         described = control.agreed(self._given_cluster, source=0, what="the cluster file")
         if described is not None:
             problem = replace(problem, cluster=described)
+            if not self._measures():
+                profile, cluster = counted_on(capture.graph, described)
+                problem = replace(problem, profile=profile, cluster=cluster)
         is_ahead = self._config.post_validation and training and control.ranks > 1 and not isinstance(capture, Replay)
 
         def asked(problem: Problem) -> Problem:
             return problem.ahead(takes_back=takes_back) if is_ahead else problem
 
-        if not self._measures(training):
+        if not self._measures():
             return asked(problem) if control.rank == 0 else None
         started = time.perf_counter()
         facts = self._facts()
@@ -116,11 +125,11 @@ class Costs:
         }
         return asked(replace(problem, profile=replace(profile, **runtime)))
 
-    def _measures(self, training: bool) -> bool:
-        """Say whether anything is measured: not for evaluation, nor where there is nothing to plan."""
+    def _measures(self) -> bool:
+        """Say whether anything is measured: not where there is nothing to plan."""
         config = self._config
         wanted = self._links.control.ranks > 1 or config.report is not None
-        return training and wanted and config.costs == "measured"
+        return wanted and config.costs == "measured"
 
     def _given_cluster(self) -> Cluster | None:
         name = self._config.cluster
@@ -133,6 +142,9 @@ class Costs:
     def _facts(self) -> list[DeviceFacts]:
         """Return what every rank knows of its device, on all ranks."""
         mine = describe_device(self._device, host=socket.gethostname())
+        with torch.inference_mode(False):
+            swap = measure_swap(lambda count: trip_s(self._host, count, device=self._device))
+        mine = replace(mine, swap=swap)
         return self._gathered(mine, "the devices")
 
     def _probed(self, facts: Sequence[DeviceFacts]) -> LinkFacts:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import pickle
 import random
@@ -28,6 +29,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 
 from lightning_pipe.capture.batch import Structure, flatten
 from lightning_pipe.errors import BatchError, PipelineError
+from lightning_pipe.runtime.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.watch import Unwatched
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.samplers import gather_shards
 from lightning_pipe.strategy.stand_ins import absent_batch
@@ -58,10 +61,19 @@ class Feed:
         control: to the other ranks.
         ahead: whether ranks may go on before the others have heard of a batch.
         device: where this rank computes.
+        watch: looks after the loading of batches, and after workers of loaders.
     """
 
-    def __init__(self, control: Control, *, ahead: bool = False, device: torch.device = _HOST) -> None:
+    def __init__(
+        self,
+        control: Control,
+        *,
+        ahead: bool = False,
+        device: torch.device = _HOST,
+        watch: GuardedWatch | Unwatched | None = None,
+    ) -> None:
         self._control, self._device = control, device
+        self.watch = watch or Unwatched()
         self._tell = control.tell if ahead else control.copy
         self._loading = tuple(range(control.ranks))
         self._assigned = False
@@ -227,7 +239,11 @@ class FedLoader:
     def open(self) -> Iterator[Any]:
         """Return an iterator of the wrapped loader: the one whose first batch was looked at, or a new one."""
         peeked, self.peeked = self.peeked, None
-        return iter(self.loader) if peeked is None else peeked
+        if peeked is not None:
+            return peeked
+        opened = iter(self.loader)
+        self.feed.watch.watch_processes(_workers())
+        return opened
 
     def look(self) -> Any:
         """Return the first batch of the iteration that comes next, or has begun; on all ranks together.
@@ -281,7 +297,8 @@ class FedIterator:
 
     def _next(self, own: Iterator[Any]) -> Any:
         try:
-            batch = next(own)
+            with self._feed.watch.limited("the loading of a batch"):
+                batch = next(own)
         except StopIteration:
             self._feed.announce(_END, 0)
             raise
@@ -307,6 +324,12 @@ class FedIterator:
             self._feed.same_randomness()
         self._own = self._loader.open() if self._feed.loads else None
         self._loader.peeked = None
+
+
+def _workers() -> list[int]:
+    """List the processes that load for this one: children that must not outlive it."""
+    children = multiprocessing.active_children()
+    return [child.pid for child in children if child.daemon and child.pid is not None]
 
 
 def checksum(batch: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster_file import save_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
@@ -16,6 +18,7 @@ from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, position_seconds
+from lightning_pipe.errors import ConfigError
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.pages import page_of
@@ -29,6 +32,7 @@ from lightning_pipe.report import (
     comparison_table,
     explain,
     html_page,
+    idle_stages,
     main_sentences,
     plan_table,
     plot_memory,
@@ -56,6 +60,29 @@ class Findings:
     curves: tuple[MemoryCurve, ...]
 
 
+def make_room(config: DappleConfig) -> None:
+    """Make the directories that report and timeline will be written to, before training rather than after its first steps.
+
+    Raises:
+        ConfigError: if that is not possible.
+    """
+    wanted = {"report": config.report, "trace": config.trace}
+    for option, path in wanted.items():
+        if path is None:
+            continue
+        is_folder = option == "report" and Path(path).suffix != ".html"
+        folder = Path(path) if is_folder else Path(path).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"found {option}={path!r}, but nothing can be written to {folder} ({error.strerror}); expected a "
+                "directory that exists, or can be made, on the host of rank 0."
+            ) from error
+
+
 def introduce(planned: Planned, graph: Graph) -> None:
     """Show the plan, and, if costs were measured, why it was chosen and whether it fits.
 
@@ -64,6 +91,13 @@ def introduce(planned: Planned, graph: Graph) -> None:
         graph: its graph, with the samples of the whole batch.
     """
     problem = planned.problem
+    if idle := idle_stages(planned.plan, graph):
+        few = f"{len(planned.plan.stages) - len(idle)} stages"
+        rank_zero_warn(
+            f"Stages {', '.join(map(str, idle))} of {len(planned.plan.stages)} hold no parameters and compute next to "
+            f"nothing: their ranks are idle. The step has too few operations for so many stages ({few} would do), or "
+            "samples do not lie along batch_dim, so that most of it sees the whole batch."
+        )
     if problem.profile.source != "measured":
         rank_zero_info(plan_table(planned.plan, graph, joinable=_joinable(planned)))
         return

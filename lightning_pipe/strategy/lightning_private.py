@@ -16,6 +16,11 @@ LightningModule._on_before_batch_transfer     calls the user's hook with the bat
 LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
 LightningModule._device             what `self.device` says; the whole module is on the host before it is placed
 _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
+_call_children_scripts              runs the script again; not followed by Lightning's own observer, which kills all ranks
+                                    of the host before anybody can say why
+_set_num_threads_if_needed          shares the cores of the host among its ranks
+_signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broadcasts inside the signal handler and never
+                                    returns where one rank alone got the signal
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
 _optimizers_to_device, _optimizer_to_device   move optimizer state
@@ -34,6 +39,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as limit_threads
 from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.throughput import Throughput
@@ -54,6 +60,7 @@ __all__ = [
     "call_strategy_hook",
     "default_backend",
     "init_dist_connection",
+    "limit_threads",
     "optimizer_to_device",
     "optimizers_to_device",
 ]
@@ -91,6 +98,20 @@ def replace_sigterm_broadcast(trainer: pl.Trainer, any_rank_stops: Callable[[boo
             raise SIGTERMException
 
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = ask
+
+
+def replace_sigterm_handler(trainer: pl.Trainer) -> Callable[[], Any]:
+    """Let SIGTERM be noted, and passed on to the processes that this one has started; return what undoes this."""
+    connector: Any = trainer._signal_connector
+
+    def note(signum: Any, _: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note
+    return lambda: vars(connector).pop("_sigterm_notifier_fn", None)
 
 
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:

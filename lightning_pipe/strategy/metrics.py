@@ -15,13 +15,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from typing_extensions import assert_never
 
 from lightning_pipe.capture.inner_states import set_state
 from lightning_pipe.capture.python_places import ABSENT, follow
 from lightning_pipe.capture.record import (
+    STAND_INS,
     Computed,
     Guard,
     Kept,
@@ -35,10 +35,9 @@ from lightning_pipe.capture.record import (
     StepRecord,
 )
 from lightning_pipe.capture.tracked_number import Situation, evaluate
+from lightning_pipe.capture.trees import found_in, mapped
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.parts import Content
-
-_SAID = (Ref, Read, Sized, Computed, MetricRef, MetricValue)
 
 
 def outputs(record: StepRecord) -> tuple[str, ...]:
@@ -50,8 +49,7 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
         [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
         [kept.value for kept in record.kept],
     ]
-    apply_to_collection(said, _SAID, lambda one: found.setdefault(one.name) if isinstance(one, Ref | Read) else None)
-    return tuple(found)
+    return tuple({**found, **dict.fromkeys(one.name for one in found_in(said, (Ref, Read)))})
 
 
 def replay(
@@ -78,7 +76,7 @@ def replay(
     results: list[Any] = []
 
     def real(said: Any) -> Any:
-        return apply_to_collection(said, _SAID, one)
+        return mapped(said, STAND_INS, one)
 
     def one(said: Any) -> Any:
         match said:

@@ -30,16 +30,18 @@ from lightning_pipe.capture.lengths import Lengths
 from lightning_pipe.capture.python_places import Slot
 from lightning_pipe.capture.record import Guard
 from lightning_pipe.capture.replay import Replay
+from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.capture.witness import is_due
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.resolve import resolve
+from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.check import check_captured
@@ -47,7 +49,15 @@ from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.planning import Planned, check_samples, cut_other, given_plan, in_turns, propose
+from lightning_pipe.strategy.planning import (
+    Planned,
+    check_samples,
+    cut_other,
+    given_plan,
+    in_turns,
+    policies_for,
+    propose,
+)
 from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.routes import captured_by, told
@@ -116,7 +126,8 @@ class Pipeline:
         self._proposal: Planned | None = None
         self._shapes = ShapesCaptured()
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
-        self._costs = Costs(config, links, device=device)
+        self._host = host_of(device)
+        self._costs = Costs(config, links, device=device, host=self._host)
         self._given: Plan | None = None
         self._role: Role | None = None
         self._later = later
@@ -128,6 +139,10 @@ class Pipeline:
     def planned(self) -> tuple[Plan, Graph] | None:
         """Return the plan and its graph, once there are any."""
         return None if self._planned is None else (self._planned.plan, self._planned.graph)
+
+    def close(self) -> None:
+        """Release what offloading has taken of the host."""
+        self._host.close()
 
     @property
     def is_measured(self) -> bool:
@@ -202,7 +217,9 @@ class Pipeline:
         def make() -> Plan:
             assert problem is not None, "made on rank 0"
             try:
-                candidates.extend(propose(problem, self._wanted(captured), given=self._given))
+                replayed = isinstance(captured.capture, Replay)
+                wanted = self._wanted(captured)
+                candidates.extend(propose(problem, wanted, given=self._given, replayed=replayed))
             except PlanError as error:
                 if isinstance(captured.capture, Replay) and graph.uncuttable and (kept := captured.capture.kept):
                     raise PlanError(f"{error} {call.method} keeps state for its next call: {kept}.") from error
@@ -402,7 +419,7 @@ class Pipeline:
         for step in different_traces(relatives):
             other = step.for_lengths(call)
             if other is not None and self._sizes(other.capture, samples):
-                return other
+                return other.with_role(self._role if call.method == TRAINING else None)
         begin = time.perf_counter()
         lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self._config.batch_dim)
         found = self._capture(call, self._largest_slice(samples), lengths=lengths)
@@ -467,9 +484,15 @@ class Pipeline:
             if reason:
                 found: Capture | Replay = Replay(request, traced(request), reason=reason)
             else:
-                found = captured_by(self._config.capture, request, traced=traced)
+                found = captured_by(self._config.capture, request, traced=traced, refusals=self._refusals)
         captured = Captured(found, replace(request, answers=None), reader, call.structure.template)
         return captured.with_role(self._role if call.method == TRAINING else None)
+
+    def _refusals(self, refuses: bool) -> tuple[int, int]:
+        """Return how many ranks refuse to make a graph of a step, and how many there are."""
+        control = self._links.control
+        told = control.sum(torch.tensor(float(refuses)), what="whether the step can be one graph")
+        return int(told), control.ranks
 
     def _traced(self, call: Call, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""
@@ -492,13 +515,33 @@ class Pipeline:
             check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
         return Step(
             captured,
-            captured.capture.split(cuts, exact_ties=self._config.exact_ties, held=self._held),
+            self._split(captured, cuts),
             plan=in_turns(self._plan_now) if is_replay else self._plan_now,
             links=self._links,
             weights=self._weights,
             device=self._device,
+            host=self._host,
             early=self._later is not None and captured.request.method == TRAINING and not is_replay,
         )
+
+    def _split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
+        """Cut a captured step, whose stages do with what they save what the plan says."""
+        assert self._planned is not None, "planned before anything is run"
+        capture, plan, common = captured.capture, self._planned.plan, {"exact_ties": self._config.exact_ties}
+        if isinstance(capture, Replay):
+            if capture.graph.gradients and not all(keeps_all(stage) for stage in plan.stages):
+                rank_zero_warn(
+                    f"{captured.request.method} is replayed, and keeps all that its modules save, although the plan "
+                    "recomputes or offloads; it may need more memory."
+                )
+            return capture.split(cuts, held=self._held, **common)
+        policies, missing = policies_for(plan, capture.graph, cuts, planned=self._planned.graph)
+        if missing:
+            rank_zero_warn(
+                f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
+                f"that the plan says. It keeps {missing}, and may need more memory."
+            )
+        return capture.split(cuts, policies=policies, held=self._held, **common)
 
     def _cuts(self, graph: Graph) -> tuple[int, ...]:
         assert self._planned is not None, "planned before anything is run"

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.plan import Plan, keeps_all
+from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.judge import Judged, judge
+from lightning_pipe.planner.policies import keeps_everything, known_places, policies_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose as planned
 from lightning_pipe.planner.resolve import check_weights, transfer_cuts
@@ -23,19 +25,12 @@ def given_plan(config: DappleConfig) -> Plan | None:
     """Read the user's plan, if there is one.
 
     Raises:
-        PlanError: if the file cannot be read, has weights that do not fit its ranks, or wants what is planned and
-            priced, but not run yet.
+        PlanError: if the file cannot be read, or has weights that do not fit its ranks.
     """
     if config.plan is None:
         return None
     plan = load_yaml(Plan, config.plan)
     check_weights(plan)
-    for s, stage in enumerate(plan.stages):
-        if keys := [key for key, places in (("recompute", stage.recompute), ("offload", stage.offload)) if places]:
-            raise PlanError(
-                f"Stage {s} of the plan {config.plan} has `{'` and `'.join(keys)}`, which can be planned and priced, "
-                "but not run yet. Remove these keys from the stages of the file."
-            )
     return plan
 
 
@@ -58,16 +53,31 @@ class Planned:
     route: str
 
 
-def propose(problem: Problem, config: DappleConfig, *, given: Plan | None) -> list[Judged]:
+def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, replayed: bool = False) -> list[Judged]:
     """Judge the given plan, or let the planner that the configuration names make some; its choice comes first.
 
+    Args:
+        problem: what is planned for.
+        config: options.
+        given: the user's plan, if there is one.
+        replayed: whether autograd decides what is saved, so that plans keep all of it.
+
     Raises:
-        PlanError: if the plan does not fit, the layout does not fit the ranks, the graph is too small, or no plan fits
-            into memory.
+        PlanError: if a replayed step is to recompute or offload, the plan or the layout does not fit, the graph is too
+            small, or no plan fits into memory.
     """
     if given is not None:
+        if replayed and not all(keeps_all(stage) for stage in given.stages):
+            raise PlanError(
+                f"The plan {config.plan} has stages that recompute or offload, but this step is replayed, and what its "
+                "modules save is autograd's. Remove `recompute:` and `offload:` from the file, and call "
+                "torch.utils.checkpoint in the modules whose activations are to be recomputed."
+            )
         return [judge(given, problem)]
-    found = planned(replace(problem, wishes=config.wishes), config.planner)
+    wishes = config.wishes
+    found = planned(
+        replace(problem, wishes=replace(wishes, reliefs=frozenset()) if replayed else wishes), config.planner
+    )
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 
 
@@ -109,3 +119,23 @@ def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[i
     working = next((s for s, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end), 0)
     starts[1 : working + 1] = [ends[working]] * working  # batches are loaded by stage 0, so it always has work
     return tuple(starts[1:])
+
+
+def policies_for(
+    plan: Plan, graph: Graph, cuts: tuple[int, ...], *, planned: Graph
+) -> tuple[tuple[ActivationPolicy, ...], str]:
+    """Return the activation policy of every stage, and what of the plan's is not followed; "" if all is.
+
+    Args:
+        plan: the plan.
+        graph: the graph that is cut: that of the plan, or another of the module (other shapes, another branch).
+        cuts: its cuts.
+        planned: the graph that the plan was made for.
+
+    Raises:
+        PlanError: if the graph is that of the plan, and a place in it is wrong.
+    """
+    if not graph.gradients or keeps_everything(plan, graph):
+        return (), ""
+    known, missing = (plan, ()) if graph.fingerprint == planned.fingerprint else known_places(plan, graph, cuts)
+    return policies_of(known, graph, cuts), ", ".join(missing)

@@ -1,7 +1,7 @@
 """How did the first steps go? Recorded on every rank, and put together on rank 0.
 
     step 0      nothing but a timeline: caches fill, the optimizer makes its state
-    step 1      memory is measured, which makes the step slow
+    step 1      memory is measured, which makes the step slow (in the next one, should the profiler fail)
     step 2...   timelines that are compared with the simulated one
 
 The optimizer steps after the program, by Lightning: its time is taken by hooks and put in the place of the program's
@@ -102,7 +102,7 @@ class Recording:
     @property
     def measures_memory(self) -> bool:
         """Return whether the memory of the next step is measured."""
-        return self._wants_memory and len(self._ran) == _MEMORY_STEP
+        return self._wants_memory and self._memory is None and len(self._ran) >= _MEMORY_STEP
 
     def add(self, ran: Ran) -> None:
         """Keep what a step was like, before the optimizer steps."""

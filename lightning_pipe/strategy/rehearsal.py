@@ -63,7 +63,8 @@ def rehearse(links: Links, device: torch.device) -> Rehearsed | None:
     sizes = (1,) * _MICROBATCHES
     order = one_f_one_b(layout, _MICROBATCHES)
     program = verify(lower(order, layout=layout, sizes=sizes, traffic=split.traffic))
-    connect(links.transport, [program])
+    with links.watch.opening("the connections of a program"):
+        connect(links.transport, [program])
     parameters = {f"w{s}": torch.zeros(1, device=device) for s in range(control.ranks)}
     executor = Executor(split, layout, state=State(parameters, {}, device), transport=links.transport)
     job = Job((torch.zeros(_MICROBATCHES, _WIDTH, device=device),), (True,), tuple(range(_MICROBATCHES)))

@@ -18,25 +18,35 @@ from lightning_pipe.errors import CaptureError
 log = logging.getLogger(__name__)
 
 
-def captured_by(route: str, request: Request, *, traced: Callable[[Request], UnitTrace]) -> Capture | Replay:
+def captured_by(
+    route: str, request: Request, *, traced: Callable[[Request], UnitTrace], refusals: Callable[[bool], tuple[int, int]]
+) -> Capture | Replay:
     """Capture a step.
 
     Args:
         route: "auto", "joint" or "replay".
         request: the step.
         traced: finds the units of the step by a run on real tensors; called on all ranks together.
+        refusals: tells the other ranks whether this one refuses a graph; returns how many do and how many there are.
 
     Raises:
-        CaptureError: if no route that is allowed can hold the step.
+        CaptureError: if no route that is allowed can hold the step; or where it cannot be one graph on some ranks only,
+            on these: their Python does something else, as by an error of its own.
     """
     if route == "replay":
         return Replay(request, traced(request), reason="capture='replay' asks for it")
+    captured: Capture | None = None
+    reason: CaptureError | None = None
     try:
-        return capture_step(request)
+        captured = capture_step(request)
     except CaptureError as refused:
-        if route == "joint":
-            raise
         reason = refused
+    refusing, ranks = refusals(reason is not None)
+    if captured is not None:
+        return captured  # if another rank refuses, its error comes to this one too
+    assert reason is not None, "a step is captured or refused"
+    if route == "joint" or refusing < ranks:
+        raise reason
     try:
         replay = Replay(request, traced(request), reason=str(reason))
     except CaptureError as error:

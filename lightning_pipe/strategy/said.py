@@ -15,19 +15,20 @@ Legend: a piece is what one play of the last stage said.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.capture.numbers import RETURNED, VALUE, Place, call_keys
 from lightning_pipe.capture.record import Kept, LogCall, MetricCall, MetricValue, Ref, StepRecord
 from lightning_pipe.capture.replay_state import same_left
 from lightning_pipe.capture.replay_values import LOSS
 from lightning_pipe.capture.step import Recording
+from lightning_pipe.capture.trees import branches, found_in, mapped, rebuilt
+from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.strategy.control import Control
 
@@ -97,7 +98,7 @@ def uneven(words: Sequence[Words]) -> str:
     left: dict[int, list[Kept]] = {}
     for microbatch, _, _, recording in words:
         named = {str(i): tensor for i, tensor in enumerate(recording.results)}
-        real = partial(apply_to_collection, dtype=Ref, function=lambda ref, named=named: named.get(ref.name, ref))
+        real = partial(mapped, kinds=Ref, function=lambda ref, named=named: named.get(ref.name, ref))
         left.setdefault(microbatch, []).extend(replace(kept, value=real(kept.value)) for kept in recording.kept)
     first, *others = left.values()
     for other in others:
@@ -108,9 +109,7 @@ def uneven(words: Sequence[Words]) -> str:
 
 
 def _holds_loss(returned: Any) -> bool:
-    found: list[str] = []
-    apply_to_collection(returned, Ref, lambda ref: found.append(ref.name))
-    return LOSS in found
+    return any(ref.name == LOSS for ref in found_in(returned, Ref))
 
 
 def _on_host(recording: Recording) -> Recording:
@@ -159,12 +158,15 @@ class _Merger:
             return self._named(_joined(tensors, [piece.samples for piece in pieces], how))
         if isinstance(first, MetricValue):
             return MetricValue(self._places[pieces[0].keys[first.call]])
-        if isinstance(first, Mapping):
-            each = {k: self.value([one[k] for one in found], pieces, (*place, str(k)), how=how) for k in first}
-            return type(first)(each)
-        if type(first) in (list, tuple):
-            items = enumerate(zip(*found, strict=True))
-            return type(first)(self.value(list(item), pieces, (*place, str(i)), how=how) for i, item in items)
+        if (inside := branches(first)) is not None:
+            each = [branches(one) or {} for one in found]
+            if any(one.keys() != inside.keys() for one in each):
+                raise PipelineError(
+                    f"What the step returns or logs has other entries for some micro-batches than for others, at "
+                    f"{'.'.join(place)}: {[*map(list, each)]}. Return the same entries always, or set microbatches=1."
+                )
+            items = {k: self.value([one[k] for one in each], pieces, (*place, str(k)), how=how) for k in inside}
+            return rebuilt(first, items)
         if place in self._proportional:
             return sum(found)
         if isinstance(first, (int, float)) and any(one != first for one in found):

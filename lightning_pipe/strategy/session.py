@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
 from lightning_pipe.capture.backward_hooks import hooked_modules
+from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
@@ -103,6 +104,7 @@ class Session:
         self._recording: Recording | None = None
         self.comparison: Comparison | None = None
         self._example = module.example_input_array
+        self._traces = traces_made()
         self._metrics.begin()
 
     @property
@@ -272,8 +274,10 @@ class Session:
             groups.follow()
         self._module.example_input_array = self._example
         self._metrics.end()
+        self._pipeline.close()
         Clipper.remove(self._plugin)
         private.call_hook_before_transfer(self._module)
+        forget_traces(self._traces)
 
     def _structure(self, batch: Any) -> Structure:
         """Return the structure of a batch as all ranks know it."""

@@ -24,6 +24,7 @@ from lightning_pipe.capture.tracked_number import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
+from lightning_pipe.runtime.activations.protocol import Host
 from lightning_pipe.runtime.agree import disagreements
 from lightning_pipe.runtime.executor import Executor
 from lightning_pipe.runtime.groups import bucket_group, connect
@@ -53,6 +54,7 @@ class Step:
         links: to the other ranks.
         weights: where parameters live.
         device: where this rank computes.
+        host: where it offloads to.
         early: whether results are exchanged while a program runs, beside its messages.
 
     Attributes:
@@ -70,6 +72,7 @@ class Step:
         links: Links,
         weights: Weights,
         device: torch.device,
+        host: Host,
         early: bool = False,
     ) -> None:
         check_slices(split, plan.layout)
@@ -88,7 +91,8 @@ class Step:
         )
         self.buffers = state.buffers
         transport = links.transport
-        self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=self.capture.record.loss)
+        loss = self.capture.record.loss
+        self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=loss, host=host)
         beside = links.control.transport if early else None
         carrier = torch.device("cpu") if beside is not None else device
         self.results = Results(split, plan.layout, transport=beside or transport, device=device, carrier=carrier)
@@ -152,7 +156,8 @@ class Step:
                 )
                 program = self._lowered(sizes, synchronise, training, join=1)
             agree(self._links, {"program": format_program(program)})
-            connect(self._links.transport, [program])
+            with self._links.watch.opening("the connections of a program"):
+                connect(self._links.transport, [program])
             self._programs[key] = program
         return self._programs[key]
 

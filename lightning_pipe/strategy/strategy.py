@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
@@ -31,10 +33,15 @@ from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import ConfigError, UnsupportedError
 from lightning_pipe.report import Comparison
+from lightning_pipe.runtime.guard.client import GuardClient
+from lightning_pipe.runtime.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.advice import WrongAdvice
 from lightning_pipe.strategy.data import Feed
-from lightning_pipe.strategy.links import Links, connect_ranks
+from lightning_pipe.strategy.findings import make_room
+from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
+from lightning_pipe.strategy.links import Links, begin_watch, connect_ranks, join_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.refusals import (
     readers_of_gradients,
@@ -90,12 +97,14 @@ class DappleStrategy(ParallelStrategy):
         self.config = config if config is not None else read_config(options)
         self._backend = process_group_backend
         self._num_nodes = 1
-        self._links: Links | None = None  # open from setup to the next setup, for checkpoints after a fit
+        self._links: Links | None = None  # from setup to teardown
+        self._watch: GuardedWatch | None = None  # from the launch to teardown
+        self._has_met = False  # whether this rank was connected with the others
         self._feed: Feed | None = None
         self._session: Session | None = None
         self._synchronise = True
         self._failed = False
-        self._undo_loop: Callable[[], Any] | None = None
+        self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._world_size_reads = WorldSizeReads()
         self._advice = WrongAdvice()
 
@@ -164,9 +173,18 @@ class DappleStrategy(ParallelStrategy):
         if self.num_nodes * self.num_processes == 1:
             return
         if self.config.start_method == "popen":
-            self._launcher = private.ScriptLauncher(environment, self.num_processes, self.num_nodes)
+            self._launcher = GuardedScriptLauncher(
+                environment, self.num_processes, self.num_nodes, begin=self._begin_watch
+            )
         else:
-            self._launcher = private.ForkLauncher(self, start_method=self.config.start_method)
+            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._begin_watch)
+
+    def _begin_watch(self, *, verdict: str = "") -> GuardClient:
+        """Begin to guard this process, for one fit."""
+        self.set_world_ranks()
+        ranks = self.num_nodes * self.num_processes
+        self._watch = begin_watch(self.global_rank, ranks, deadline_s=self.config.deadline_s, verdict=verdict)
+        return self._watch.guard
 
     def setup_environment(self) -> None:
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
@@ -176,16 +194,51 @@ class DappleStrategy(ParallelStrategy):
         refuse(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
-        if self.world_size > 1:
-            assert self.cluster_environment is not None, "set by the trainer"
-            backend = self._backend or private.default_backend(self.root_device)
-            private.init_dist_connection(self.cluster_environment, backend)
-        if self._links is not None:
-            self._links.control.close()
-        self._links = connect_ranks(
-            self.global_rank, self.world_size, device=self.root_device, deadline_s=self.config.deadline_s
+        self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
+        self._links = self._connect()
+        self._feed = Feed(
+            self._links.control,
+            ahead=self.config.post_validation,
+            device=self.root_device,
+            watch=self._links.watch,
         )
-        self._feed = Feed(self._links.control, ahead=self.config.post_validation, device=self.root_device)
+
+    def _connect(self) -> Links:
+        """Join the process group, if this rank is in none, and connect with the other ranks."""
+        ranks, deadline_s = self.world_size, self.config.deadline_s
+        if ranks > 1 and self._watch is None:
+            self._begin_watch()
+        if ranks > 1 and not dist.is_initialized():
+            assert self.cluster_environment is not None and self._watch is not None, "set by the trainer"
+            environment = self.cluster_environment
+            store = join_ranks(self._watch, address=environment.main_address, port=environment.main_port)
+            backend = self._backend or private.default_backend(self.root_device)
+            with self._watch.opening("the process group"):
+                timeout = timedelta(seconds=deadline_s + MARGIN_S)
+                private.init_dist_connection(environment, backend, store=store, timeout=timeout)
+        links = connect_ranks(
+            self.global_rank, ranks, device=self.root_device, deadline_s=deadline_s, watch=self._watch
+        )
+        self._has_met = ranks > 1
+        return links
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Links | None]:
+        """Have connections inside: those of the fit, or, after it, new ones. None before, or where a rank has failed."""
+        if self._links is not None or self._failed or not self._has_met:
+            yield self._links
+            return
+        links = self._connect()
+        try:
+            yield links
+        finally:
+            links.close()
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Create optimizers, plan for the first batch, and place everything."""
@@ -206,11 +259,13 @@ class DappleStrategy(ParallelStrategy):
         )
         self._session.weights.share()
         if trainer.state.fn == TrainerFn.FITTING:
+            control = self._links.control
+            control.agreed(lambda: make_room(self.config), source=0, what="whether a report can be written")
             self._install_loop(trainer)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
             if self.world_size > 1:
-                self._links.control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
+                control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
             if self.config.post_validation:
                 refuse_post_validation(module)
         self.setup_precision_plugin()
@@ -234,7 +289,7 @@ class DappleStrategy(ParallelStrategy):
             private.swap_optimization(trainer, before)
             private.restore_sigterm_broadcast(trainer)
 
-        self._undo_loop = undo
+        self._undo.append(undo)
 
     def _any_rank_stops(self, stops: bool) -> bool:
         """Say whether a rank is asked to stop: as the results of the last batch said, if they did."""
@@ -353,11 +408,12 @@ class DappleStrategy(ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer on rank 0, as on a single device."""
-        if self._session is None or self._links is None or optimizer not in self.optimizers:
-            return super().optimizer_state(optimizer)
-        self._session.settle()
-        groups = self._session.groups[self.optimizers.index(optimizer)]
-        return groups.gather(self._links.control)
+        with self._connected() as links:
+            if self._session is None or links is None or optimizer not in self.optimizers:
+                return super().optimizer_state(optimizer)
+            self._session.settle()
+            groups = self._session.groups[self.optimizers.index(optimizer)]
+            return groups.gather(links.control)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the parameters that are here from those of all."""
@@ -384,13 +440,15 @@ class DappleStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have come here."""
         refuse_in_step("trainer.strategy.barrier")
-        if self._links is not None:
-            self._links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})")
+        with self._connected() as links:
+            if links is not None:
+                links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on all ranks."""
         refuse_in_step("trainer.strategy.broadcast")
-        return obj if self._links is None else self._links.control.broadcast(obj, source=src, what="a broadcast")
+        with self._connected() as links:
+            return obj if links is None else links.control.broadcast(obj, source=src, what="a broadcast")
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensor, as one device does: every rank has the values of the whole batch."""
@@ -403,31 +461,36 @@ class DappleStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any of them, say yes."""
         refuse_in_step("trainer.strategy.reduce_boolean_decision")
-        if self._links is None:
-            return decision
-        said = self._links.control.sum(torch.tensor(float(decision)), what="a decision of all ranks")
-        return bool(said == self.world_size) if all else bool(said > 0)
+        with self._connected() as links:
+            if links is None:
+                return decision
+            said = links.control.sum(torch.tensor(float(decision)), what="a decision of all ranks")
+            return bool(said == self.world_size) if all else bool(said > 0)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, so that they do not wait for this one."""
         self._failed = True
-        traceback, module = exception.__traceback__, self.lightning_module
-        step = module.trainer.global_step if module is not None else 0
-        if self._links is not None:
-            with contextlib.suppress(BaseException), self._links.watch.program(step):
-                raise exception
-        exception.__traceback__ = traceback
+        if self._watch is not None:
+            self._watch.report(exception)
 
     def teardown(self) -> None:
-        """Give every rank the whole trained module, and let go of the others."""
-        if self._session is not None:
-            self._session.end(healthy=not self._failed)
-        if self._links is not None:
-            self._links.end_programs()
-        self._advice.allow()
-        if self._undo_loop is not None:
-            self._undo_loop()
-            self._undo_loop = None
+        """Give every rank the whole trained module, and let go of the others; whatever has happened."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end_watch)
+            undo.callback(self._disconnect)
+            undo.callback(self._restore_trainer)
+            undo.callback(self._advice.allow)
+            if self._session is not None:
+                self._session.end(healthy=not self._failed)
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
         with contextlib.suppress(*impossible):
             super().teardown()
+
+    def _disconnect(self) -> None:
+        links, self._links, self._feed = self._links, None, None
+        if links is not None:
+            links.close()
+
+    def _restore_trainer(self) -> None:
+        while self._undo:
+            self._undo.pop()()

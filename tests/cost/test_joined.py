@@ -86,7 +86,11 @@ def measured(monkeypatch, runs: Runs) -> dict[int, int]:
     join = Stage.join
 
     def counted_join(stage: Stage, microbatches, slice_) -> None:
-        own = storages([*stage._state.parameters.values(), *stage._state.buffers.values()])
+        parameters = [*stage._state.parameters.values()]
+        for parameter in parameters:  # as after an earlier W
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = [parameter.grad for parameter in parameters]
+        own = storages([*parameters, *gradients, *stage._state.buffers.values()])
         tally = Tally(own)
         tally.watch(tensor for m in microbatches for tensor in stage._held[m].values())
         with tally:

@@ -52,12 +52,12 @@ def test_what_a_forward_leaves_is_not_its_workspace():
     assert memory.workspace("F", 1) == 0
 
 
-def test_all_gradients_of_parameters_are_there_when_the_weight_half_ends():
+def test_one_gradient_of_a_parameter_at_a_time_is_there_beside_those_that_it_is_added_to():
     (memory,) = memory_of(chain(3))
-    assert memory.workspace("W", 1) == 3 * WEIGHT + WIDTH, "the last gradient of an activation, before the next is made"
-    assert memory.gradient_bytes("W") == 3 * WEIGHT
-    assert memory.gradient_bytes("B") == 3 * WEIGHT
-    assert memory.gradient_bytes("F") == memory.gradient_bytes("I") == 0
+    assert memory.workspace("W", 1) == WEIGHT + WIDTH, "that of a parameter, and that of an activation"
+    assert memory.gradient_bytes("W", 1) == WEIGHT + WIDTH - 2 * WIDTH, "two of activations are left"
+    assert memory.gradient_bytes("B", 1) == memory.gradient_bytes("W", 1)
+    assert memory.gradient_bytes("F", 1) == memory.gradient_bytes("I", 1) == 0
 
 
 def test_the_input_half_needs_what_arrived_and_what_it_makes():
@@ -79,7 +79,7 @@ def test_a_gradient_of_several_terms_needs_room_for_their_sum(terms, sums):
     sketch.gradients += [(sketch.gradient("w", 0, h), "w") for _ in range(terms)]
     (memory,) = memory_of(sketch.graph())
     assert memory.workspace("W", 1) == WEIGHT * (terms + sums)
-    assert memory.gradient_bytes("W") == (WEIGHT if terms == 1 else 0)
+    assert memory.gradient_bytes("W", 1) == (WEIGHT if terms == 1 else 0)
 
 
 def test_a_gradient_that_is_part_of_something_larger_is_not_taken_over():
@@ -89,13 +89,14 @@ def test_a_gradient_that_is_part_of_something_larger_is_not_taken_over():
     sketch.gradients += [(sketch.gradient(name, 0, both, base=both), name) for name in ("w", "v")]
     (memory,) = memory_of(sketch.graph())
     assert memory.workspace("W", 1) == 2 * WEIGHT
-    assert memory.gradient_bytes("W") == 0
+    assert memory.gradient_bytes("W", 1) == 0
 
 
 def test_a_gradient_that_other_stages_add_to_is_not_taken_over():
     graph = chain(2)
     (work,) = stage_works(graph, ())
-    assert Memory(graph).stage(work, shared=frozenset({"w_0"})).gradient_bytes("W") == WEIGHT
+    assert Memory(graph).stage(work).gradient_bytes("W", 1) > 0
+    assert Memory(graph).stage(work, shared=frozenset({"w_0", "w_1"})).gradient_bytes("W", 1) == 0
 
 
 def test_new_content_of_state_is_there_until_the_forward_ends():

@@ -132,7 +132,7 @@ def test_bytes_of_a_stage_follow_the_samples():
     assert prices.kept_bytes(1, 3) == 4 * WIDTH * 3
     assert prices.result_bytes(2, 3) == 4 and prices.result_bytes(1, 3) == 0
     assert prices.workspace_bytes(Compute(1, "I", 0), 3) == 3 * WIDTH * 3
-    assert prices.gradient_bytes(Compute(1, "W", 0)) == 2 * WEIGHT
+    assert prices.gradient_bytes(Compute(1, "W", 0), 3) == WEIGHT
 
 
 def test_what_a_stage_offloads_is_copied_over_the_link_of_its_rank_and_stays_among_what_it_saves():

@@ -7,19 +7,18 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.groups import connect, peers
+from lightning_pipe.runtime.groups import connect
 from lightning_pipe.runtime.stage import Slice
-from lightning_pipe.runtime.store_watch import watch_default_group
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle
 from lightning_pipe.runtime.watch import PATIENCE, Patience
+from lightning_pipe.strategy.links import begin_watch, meet_guards
 from ranks.pipelines import CPU, Case, capture_of, executor_of, job_of, module_of, program_of, split_of
 from ranks.world import Died, Returned, World
 
@@ -40,7 +39,7 @@ class Fault:
 class Rank:
     """One rank with its faults, in the place of its stage's `compute` and of its transport."""
 
-    def __init__(self, faults: Sequence[Fault], name: str, patience: Patience) -> None:
+    def __init__(self, faults: Sequence[Fault], patience: Patience) -> None:
         self.number, self.step = dist.get_rank(), 0
         self.faults = {(f.what, f.microbatch) for f in faults if f.rank == self.number}
         module = module_of(CASE)
@@ -54,18 +53,16 @@ class Rank:
         self._compute, stage.compute = stage.compute, self.compute  # type: ignore[method-assign]
         if self.number != 1:  # one rank is in a hurry, so that it is known who speaks
             patience = replace(patience, deadline_s=PATIENCE.deadline_s)
-        self.name, self.store = name, dist.group.WORLD.get_group_store().clone()
-        watched = peers([self.program], self.number)
-        self.watch = watch_default_group(name, peers=watched, patience=patience)
+        self.watch = begin_watch(self.number, dist.get_world_size(), deadline_s=patience.deadline_s)
+        self.watch.guard.begin(self.number, patience.limits)
+        self.watch.patience = patience
+        meet_guards(self.watch, dist.group.WORLD.get_group_store())
 
     def compute(self, kind: str, microbatch: int, slice_: Slice) -> None:
         if self.step == STEP and kind == "F":
             if ("raises", microbatch) in self.faults:
                 raise ValueError("the user's mistake")
             if ("dies", microbatch) in self.faults:
-                beat = f"pipe/{self.name}/beat/{self.number}"
-                while f'"at": "{self.number}F{microbatch}"'.encode() not in self.store.get(beat):
-                    pass  # until the others can know
                 os.kill(os.getpid(), signal.SIGKILL)
             if ("hangs", microbatch) in self.faults:
                 dist.recv(torch.zeros(1), src=2)
@@ -87,9 +84,9 @@ class Withholding:
         return getattr(self._own.transport, name)
 
 
-def train(faults: Sequence[Fault], name: str, patience: Patience) -> tuple[str, float]:
+def train(faults: Sequence[Fault], patience: Patience) -> tuple[str, float]:
     """Return what this rank says, and the seconds from the fault until it does."""
-    rank = Rank(faults, name, patience)
+    rank = Rank(faults, patience)
     begin = time.monotonic()
     try:
         for rank.step in range(STEP + 2):
@@ -102,16 +99,16 @@ def train(faults: Sequence[Fault], name: str, patience: Patience) -> tuple[str, 
     return "all went well", time.monotonic() - begin
 
 
-def results(faults: Sequence[Fault], path: Path, patience: Patience = PATIENCE) -> list[object]:
-    return World(3).results(train, faults, path.name, patience)
+def results(faults: Sequence[Fault], patience: Patience = PATIENCE) -> list[object]:
+    return World(3).results(train, faults, patience)
 
 
-def test_without_faults_all_goes_well(tmp_path: Path) -> None:
-    assert [r.value[0] for r in results([], tmp_path) if isinstance(r, Returned)] == ["all went well"] * 3
+def test_without_faults_all_goes_well() -> None:
+    assert [r.value[0] for r in results([]) if isinstance(r, Returned)] == ["all went well"] * 3
 
 
-def test_every_rank_names_the_rank_that_raised_its_instruction_and_the_cause(tmp_path: Path) -> None:
-    for rank, result in enumerate(results([Fault(1, "raises")], tmp_path)):
+def test_every_rank_names_the_rank_that_raised_its_instruction_and_the_cause() -> None:
+    for rank, result in enumerate(results([Fault(1, "raises")])):
         assert isinstance(result, Returned)
         text, seconds = result.value
         assert "Rank 1 failed at 1F1" in text and "ValueError: the user's mistake" in text
@@ -119,30 +116,33 @@ def test_every_rank_names_the_rank_that_raised_its_instruction_and_the_cause(tmp
         assert seconds < LIMIT_S
 
 
-def test_every_rank_names_the_rank_that_was_killed_and_its_last_instruction(tmp_path: Path) -> None:
-    first, killed, last = results([Fault(1, "dies")], tmp_path)
+def test_every_rank_names_the_rank_that_was_killed_and_its_last_instruction() -> None:
+    first, killed, last = results([Fault(1, "dies")])
     assert isinstance(killed, Died) and killed.exitcode == -signal.SIGKILL
     for result in (first, last):
         assert isinstance(result, Returned)
         text, seconds = result.value
-        assert "Rank 1 failed at 1F1 of step 2: its process has probably died" in text
+        assert "Rank 1 died at 1F1 of step 2: its process has ended without a word" in text
         assert seconds < LIMIT_S
 
 
-def test_a_message_that_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
+def test_a_message_that_never_comes_is_named_at_the_deadline() -> None:
     expected = (
         "Rank 1 waits for stage 0, micro-batch 0, direction F from rank 0 for more than 2 s; "
         "rank 0 is at 0I0, waiting for 0RECV_B0<1@1[0:2] of step 2"
     )
-    for result in results([Fault(0, "withholds")], tmp_path, Patience(deadline_s=2.0)):
+    for result in results([Fault(0, "withholds")], Patience(deadline_s=2.0)):
         assert isinstance(result, Returned)
         assert expected in result.value[0]
 
 
-def test_a_rank_that_cannot_look_up_prints_the_failure_and_ends(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_look_up_prints_the_failure_and_ends() -> None:
     faults = [Fault(1, "hangs", 0), Fault(0, "raises")]
-    first, hanging, last = results(faults, tmp_path, Patience(grace_s=0.5))
+    first, hanging, last = results(faults, Patience(grace_s=0.5))
     assert isinstance(hanging, Died) and hanging.exitcode == 1
-    assert "Rank 1 ends at 1F0. Rank 0 failed at 0F1 of step 2: ValueError: the user's mistake" in hanging.stderr
+    assert (
+        "Rank 1 is ended at 1F0 of step 2. Rank 0 failed at 0F1 of step 2: ValueError: the user's mistake"
+        in hanging.stderr
+    )
     for result in (first, last):
         assert isinstance(result, Returned) and "Rank 0 failed at 0F1" in result.value[0]

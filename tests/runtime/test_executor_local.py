@@ -209,18 +209,6 @@ def test_only_verified_programs_are_run() -> None:
         executor.run(Program(**fields), job_of(case))
 
 
-def test_a_program_that_offloads_is_refused_before_anything_runs() -> None:
-    case = UNREPLICATED["1-1"]
-    capture = capture_of(case, module_of(case))
-    split = split_of(case, capture)
-    offloading = dataclasses.replace(split, traffic=dataclasses.replace(split.traffic, offloads=(1,)))
-    executor = executor_of(case, module_of(case), capture, offloading, Hub().endpoint(0))
-    with pytest.raises(
-        ProgramError, match=r"Stages \[1\] of the program offload tensors .* not run yet. Take `offload`"
-    ):
-        executor.run(program_of(case, offloading), job_of(case))
-
-
 def test_a_message_that_no_compute_takes_is_an_error() -> None:
     case = UNREPLICATED["1-1"]
     capture = capture_of(case, module_of(case))

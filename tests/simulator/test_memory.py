@@ -51,7 +51,7 @@ class Bytes(UnitPrices):
     def workspace_bytes(self, compute, samples):
         return dict(self.workspace).get(compute.kind, 0)
 
-    def gradient_bytes(self, compute):
+    def gradient_bytes(self, compute, samples):
         return self.gradient if compute.kind == "W" else 0
 
     def message_bytes(self, message):

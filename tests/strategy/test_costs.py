@@ -98,6 +98,39 @@ def test_one_device_is_measured_if_a_report_is_wanted(tmp_path: Path):
     assert (tmp_path / "report" / "report.txt").is_file()
 
 
+class SourceOfCosts(pl.Callback):
+    """Keep where the costs came from that the plan was made by, and the kind of the first device; on rank 0."""
+
+    found: tuple[str, str] | None = None
+
+    def on_predict_end(self, trainer: pl.Trainer, *_: object) -> None:
+        planned = trainer.strategy._session._pipeline.proposal
+        if planned is not None:
+            self.found = planned.problem.profile.source, planned.problem.cluster.device(0).kind
+
+    on_validation_end = on_predict_end
+
+
+def costs_outside_fit(method: str, costs: str) -> tuple[str, str] | None:
+    """Return the source of the costs, outside of a fit."""
+    source = SourceOfCosts()
+    trainer = make_trainer(DappleStrategy(costs=costs, cache="off", layout="1-1"), callbacks=[source])
+    getattr(trainer, method)(make_module(NAME), make_loader(NAME))
+    return source.found
+
+
+@pytest.mark.parametrize("method", ["validate", "predict"])
+def test_outside_of_a_fit_costs_are_measured_as_in_it(method: str):
+    """Plans of evaluation were made for equal nominal devices, whatever the devices were."""
+    of_first, of_second = World(2).run(costs_outside_fit, method, "measured")
+    assert of_second is None
+    assert of_first[0] == "measured" and of_first[1] != "nominal"
+
+
+def test_outside_of_a_fit_nothing_is_measured_either_if_costs_are_counted():
+    assert World(2).run(costs_outside_fit, "predict", "counted") == [("counted", "nominal"), None]
+
+
 def fit_with(options: dict[str, str]) -> str:
     """Return the error that a fit with these options ends with."""
     with pytest.raises(ClusterError) as error:

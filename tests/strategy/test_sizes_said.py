@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +18,16 @@ from strategy.fits import dapple, make_trainer
 
 WIDTH, CLASSES, SAMPLES, BATCH = 8, 5, 44, 8  # the last batch has four samples
 ROUNDING = 1e-9
+
+
+class Pair(NamedTuple):
+    n: int
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    n: int
 
 
 class Counting(pl.LightningModule):
@@ -42,6 +54,10 @@ class Counting(pl.LightningModule):
             "constant": 3,
             "read": loss.item(),
             "hits": hits.detach().mean() * x.shape[0],
+            "shape": x.shape,
+            "pair": Pair(len(y), [x.shape[1]]),
+            "frozen": Frozen(x.numel()),
+            "table": defaultdict(list, {"n": [len(y), WIDTH]}),
         }
 
     def training_step(self, batch, batch_idx):

@@ -1,0 +1,65 @@
+"""Values of one micro-batch that are away: their forms, and the parcel with their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipe.runtime.activations.protocol import Host, Parcel, Piece
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a tensor is of a piece: its type and form, and how far behind the piece's begin it begins, in elements."""
+
+    piece: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Away:
+    """Tensors whose memory is away, by name; several may be views of one memory."""
+
+    parcel: Parcel
+    forms: Mapping[str, _Form]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors in their new memory, once it is back."""
+        storages = self.parcel.storages()
+        return {name: _formed(storages[form.piece], form) for name, form in self.forms.items()}
+
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        """Return the new memory, from the moment that it is on its way."""
+        return self.parcel.storages()
+
+
+def send_away(tensors: Mapping[str, torch.Tensor], host: Host, *, slices: Mapping[int, tuple[int, int]]) -> Away:
+    """Start to copy the memory behind tensors to a host, each memory once.
+
+    Args:
+        tensors: dense ones, by name.
+        host: where they go.
+        slices: by storage, address and bytes of what is copied of it, where that is not all.
+    """
+    pieces: dict[int, Piece] = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        address, size = slices.get(storage.data_ptr(), (storage.data_ptr(), storage.nbytes()))
+        pieces[storage.data_ptr()] = Piece(storage, address - storage.data_ptr(), size)
+    numbers = {address: number for number, address in enumerate(pieces)}
+    forms = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        offset = tensor.storage_offset() - pieces[address].begin // tensor.element_size()
+        forms[name] = _Form(numbers[address], tensor.dtype, tensor.size(), tensor.stride(), offset)
+    return Away(host.take(list(pieces.values())), forms)
+
+
+def _formed(storage: torch.UntypedStorage, form: _Form) -> torch.Tensor:
+    empty = torch.empty(0, dtype=form.dtype, device=storage.device)
+    return empty.set_(storage, form.offset, form.size, form.stride)

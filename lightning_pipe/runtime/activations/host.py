@@ -1,0 +1,14 @@
+"""The host of a device: where its offloaded tensors go."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_pipe.runtime.activations.cuda import PinnedHost
+from lightning_pipe.runtime.activations.plain import FileHost
+from lightning_pipe.runtime.activations.protocol import Host
+
+
+def host_of(device: torch.device) -> Host:
+    """Return the host of a device: pinned memory for CUDA, a file for the CPU, whose memory is the host's already."""
+    return PinnedHost(device) if device.type == "cuda" else FileHost()

@@ -1,0 +1,217 @@
+"""Talk with the guard of this process: one is started for the first fit, and stays until the process ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.failure import IDLE, NO_WAIT, OUTSIDE, Failure, State, unpacked
+from lightning_pipe.runtime.guard.lines import Lines, Message
+from lightning_pipe.runtime.guard.page import Page
+from lightning_pipe.runtime.guard.process import Limits
+
+_BEAT_S = 0.25
+_ANSWER_S = 5.0  # for what the guard or the hub is asked
+_CODE = "import sys; sys.path.insert(0, {root!r}); from lightning_pipe.runtime.guard.process import main; main()"
+
+
+class GuardClient:
+    """This process's end of its guard.
+
+    Args:
+        verdict: file into which the guard writes the first failure, for who has started this process.
+
+    Attributes:
+        page: where this rank says what it does.
+        heard: set once a rank has failed in this session.
+        has_met: whether the guards of all ranks are connected.
+    """
+
+    def __init__(self, *, verdict: str = "") -> None:
+        self.page = Page()
+        self.heard = threading.Event()
+        self.owner = os.getpid()
+        self.has_met = False
+        self.rank, self.session = 0, 0
+        self._failure: Failure | None = None
+        self._on_failure: Callable[[], None] = lambda: None
+        self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        here, there = socket.socketpair()
+        self._process = self._start(there, verdict)
+        there.close()
+        self._channel = Lines(here)
+        self._thread = threading.Thread(target=self._listen, name="guard", daemon=True)
+        self._thread.start()
+
+    def _start(self, there: socket.socket, verdict: str) -> subprocess.Popen[bytes]:
+        root = str(Path(__file__).parents[3])
+        arguments = [str(os.getpid()), str(there.fileno()), str(self.page.descriptor), verdict]
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _CODE.format(root=root), *arguments],
+                pass_fds=(there.fileno(), self.page.descriptor),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise PipelineError(
+                f"The process that watches over this rank cannot be started ({sys.executable}: {error}). Without it a "
+                "rank that dies would leave the others waiting. Allow this process to start another."
+            ) from error
+
+    @property
+    def failure(self) -> Failure | None:
+        """Return the first failure of this session, once it was heard of."""
+        return self._failure
+
+    def begin(self, rank: int, limits: Limits) -> None:
+        """Begin a session: a fit (or validate, test, predict)."""
+        self.rank, self.session = rank, self.session + 1
+        self._failure = None
+        self.heard.clear()
+        self.page.wait(NO_WAIT)
+        self.page.write(OUTSIDE, -1, b"the start")
+        self._send({"do": "begin", "rank": rank, "session": self.session, "limits": asdict(limits)})
+
+    def end(self) -> None:
+        """End the session."""
+        self._on_failure = lambda: None
+        self.page.wait(NO_WAIT)
+        self.page.write(IDLE, -1, b"the end of a fit")
+        self.watch_processes(())
+
+    def on_failure(self, function: Callable[[], None]) -> None:
+        """Call this, from another thread, when a rank has failed."""
+        self._on_failure = function
+
+    def host(self) -> Message:
+        """Become the place where guards meet; return how to reach it, but for the address."""
+        answer = self._ask({"do": "host"}, wait_s=_ANSWER_S)
+        return {"port": answer["port"], "token": answer["token"]}
+
+    def join(self, addresses: Sequence[str], hub: Message) -> None:
+        """Meet the other guards.
+
+        Raises:
+            PipelineError: if they cannot be reached.
+        """
+        wait_s = _ANSWER_S * (1 + len(addresses))
+        why = self._ask({"do": "join", "hub": {"addresses": list(addresses), **hub}}, wait_s=wait_s)["why"]
+        if why:
+            raise PipelineError(
+                f"Rank {self.rank} cannot reach the guard of rank 0, at {why}. Either rank 0 has died, or its host "
+                "refuses connections: training needs ports between all hosts."
+            )
+
+    def fail(self, failure: Failure, *, wait_s: float) -> Failure:
+        """Tell all ranks of a failure, and return the first one."""
+        self._send({"do": "fail", "failure": failure.packed()})
+        self.heard.wait(wait_s)
+        return self._failure or failure
+
+    def where(self, ranks: Iterable[int]) -> dict[int, State]:
+        """Return what ranks did a moment ago, as far as it is known."""
+        try:
+            states = self._ask({"do": "where", "ranks": list(ranks)}, wait_s=_ANSWER_S)["states"]
+        except PipelineError:
+            return {}
+        return {int(rank): State(**state) for rank, state in states.items()}
+
+    def watch_processes(self, pids: Iterable[int]) -> None:
+        """Let these processes end with this one (workers of loaders)."""
+        self._send({"do": "wards", "pids": list(pids)})
+
+    def watch_children(self, pids: Mapping[int, int]) -> None:
+        """Let processes that were started as ranks end with this one, as long as they have no guard."""
+        self._send({"do": "children", "pids": {str(rank): pid for rank, pid in pids.items()}})
+
+    def close(self) -> None:
+        """Let go of the guard, which ends."""
+        self._channel.connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._channel.close()
+        self._process.wait()
+        self.page.close()
+
+    def _send(self, message: Message) -> None:
+        if not self._channel.send(message):
+            self._lose()
+
+    def _ask(self, message: Message, *, wait_s: float) -> Message:
+        with self._asking:
+            while not self._answers.empty():
+                self._answers.get()
+            self._send(message)
+            try:
+                return self._answers.get(timeout=wait_s)
+            except queue.Empty:
+                raise PipelineError(f"Rank {self.rank} gets no answer from the guards within {wait_s:g} s.") from None
+
+    def _listen(self) -> None:
+        """Beat, and hear what the guard says, until it is closed."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while True:
+                self.page.beat()
+                self._note_exit()
+                if not selector.select(_BEAT_S):
+                    continue
+                messages = self._channel.read()
+                if messages is None:
+                    self._lose()
+                    return
+                for message in messages:
+                    self._hear(message)
+
+    def _note_exit(self) -> None:
+        """Say that the script is over, for the guard to see to it that a rank that has failed ends."""
+        if self._failure is not None and not threading.main_thread().is_alive():
+            self.page.write(OUTSIDE, -1, b"the exit of its script")
+
+    def _hear(self, message: Message) -> None:
+        match message["say"]:
+            case "failure":
+                failure = unpacked(message["failure"])
+                if failure.lasting or failure.session >= self.session:
+                    self._fail(failure)
+            case "end":
+                logging.shutdown()
+                os._exit(1)
+            case _:
+                self._answers.put(message)
+
+    def _lose(self) -> None:
+        where = str(self.page.state)
+        self._fail(Failure(self.rank, where, "the process that watches over it has died", lasting=True))
+
+    def _fail(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+        self.heard.set()
+        self._on_failure()
+
+
+_mine: list[GuardClient] = []
+
+
+def guard_of_this_process(*, verdict: str = "") -> GuardClient:
+    """Return the guard of this process, which is started if there is none; a forked process gets its own."""
+    if not _mine or _mine[0].owner != os.getpid():
+        _mine[:] = [GuardClient(verdict=verdict)]
+    return _mine[0]
+
+
+def has_guard() -> bool:
+    """Return whether this process has a guard."""
+    return bool(_mine) and _mine[0].owner == os.getpid()

@@ -1,0 +1,94 @@
+"""Share what a rank does with its guard, through a page of memory: it can be read when the rank is dead or stopped.
+
+The rank's threads write without a system call (some microseconds); a reader that comes between may see the text of one
+instruction with the number of another, for a moment.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+
+from lightning_pipe.runtime.guard.failure import State
+
+_SIZE = 4096
+_BEATS = struct.Struct("<Q")
+_STATE = struct.Struct("<BqdH300s")  # mode, step, limit, length and text of the instruction
+_WAIT = struct.Struct("<BIdH300s")  # kind, count, limit, length and text of what is waited for
+_AT = _BEATS.size
+_WAITING = _AT + _STATE.size
+_LONGEST = 300  # bytes of a text
+
+
+class Page:
+    """A page of shared memory.
+
+    Args:
+        descriptor: of the memory; by default new memory.
+
+    Attributes:
+        descriptor: given to the guard.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = _new_memory()
+            os.truncate(descriptor, _SIZE)
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, _SIZE)
+
+    def beat(self) -> None:
+        """Show that the rank's interpreter runs."""
+        _BEATS.pack_into(self._memory, 0, self.beats + 1)
+
+    @property
+    def beats(self) -> int:
+        """Return the number of signs of life."""
+        return int(_BEATS.unpack_from(self._memory, 0)[0])
+
+    def write(self, mode: int, step: int, at: bytes, *, limit: float = 0.0) -> None:
+        """Say what the rank does now.
+
+        Args:
+            mode: of `State`.
+            step: of `State`.
+            at: text.
+            limit: time of `time.monotonic` by which it must do something else; 0 for none.
+        """
+        _STATE.pack_into(self._memory, _AT, mode, step, limit, min(len(at), _LONGEST), at)
+
+    def wait(self, kind: int, what: bytes = b"", *, count: int = 0, limit: float = 0.0) -> None:
+        """Say what the rank waits for now, and until when, as `write` does."""
+        _WAIT.pack_into(self._memory, _WAITING, kind, count, limit, min(len(what), _LONGEST), what)
+
+    @property
+    def limit(self) -> float:
+        """Return the time by which the rank must do something else; 0 for none."""
+        limits = (_STATE.unpack_from(self._memory, _AT)[2], _WAIT.unpack_from(self._memory, _WAITING)[2])
+        return min((limit for limit in limits if limit), default=0.0)
+
+    @property
+    def state(self) -> State:
+        """Return what the rank does."""
+        mode, step, _, length, at = _STATE.unpack_from(self._memory, _AT)
+        waits, count, _, size, what = _WAIT.unpack_from(self._memory, _WAITING)
+        return State(mode, step, _text(at[:length]), waits, _text(what[:size]), count)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+def _new_memory() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rank")
+    descriptor, path = tempfile.mkstemp(prefix="rank")
+    os.unlink(path)
+    return descriptor
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")

@@ -1,0 +1,367 @@
+"""Run the guard of one rank: a loop over the rank's signs of life, the other guards, and clocks.
+
+Started by `client.py` with the standard library alone. It ends when its rank has ended and everybody knows; it stops
+with its rank when a shell suspends the job (they share a process group), and its clock does not count that time.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, Failure, State, unpacked
+from lightning_pipe.runtime.guard.hub import Hub
+from lightning_pipe.runtime.guard.lines import Lines, Message
+from lightning_pipe.runtime.guard.page import Page
+
+_TICK_S = 0.1
+_BEAT_S = 0.5
+_CONNECT_S = 3.0  # for one address of the hub
+_LAST_WORD_S = 1.0  # for a rank to end once it was told to, and for a hub to be heard
+_KILLED = "its process has ended without a word: it was killed (perhaps for want of memory), or called os._exit"
+_ALL = "0.0.0.0"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long what may take, in seconds; see `runtime.watch.Patience`."""
+
+    deadline_s: float = 300.0
+    stale_s: float = 15.0
+    grace_s: float = 5.0
+
+
+class Guard:
+    """The guard of one rank.
+
+    Args:
+        parent: process of the rank.
+        channel: to the rank.
+        page: what the rank does.
+        verdict: file for the first failure, for who has started the ranks; "" for none.
+    """
+
+    def __init__(self, parent: int, channel: socket.socket, page: Page, *, verdict: str = "") -> None:
+        self._parent, self._channel, self._page, self._verdict = parent, Lines(channel), page, verdict
+        self._limits = Limits()
+        self._rank, self._session = 0, 0
+        self._hub: Hub | None = None
+        self._token = ""
+        self._upstream: Lines | None = None  # to the hub
+        self._of_hub = State()  # what rank 0 does
+        self._guests: dict[int, Lines] = {}  # of the hub
+        self._failure: Failure | None = None
+        self._wards: list[int] = []  # descriptors of processes that must not outlive the rank
+        self._children: dict[int, int] = {}  # rank -> descriptor of a process that it has started as a rank
+        self._is_over = False  # whether the rank has ended
+        self._awake, self._last = 0.0, time.monotonic()
+        self._failed_at = self._told_at = self._beat_at = self._heard_at = 0.0
+        self._beats, self._beaten_at = -1, 0.0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._channel, selectors.EVENT_READ, self._from_rank)
+        self._process = _open_process(parent)
+        if self._process is not None:
+            self._selector.register(self._process, selectors.EVENT_READ, self._end_of_rank)
+
+    def run(self) -> None:
+        """Guard until the rank has ended and everybody knows."""
+        while not self._is_finished():
+            for key, _ in self._selector.select(_TICK_S):
+                key.data()
+            now = time.monotonic()
+            self._awake += min(now - self._last, 1.0)  # a suspended job does not age
+            self._last = now
+            self._tick()
+
+    def _is_finished(self) -> bool:
+        if not self._is_over:
+            return False
+        if self._hub is None or self._failure is None:
+            return self._hub is None or self._hub.is_settled
+        return self._hub.is_settled and not self._guests and self._awake - self._failed_at > _LAST_WORD_S
+
+    def _tick(self) -> None:
+        if os.getppid() != self._parent:
+            self._end_of_rank()
+        if not self._is_over:
+            if self._awake - self._beat_at > _BEAT_S:
+                self._beat_at = self._awake
+                self._to_hub({"do": "beat", "state": asdict(self._page.state)})
+            if self._failure is None:
+                self._look()
+            else:
+                self._enforce(self._failure)
+        if self._hub is not None:
+            self._hub.tick(self._awake)
+        elif self._upstream is not None and self._awake - self._heard_at > self._limits.stale_s:
+            silent = f"no word from its host for {self._limits.stale_s:g} s: it is down, or cut off"
+            self._lose_hub(silent, late_s=self._limits.stale_s)
+
+    # --- the rank ---
+
+    def _look(self) -> None:
+        """Find out whether the rank is stopped, stuck or late."""
+        beats, state, stale_s = self._page.beats, self._page.state, self._limits.stale_s
+        if beats != self._beats or state.mode == IDLE:
+            self._beats, self._beaten_at = beats, self._awake
+        limit = self._page.limit
+        if self._awake - self._beaten_at > stale_s and _is_stopped(self._parent):
+            self._declare(state, f"its process has been stopped (SIGSTOP) for {stale_s:g} s", late_s=stale_s)
+        elif state.mode == INSIDE and self._awake - self._beaten_at > stale_s:
+            self._declare(state, f"no sign of life for {stale_s:g} s; its interpreter is blocked", late_s=stale_s)
+        elif limit and time.monotonic() > limit:
+            late_s = self._limits.deadline_s
+            self._declare(state, f"it is still there after {late_s:g} s; the deadline is over", late_s=late_s)
+
+    def _enforce(self, failure: Failure) -> None:
+        """End the rank if it has not ended in time after a failure."""
+        mode, since = self._page.state.mode, self._awake - self._failed_at
+        grace_s, left_s = self._limits.grace_s, self._limits.deadline_s - failure.late_s
+        if mode == IDLE or since < (grace_s if mode == INSIDE else max(grace_s, left_s)):
+            return
+        if not self._told_at:
+            self._told_at = self._awake
+            say(f"Rank {self._rank} is ended {self._page.state}. {failure}")
+            self._channel.send({"say": "end"})
+        elif self._awake - self._told_at > _LAST_WORD_S:
+            _kill(self._process, self._parent)
+
+    def _end_of_rank(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._selector.unregister(self._channel)
+        if self._process is not None:
+            self._selector.unregister(self._process)
+        state = self._page.state
+        if state.mode == IDLE:
+            self._to_hub({"do": "bye"})
+            if self._hub is not None and self._failure is None:
+                for guest in self._guests.values():
+                    guest.send({"say": "bye"})
+        else:
+            self._declare(state, _KILLED, lasting=True)
+        for ward in self._wards:
+            _kill(ward)
+        if self._failure is not None or state.mode != IDLE:
+            for rank, child in self._children.items():
+                if self._hub is None or not self._hub.has_met(rank):
+                    _kill(child)
+
+    def _from_rank(self) -> None:
+        messages = self._channel.read()
+        if messages is None:
+            self._end_of_rank()
+            return
+        for message in messages:
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        match message["do"]:
+            case "begin":
+                self._rank, self._session = message["rank"], message["session"]
+                self._limits = Limits(**message["limits"])
+                self._failure, self._told_at = None, 0.0
+                if self._hub is not None:
+                    self._hub.stale_s = self._limits.stale_s
+                self._to_hub({"do": "session", "number": self._session})
+            case "host":
+                self._channel.send({"say": "hosting", **self._host()})
+            case "join":
+                self._channel.send({"say": "joined", "why": self._join(**message["hub"])})
+            case "fail":
+                self._to_hub({"do": "fail", "failure": message["failure"]})
+            case "where":
+                self._to_hub(message)
+            case "wards":
+                for ward in self._wards:
+                    os.close(ward)
+                self._wards = [d for pid in message["pids"] if (d := _open_process(pid)) is not None]
+            case "children":
+                found = {int(rank): _open_process(pid) for rank, pid in message["pids"].items()}
+                self._children = {rank: d for rank, d in found.items() if d is not None}
+
+    def _declare(self, state: State, cause: str, *, late_s: float = 0.0, lasting: bool = False) -> None:
+        failure = Failure(self._rank, str(state), cause, session=self._session, lasting=lasting, late_s=late_s)
+        self._to_hub({"do": "fail", "failure": failure.packed()})
+
+    # --- the other guards ---
+
+    def _to_hub(self, message: Message) -> None:
+        if self._hub is not None:
+            self._hub.take(self._rank, message, self._awake)
+        elif self._upstream is not None:
+            self._upstream.send(message)
+        elif message["do"] == "fail":  # nobody else is there yet
+            failure = unpacked(message["failure"])
+            if not failure.raised:
+                say(str(failure))
+            self._hear({"say": "failure", "failure": failure.packed()})
+        elif message["do"] == "where":
+            self._hear({"say": "where", "states": {}})
+
+    def _hear(self, message: Message) -> None:
+        """Hear a message of the hub."""
+        match message["say"]:
+            case "failure":
+                failure = unpacked(message["failure"])
+                if self._failure is None and (failure.lasting or failure.session >= self._session):
+                    self._failure, self._failed_at = failure, self._awake
+                    self._write_verdict(failure)
+                    self._channel.send(message)
+            case "where":
+                self._channel.send(message)
+            case "beat":
+                self._of_hub = State(**message["state"])
+            case "bye":
+                self._drop_hub()
+
+    def _write_verdict(self, failure: Failure) -> None:
+        if self._verdict:
+            part = Path(f"{self._verdict}.{os.getpid()}")
+            part.write_text(str(failure), encoding="utf-8")
+            part.replace(self._verdict)
+
+    def _host(self) -> Message:
+        """Become the hub; return how to reach it."""
+        if self._hub is None:
+            self._token = secrets.token_hex(16)
+            self._listener = socket.create_server((_ALL, 0), backlog=1024)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._welcome)
+            self._hub = Hub(self._send, say, stale_s=self._limits.stale_s)
+            self._hub.join(self._rank, self._awake)
+            self._hub.take(self._rank, {"do": "session", "number": self._session}, self._awake)
+        return {"port": self._listener.getsockname()[1], "token": self._token}
+
+    def _send(self, rank: int, message: Message) -> None:
+        """Send a message of the hub to the guard of a rank."""
+        if rank == self._rank:
+            self._hear(message)
+        elif rank in self._guests:
+            self._guests[rank].send(message)
+
+    def _welcome(self) -> None:
+        guest = Lines(self._listener.accept()[0])
+        self._selector.register(guest, selectors.EVENT_READ, lambda: self._from_guest(guest, None))
+
+    def _from_guest(self, guest: Lines, rank: int | None) -> None:
+        assert self._hub is not None, "guests come to the hub"
+        messages = guest.read()
+        if messages is None:
+            self._selector.unregister(guest)
+            guest.close()
+            if rank is not None:
+                self._guests.pop(rank, None)
+                self._hub.lost(rank, self._awake)
+            return
+        for message in messages:
+            if rank is not None:
+                self._hub.take(rank, message, self._awake)
+                if message["do"] == "beat":
+                    guest.send({"say": "beat", "state": asdict(self._page.state)})
+            elif message.get("token") == self._token:
+                rank = int(message["rank"])
+                self._guests[rank] = guest
+                self._hub.join(rank, self._awake)
+                guest.send({"say": "welcome", "token": self._token})
+                self._selector.modify(guest, selectors.EVENT_READ, lambda: self._from_guest(guest, rank))
+
+    def _join(self, addresses: list[str], port: int, token: str) -> str:
+        """Connect with the hub; return why that is not possible, "" if it is."""
+        if self._upstream is not None:
+            return ""
+        reasons = []
+        for address in addresses:
+            try:
+                line = Lines(socket.create_connection((address, port), timeout=_CONNECT_S))
+            except OSError as error:
+                reasons.append(f"{address}:{port} ({error})")
+                continue
+            line.connection.settimeout(_CONNECT_S)
+            if line.send({"rank": self._rank, "token": token}) and (answers := line.read()):
+                if answers[0].get("token") == token:
+                    self._upstream, self._heard_at = line, self._awake
+                    self._selector.register(line, selectors.EVENT_READ, self._from_hub)
+                    self._to_hub({"do": "session", "number": self._session})
+                    return ""
+            line.close()
+            reasons.append(f"{address}:{port} (another program answers)")
+        return "; ".join(reasons)
+
+    def _from_hub(self) -> None:
+        assert self._upstream is not None, "registered with it"
+        self._heard_at = self._awake
+        messages = self._upstream.read()
+        if messages is None:
+            self._lose_hub("its process and the guard of it are gone: all of its host's processes were probably killed")
+            return
+        for message in messages:
+            self._hear(message)
+
+    def _lose_hub(self, cause: str, *, late_s: float = 0.0) -> None:
+        self._drop_hub()
+        if self._failure is None and not self._is_over and self._page.state.mode != IDLE:
+            session = self._session
+            failure = Failure(0, str(self._of_hub), cause, session=session, lasting=True, late_s=late_s)
+            say(str(failure))
+            self._hear({"say": "failure", "failure": failure.packed()})
+
+    def _drop_hub(self) -> None:
+        if self._upstream is not None:
+            self._selector.unregister(self._upstream)
+            self._upstream.close()
+            self._upstream = None
+
+
+def say(text: str) -> None:
+    """Show a text in the terminal of the job."""
+    try:
+        os.write(2, f"lightning_pipe: {text}\n".encode())
+    except OSError:  # the terminal is gone
+        pass
+
+
+def _open_process(pid: int) -> int | None:
+    """Return a descriptor that is readable once the process has ended; None where there are none."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _kill(process: int | None, pid: int | None = None) -> None:
+    try:
+        if process is not None and hasattr(signal, "pidfd_send_signal"):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        elif pid is not None:
+            os.kill(pid, signal.SIGKILL)
+    except OSError:  # it has ended
+        pass
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal (not by a debugger); False where that cannot be seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] == b"T"
+
+
+def main() -> None:
+    """Guard the process whose number, socket, page and verdict file the command line gives."""
+    parent, channel, page, verdict = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a guard ends with its rank, not before
+    os.chdir("/")
+    connection = socket.socket(fileno=int(channel))
+    Guard(int(parent), connection, Page(int(page)), verdict=verdict).run()

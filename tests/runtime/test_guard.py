@@ -1,0 +1,232 @@
+"""What guards tell each other, and what a waiting rank makes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from lightning_pipe.core.program import Compute, Message, Recv, Reduce, Samples
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.client import GuardClient
+from lightning_pipe.runtime.guard.failure import INSIDE, MESSAGE, OUTSIDE, PAIR, TOGETHER, Failure, State
+from lightning_pipe.runtime.guard.hub import MOMENT_S, Hub
+from lightning_pipe.runtime.guard.page import Page
+from lightning_pipe.runtime.guarded_watch import GuardedWatch, never_meet
+from lightning_pipe.runtime.waiting import Done, Wait
+from lightning_pipe.runtime.watch import MismatchError, Patience, PeerFailure
+
+QUICK = Patience(deadline_s=0.5, stale_s=30, grace_s=30, parting_s=0.1)
+RECEIVE = Recv(Message("F", 0, 1, 2, Samples(0, 4)), 1)
+
+
+class Never:
+    """A handle of something that never comes."""
+
+    def wait(self, timeout_s: float) -> bool:
+        return threading.Event().wait(min(timeout_s, 0.05))
+
+    def landed(self) -> bool:
+        return False
+
+
+class Broken(Never):
+    """A handle whose connection is lost."""
+
+    def wait(self, timeout_s: float) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+class Guards:
+    """A hub with guards of some ranks, and what they were told."""
+
+    def __init__(self, ranks: int) -> None:
+        self.told: list[tuple[int, Failure]] = []
+        self.said: list[str] = []
+        self.hub = Hub(self._tell, self.said.append, stale_s=10)
+        for rank in range(ranks):
+            self.hub.join(rank, 0.0)
+            self.hub.take(rank, {"do": "session", "number": 1}, 0.0)
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        self.told.append((rank, Failure(**message["failure"])))
+
+    def fail(self, rank: int, *, when: float, now: float, **fields: Any) -> None:
+        failure = Failure(rank, "at 0F1 of step 3", "a cause", session=1, when=when, **fields)
+        self.hub.take(rank, {"do": "fail", "failure": failure.packed()}, now)
+
+
+def test_the_earliest_of_several_deaths_is_told_to_all_and_said_once():
+    guards = Guards(3)
+    guards.fail(0, when=2.0, now=0.1, lasting=True)
+    guards.fail(1, when=1.0, now=0.2, lasting=True)
+    guards.hub.tick(0.2 + MOMENT_S)
+    assert guards.said == ["Rank 1 died at 0F1 of step 3: a cause"]
+    assert [(rank, failure.rank) for rank, failure in guards.told] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_an_error_is_told_at_once_and_only_the_first_of_a_fit():
+    guards = Guards(2)
+    guards.fail(1, when=1.0, now=0.0, raised=True)
+    guards.fail(0, when=2.0, now=0.0, raised=True)
+    assert guards.said == [] and [failure.rank for _, failure in guards.told] == [1, 1]
+
+
+def test_a_later_fit_hears_of_a_death_but_not_of_an_error():
+    for lasting, expected in ((True, [1]), (False, [])):
+        guards = Guards(2)
+        guards.fail(1, when=1.0, now=0.0, raised=not lasting, lasting=lasting)
+        guards.hub.tick(1.0)
+        guards.told.clear()
+        guards.hub.take(0, {"do": "session", "number": 2}, 1.0)
+        assert [failure.rank for _, failure in guards.told] == expected
+
+
+def test_a_rank_whose_script_has_ended_is_missed_by_the_next_fit():
+    guards = Guards(2)
+    guards.hub.take(1, {"do": "bye"}, 1.0)
+    assert not guards.told
+    guards.hub.take(0, {"do": "session", "number": 2}, 1.0)
+    assert [failure.cause for _, failure in guards.told] == [
+        "its script has ended, but other ranks wait for it in another fit"
+    ]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_guard_that_is_gone_or_silent_is_a_failure_with_what_its_rank_did(silent: bool):
+    guards = Guards(2)
+    guards.hub.take(1, {"do": "beat", "state": asdict(State(INSIDE, 7, "1F0"))}, 0.0)
+    guards.hub.take(0, {"do": "beat", "state": asdict(State())}, 10.5)
+    if not silent:
+        guards.hub.lost(1, 10.5)
+    guards.hub.tick(10.6)
+    guards.hub.tick(11.6)
+    assert guards.said[0].startswith("Rank 1 died at 1F0 of step 7: ")
+
+
+def test_a_page_is_read_as_it_was_written_whatever_the_length_of_its_texts():
+    page = Page()
+    page.write(INSIDE, 12, b"x" * 1000, limit=5.0)
+    page.wait(TOGETHER, b"the others", count=3, limit=4.0)
+    assert page.state == State(INSIDE, 12, "x" * 300, TOGETHER, "the others", 3) and page.limit == 4.0
+    page.beat()
+    assert Page(page.descriptor).beats == 1
+
+
+def waiting(*waits: tuple[int, str]) -> list[State]:
+    return [State(OUTSIDE, 1, "STEP", kind, what) for kind, what in waits]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (waiting((TOGETHER, "a"), (TOGETHER, "b")), True),
+        (waiting((TOGETHER, "a"), (TOGETHER, "a")), False),
+        (waiting((PAIR, "a"), (TOGETHER, "b"), (TOGETHER, "b")), True),
+        (waiting((PAIR, "a"), (PAIR, "a"), (TOGETHER, "b")), False),
+        (waiting((PAIR, "a"), (0, "")), False),
+        (waiting((MESSAGE, "a"), (TOGETHER, "b")), False),
+    ],
+)
+def test_ranks_never_meet_where_no_exchange_has_all_that_it_needs(states: Sequence[State], expected: bool):
+    assert never_meet(list(states)) is expected
+
+
+class Told:
+    """A guard that has told what a test wants."""
+
+    def __init__(self) -> None:
+        self.page, self.heard, self.session = Page(), threading.Event(), 1
+        self.failure: Failure | None = None
+        self.states: dict[int, State] = {}
+        self.own: list[Failure] = []
+
+    def where(self, ranks: Sequence[int]) -> dict[int, State]:
+        return {rank: self.states[rank] for rank in ranks if rank in self.states}
+
+    def fail(self, failure: Failure, *, wait_s: float) -> Failure:
+        self.own.append(failure)
+        return failure
+
+
+@pytest.fixture
+def guard() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def watch(guard: Any) -> GuardedWatch:
+    return GuardedWatch(guard, rank=0, ranks=2, patience=QUICK)
+
+
+def test_what_is_there_is_not_waited_for(watch: GuardedWatch):
+    with watch.program(0):
+        watch.at(Reduce(0))
+        watch.wait(Wait(Done(), RECEIVE))
+
+
+def test_the_deadline_names_what_the_other_rank_does(guard: Told, watch: GuardedWatch):
+    guard.states[1] = State(OUTSIDE, 7, "STEP")
+    expected = r"stage 0, micro-batch 2, direction F from rank 1 .* 0\.5 s; rank 1 is outside a program, after STEP"
+    with pytest.raises(PipelineError, match=expected), watch.program(7):
+        watch.wait(Wait(Never(), RECEIVE))
+    assert guard.own[0].late_s == QUICK.deadline_s and "waiting for" in guard.own[0].where
+
+
+def test_a_lost_connection_is_the_failure_of_the_peer(guard: Told, watch: GuardedWatch):
+    guard.states[1] = State(INSIDE, 7, "0F2")
+    with pytest.raises(PeerFailure, match=r"Rank 1 failed at 0F2 of step 7: .*Connection closed"), watch.program(7):
+        watch.wait(Wait(Broken(), RECEIVE))
+
+
+def test_the_failure_of_another_rank_is_raised_instead_of_its_consequence(guard: Told, watch: GuardedWatch):
+    guard.failure = Failure(1, "at 1F0 of step 7", "ValueError: user", "train.py:3")
+    guard.heard.set()
+    expected = "Rank 1 failed at 1F0 of step 7: ValueError: user\ntrain.py:3"
+    with pytest.raises(PeerFailure, match=expected), watch.opening("connections"):
+        raise RuntimeError("gloo: Connection closed by peer")
+    with pytest.raises(PeerFailure, match=expected), watch.program(8):
+        pass
+
+
+def test_an_error_is_told_with_the_instruction_and_the_users_line(guard: Told, watch: GuardedWatch):
+    with pytest.raises(KeyError), watch.program(3):
+        watch.at(Compute(0, "F", 1))
+        raise KeyError("mine")
+    (told,) = guard.own
+    assert (told.where, told.cause, told.raised) == ("at 0F1 of step 3", "KeyError: 'mine'", True)
+    assert "test_guard.py" in told.lines
+
+
+def test_ranks_that_do_different_things_are_told_what_each_waits_for(guard: Told):
+    watch = GuardedWatch(guard, rank=0, ranks=2, patience=Patience())  # type: ignore[arg-type]
+    guard.states[1] = State(OUTSIDE, 7, "STEP", TOGETHER, "the next batch", 4)
+    with pytest.raises(MismatchError, match=r"rank 0 for weights, rank 1 for the next batch.*is_global_zero"):
+        watch.wait(Wait(Never(), "weights", PAIR))
+
+
+@pytest.fixture
+def client() -> Iterator[GuardClient]:
+    client = GuardClient()
+    client.begin(0, Patience(deadline_s=0.2).limits)
+    yield client
+    client.end()
+    client.close()
+
+
+def test_a_guard_hears_answers_and_ends_with_its_rank(client: GuardClient):
+    port = client.host()["port"]
+    assert port and client.host()["port"] == port
+    failure = client.fail(Failure(0, "at the start", "mine", session=client.session, raised=True), wait_s=30)
+    assert client.failure == failure and client.heard.is_set()
+
+
+def test_what_outlasts_its_limit_is_a_failure_of_the_guard(client: GuardClient):
+    client.page.write(OUTSIDE, 2, b"the loading of a batch", limit=time.monotonic() - 1)
+    assert client.heard.wait(30)
+    assert client.failure is not None and "the deadline is over" in client.failure.cause
+    assert client.failure.where == "outside a program, after the loading of a batch of step 2"

@@ -1,0 +1,97 @@
+"""What leaves for the host comes back as it was, and is gone in the meantime."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from lightning_pipe.runtime.activations.away import send_away
+from lightning_pipe.runtime.activations.plain import FileHost
+from lightning_pipe.runtime.activations.protocol import Piece
+from lightning_pipe.runtime.activations.trip import trip_s
+
+FOREVER_S = 60.0
+
+
+@pytest.fixture
+def host():
+    made = FileHost()
+    yield made
+    made.close()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    base = torch.arange(24, dtype=torch.float64).reshape(4, 6)
+    return {
+        "base": base,
+        "view": base.t()[1:],
+        "mask": torch.tensor([True, False, True]),
+        "half": torch.full((3, 2), 1.5, dtype=torch.bfloat16),
+        "none": torch.empty(0, 5),
+        "number": torch.tensor(7),
+    }
+
+
+def test_tensors_come_back_with_their_forms_and_share_memory_as_before(host):
+    wanted, away = tensors(), send_away(tensors(), host, slices={})
+    away.parcel.fetch()
+    assert away.parcel.returned.wait(FOREVER_S)
+    found = away.tensors()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor) and found[name].stride() == tensor.stride(), name
+    assert found["view"].untyped_storage().data_ptr() == found["base"].untyped_storage().data_ptr()
+
+
+def test_of_a_loaded_batch_only_the_slice_leaves(host):
+    batch = torch.arange(40.0).reshape(10, 4)
+    part = batch[2:5]
+    address = part.untyped_storage().data_ptr()
+    away = send_away({"part": part}, host, slices={address: (part.data_ptr(), part.nbytes)})
+    away.parcel.fetch()
+    assert away.parcel.returned.wait(FOREVER_S)
+    assert torch.equal(away.tensors()["part"], part)
+    assert [storage.nbytes() for storage in away.storages()] == [part.nbytes]
+
+
+def test_memory_is_gone_when_the_way_out_has_ended(host):
+    content = torch.ones(1000)
+    seen = weakref.ref(content.untyped_storage()), weakref.ref(content)
+    away = send_away({"content": content}, host, slices={})
+    assert away.parcel.left.wait(FOREVER_S)
+    del content
+    assert seen[1]() is None and not away.storages()
+
+
+def test_places_in_the_file_are_used_again(host):
+    for turn in range(5):
+        away = send_away({"one": torch.full((100,), float(turn))}, host, slices={})
+        away.parcel.fetch()
+        assert away.parcel.returned.wait(FOREVER_S)
+        assert away.tensors()["one"].unique().tolist() == [turn]
+    assert host.place(400) == 0, "the only place of this size is free again"
+
+
+def test_what_is_discarded_frees_its_place(host):
+    away = send_away({"one": torch.ones(100)}, host, slices={})
+    away.parcel.discard()
+    host.close()  # when all is done
+    away = send_away({"one": torch.zeros(100)}, host, slices={})
+    away.parcel.fetch()
+    assert away.parcel.returned.wait(FOREVER_S) and not away.tensors()["one"].any()
+
+
+def test_a_copy_that_fails_is_an_error_where_it_is_waited_for(host, monkeypatch):
+    def fail(content, place):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(host, "write", fail)
+    parcel = host.take([Piece(torch.ones(3).untyped_storage(), 0, 12)])
+    parcel.fetch()
+    with pytest.raises(RuntimeError, match="no space left"):
+        parcel.returned.wait(FOREVER_S)
+
+
+def test_a_trip_is_timed(host):
+    assert trip_s(host, 1 << 16, device=torch.device("cpu")) > 0

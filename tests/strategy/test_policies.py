@@ -1,0 +1,56 @@
+"""A plan's activation policy is followed under the trainer, and changes no number."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.serial import save_yaml
+from lightning_pipe.runtime.stage import Stage
+from parity.policies import mixed, plan_of, swapping_problem
+from ranks.world import World
+from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline
+
+SHORT = {"max_steps": 3, "limit_val_batches": 1}
+ROUNDING = 1e-9  # float64: sums in another order, over some steps
+
+
+def plan_for(name: str, layout: str, *, dropout: float) -> Plan:
+    """Return a plan for any graph of the module with these names."""
+    problem = swapping_problem(name, layout=layout, schedule="1f1b", microbatches=3, dropout=dropout)
+    plan = mixed(plan_of(problem), problem, recompute=0.6, offload=0.5, seed=name + layout)
+    return replace(plan, graph="")
+
+
+@functools.cache
+def on_one_device(name: str, dropout: float) -> Fitted:
+    return fit(Case(name, {}, SHORT, dropout=dropout), dapple(microbatches=3))
+
+
+def fit_counting(case: Case) -> tuple[Fitted, int]:
+    """Fit on all ranks of this world; return how often something was offloaded too; a worker function."""
+    evicted, evict = [], Stage.evict
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "evict", lambda stage, *args: (evicted.append(1), evict(stage, *args))[1])
+        return fit_as_pipeline(case), len(evicted)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "dropout"),
+    [
+        ("gpt_tied", "1-1", 0.3),
+        pytest.param("unet_skips", "1-1", 0.3, marks=pytest.mark.slow),
+        pytest.param("gpt_tied", "2-1", 0.0, marks=pytest.mark.slow),  # replicas draw other dropout than one device
+    ],
+)
+def test_a_plan_that_recomputes_and_offloads_trains_as_one_device_does(name, layout, dropout, tmp_path: Path):
+    plan = plan_for(name, layout, dropout=dropout)
+    save_yaml(plan, tmp_path / "plan.yaml")
+    case = Case(name, {"plan": str(tmp_path / "plan.yaml")}, SHORT, dropout=dropout)
+    for found, evicted in World(plan.layout.ranks).run(fit_counting, case):
+        assert_same(found, on_one_device(name, dropout), rtol=ROUNDING)
+        assert evicted == 3 * 3, "every micro-batch of every step"
