@@ -2,9 +2,9 @@
 
     python examples/05_unet.py
 
-Skips lead from the first layers to the last ones; they are sent straight from stage to stage, whatever lies between, and
-the planner counts what they cost. For real size: more channels and levels, your own images, `accelerator="gpu"`. If skips
-dominate, `layout="1-1"` with few micro-batches, or data parallel training, may win: read what the plan says.
+Skips lead from the first layers to the last ones; they are sent straight from stage to stage, whatever lies between,
+and the planner counts what they cost. For real size: more channels and levels, your own images, `accelerator="gpu"`. If
+skips dominate, data parallel training may win: read what the plan says.
 """
 
 import lightning.pytorch as pl

@@ -1,6 +1,6 @@
 """Train with LightningCLI, where the strategy is one more argument.
 
-    python examples/07_lightning_cli.py fit --trainer.strategy dapple --trainer.devices 2 --trainer.accelerator cpu --trainer.max_epochs 1
+    python examples/07_lightning_cli.py fit --trainer.strategy dapple --trainer.devices 2 --trainer.max_epochs 1
 
 Needs `pip install 'lightning[pytorch-extra]'` (jsonargparse). For real size: keep the arguments in a YAML file and give
 it with `--config`; options of the strategy go under `trainer.strategy.init_args` of `lightning_pipe.DappleStrategy`.

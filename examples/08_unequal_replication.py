@@ -2,8 +2,8 @@
 
     python examples/08_unequal_replication.py
 
-Opens nothing; look at runs/unequal_replication/report.html afterwards: three ranks, the two replicas of stage 0 with half
-of the samples each. For real size: leave out `layout`, and the planner decides how many devices each stage gets.
+Look at runs/unequal_replication/report.html afterwards: three ranks, the two replicas of stage 0 with half of the
+samples each. For real size: leave out `layout`, and the planner decides how many devices each stage gets.
 """
 
 import lightning.pytorch as pl

@@ -35,7 +35,8 @@ from lightning_pipe.simulator import UnitPrices, simulate
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.py"))
+NEEDS = {"02_lora_llama": "transformers", "03_vit_on_digits": "sklearn", "07_lightning_cli": "jsonargparse"}
 PRESETS = sorted(path.stem for path in (conf_dir() / "strategy").glob("*.yaml"))
 TRAINER = "{_target_: lightning.pytorch.Trainer, strategy: auto, accelerator: cpu, devices: 1, logger: false}"
 APPLICATION = """
@@ -195,7 +196,24 @@ def test_an_unmodified_hydra_application_gets_the_strategy(override, application
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_say_how_they_are_run(path):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    assert f"python examples/{path.name}" in docstring
+    assert f"python examples/{path.relative_to(ROOT / 'examples')}" in docstring
+    assert path == EXAMPLES[0] or "For real size: " in docstring
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES[1:], ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_examples_run_by_the_command_that_they_name(path, tmp_path):
+    if path.stem in NEEDS:
+        pytest.importorskip(NEEDS[path.stem])
+    name = str(path.relative_to(ROOT))
+    text = path.read_text(encoding="utf-8")
+    words = shlex.split(next(line for line in text.splitlines() if f"python {name}" in line))
+    command = [sys.executable, str(path), *words[2:]]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"^(trained \d+ steps|Wrote the plan)", found.stdout, re.MULTILINE), found.stdout
+    if path.stem == "08_unequal_replication":
+        assert (tmp_path / "runs" / "unequal_replication" / "report.html").is_file()
 
 
 def test_the_gpt_example_trains_on_one_device_and_as_a_pipeline(tmp_path):
@@ -208,3 +226,10 @@ def test_the_gpt_example_trains_on_one_device_and_as_a_pipeline(tmp_path):
         assert found.stdout.count("after 3 steps, nats per byte") == 1
     events = json.loads((tmp_path / "runs" / "new" / "timeline.json").read_text())
     assert events, "the timeline is empty"
+    lines = (found.stdout + found.stderr).splitlines()
+    first = next(number for number, line in enumerate(lines) if "micro-batch" in line)
+    told = lines[first : next(number for number, line in enumerate(lines) if line.startswith("Wrote the timeline"))]
+    ours = [line for line in told if "Warning" not in line and "site-packages" not in line]
+    assert len(ours) <= 25, "\n".join(ours)
+    for noise in ("USDT:", "sync_dist", "-0.0%", "1 micro-batches"):
+        assert not [line for line in lines if re.search(rf"(?<!\d){noise}", line)], noise

@@ -188,7 +188,9 @@ def _drawn(options: Drawn, judged: Judged, problem: Problem) -> Iterator[str]:
             plot_memory(curves, memory, limits=limits, title="predicted")
             yield f"Drew {picture} and {memory}."
         if options.trace is not None:
-            Path(options.trace).write_text(chrome_trace(judged.timeline, memory=curves), encoding="utf-8")
+            Path(options.trace).write_text(
+                chrome_trace(judged.timeline, memory=curves, traffic=judged.program.traffic), encoding="utf-8"
+            )
             yield f"Wrote the timeline to {options.trace}; open it in ui.perfetto.dev."
     except OSError as error:
         raise ConfigError(f"cannot write the timeline: {error}. Change draw= or trace=.") from None

@@ -1,6 +1,6 @@
 """Show plans and timelines to people: tables, traces, plots, explanations."""
 
-from lightning_pipe.report.account import Account, accounts, mean_bubble, mean_computing, step_seconds
+from lightning_pipe.report.account import Account, Flight, accounts, flights, mean_bubble, mean_computing, step_seconds
 from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, Memory, compare
 from lightning_pipe.report.comparison_table import comparison_table
@@ -16,6 +16,7 @@ __all__ = [
     "Comparison",
     "Curve",
     "Curves",
+    "Flight",
     "Memory",
     "Page",
     "accounts",
@@ -26,6 +27,7 @@ __all__ = [
     "comparison_table",
     "draw",
     "explain",
+    "flights",
     "html_page",
     "idle_stages",
     "main_sentences",

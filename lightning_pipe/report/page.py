@@ -22,7 +22,7 @@ from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report.account import flights, mean_bubble, mean_computing, run_facts, step_interval, step_seconds
 from lightning_pipe.report.comparison import Comparison
 from lightning_pipe.report.comparison_table import verdict
-from lightning_pipe.report.plot import COLOURS, EVICT, FETCH, MEANINGS, REDUCE, STEP
+from lightning_pipe.report.plot import COLOURS, EVICT, FETCH, MEANINGS, MESSAGE, REDUCE, STEP
 from lightning_pipe.report.trace import Curve
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 
@@ -171,7 +171,7 @@ def _data(page: Page) -> dict[str, Any]:
         "runs": [_run(name, run, ranks) for name, run in runs if run is not None],
         "ranks": [names.get(rank, str(rank)) for rank in ranks],
         "left_out": len(everyone) - len(ranks),
-        "colours": {**COLOURS, "sum": REDUCE, "step": STEP, "out": EVICT, "back": FETCH, "message": "#999999"},
+        "colours": {**COLOURS, "sum": REDUCE, "step": STEP, "out": EVICT, "back": FETCH, "message": MESSAGE},
         "meanings": MEANINGS,
         "memory": [_stack(stack) for stack in page.memory],
         "kinds": STACK,

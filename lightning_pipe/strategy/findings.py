@@ -31,6 +31,7 @@ from lightning_pipe.report import (
     compare,
     comparison_table,
     explain,
+    flights,
     html_page,
     idle_stages,
     main_sentences,
@@ -172,7 +173,11 @@ def write_trace(path: Path, recorded: Recorded, found: Findings | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     events = Timeline(tuple(event for timeline in recorded.timelines for event in timeline.events))
     predicted = found.predicted if found is not None else None
-    path.write_text(chrome_trace(events, memory=recorded.held, predicted=predicted), encoding="utf-8")
+    messages = [flight for timeline in recorded.timelines for flight in flights(timeline)]
+    trace = chrome_trace(
+        events, memory=recorded.held, predicted=predicted, messages=messages, traffic=recorded.program.traffic
+    )
+    path.write_text(trace, encoding="utf-8")
     rank_zero_info(f"Wrote the timeline of {len(recorded.timelines)} steps to {path}; open it in ui.perfetto.dev.")
 
 
