@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.planner.problem import Wishes
+from lightning_pipe.foreign_names import instead_of, schedule_advice, schedule_name
+from lightning_pipe.planner.problem import EXECUTED, Sharding, Wishes
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
 from lightning_pipe.schedule.one_f_one_b import WARMUPS
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.registry import SCHEDULES
 from lightning_pipe.schedule.text import format_order
 from lightning_pipe.schedule.torch_csv import load_csv
+from lightning_pipe.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,13 @@ class DappleConfig:
         deadline_s: seconds after which a wait for another rank is reported as an error.
         report: HTML page (`.html`) of plan, timelines, memory and alternatives, or a directory for it and for plan,
             profile, cluster, trace and pictures; None writes none.
-        memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a CPU; on
-            other devices, and for a report, it always is.
+        memory_limit: most memory that a rank may take, such as "16GiB", or by kind of device, such as
+            "V100: 15GiB, T4: 14GiB" (or a mapping); None lets it take what its device has free. Plans keep to it, and
+            CUDA's allocator is held to it.
+        shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them,
+            step that part, and tell each other the result: "on", "off", or "auto" where plans do not fit without.
+        measure_memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a
+            CPU; on other devices, and for a report, it always is.
         trace: file to write the recorded timeline to (Perfetto JSON); None writes none.
         timeline_steps: optimizer steps that are recorded at the beginning, to be compared with the prediction.
         start_method: how the processes of one host are started: "popen" runs the script again, the others are those
@@ -85,7 +93,9 @@ class DappleConfig:
     exact_ties: bool = False
     deadline_s: float = 300.0
     report: str | None = None
-    memory: bool = False
+    memory_limit: str | None = None
+    shard_optimizer: str = "auto"
+    measure_memory: bool = False
     trace: str | None = None
     timeline_steps: int = 5
     start_method: str = "popen"
@@ -119,6 +129,13 @@ class DappleConfig:
                 raise ConfigError(
                     f"found schedule={self.schedule!r} and {', '.join(decided)}; the file decides these. Remove them."
                 )
+        if self.post_validation and self.shard_optimizer == "on":
+            raise ConfigError(
+                "found shard_optimizer='on' with post_validation=True, under which a rank may have to undo its own "
+                "optimizer step, but not those of others. Remove one of them."
+            )
+        if self.memory_limit is not None:
+            _limits(self.memory_limit)
         if self.layout is not None and self.planner not in FOLLOW_LAYOUTS:
             raise ConfigError(
                 f"found layout={self.layout!r} with planner={self.planner!r}, which decides the layout itself; "
@@ -139,9 +156,23 @@ class DappleConfig:
             ProgramError: if what it says is no schedule.
         """
         if self.schedule is not None and _is_file(self.schedule):
-            return Wishes(self.microbatches, order=format_order(load_csv(self.schedule)))
+            order = format_order(load_csv(self.schedule))
+            return Wishes(self.microbatches, order=order, reliefs=EXECUTED, shard_optimizer=self._sharding)
         schedule = "1f1b" if self.warmup is not None else self.schedule
-        return Wishes(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
+        wishes = Wishes(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
+        return replace(wishes, reliefs=EXECUTED, shard_optimizer=self._sharding)
+
+    @property
+    def _sharding(self) -> Sharding:
+        """Return whether plans share optimizer state; those of ranks that run ahead do not, as a step may be undone."""
+        if self.post_validation:
+            return "off"
+        return cast("Sharding", self.shard_optimizer)
+
+    @property
+    def memory_limits(self) -> Mapping[str, int]:
+        """Return the most bytes that a rank may take by kind of device, "" for every kind; {} leaves it open."""
+        return {} if self.memory_limit is None else _limits(self.memory_limit)
 
     @property
     def cache_dir(self) -> Path | None:
@@ -152,11 +183,35 @@ class DappleConfig:
         return (Path(home) if home else Path.home() / ".cache") / "lightning_pipe"
 
 
-_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "chunks", "warmup", "microbatches")
+_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "chunks", "warmup", "microbatches", "shard_optimizer")
+
+
+LIMITS = "an amount such as '16GiB', or one by kind of device such as 'V100: 15GiB, T4: 14GiB'"
 
 
 def _is_file(schedule: str) -> bool:
     return schedule.endswith(".csv")
+
+
+def _limits(text: str) -> dict[str, int]:
+    """Return the bytes by kind of device that a memory limit says, "" for every kind.
+
+    Raises:
+        ConfigError: if it cannot be read, is zero, or names a kind twice.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        kind, colon, amount = part.rpartition(":")
+        kind = kind.strip()
+        if (colon and not kind) or kind in found or (not kind and len(found) + text.count(",")):
+            raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}")
+        try:
+            found[kind] = parse_bytes(amount)
+        except ConfigError as error:
+            raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}: {error}") from None
+        if found[kind] < 1:
+            raise ConfigError(f"found memory_limit={text!r}; expected more than nothing, {LIMITS}")
+    return found
 
 
 class _Rule(NamedTuple):
@@ -181,7 +236,8 @@ class _Rule(NamedTuple):
         return self.least is None or value >= self.least  # type: ignore[operator]
 
     def expected(self, value: object) -> str:
-        return self.words + ", ".join(map(repr, self.one_of)) + hint(str(value), dict.fromkeys(self.one_of))
+        close = schedule_advice(str(value)) or hint(str(value), dict.fromkeys(self.one_of))
+        return self.words + ", ".join(map(repr, self.one_of)) + close
 
 
 def _choice(names: Collection[str]) -> _Rule:
@@ -211,7 +267,9 @@ _RULES = {
     "exact_ties": _Rule(bool, "true or false"),
     "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
     "report": _Rule(str, "the path of an .html file, or of a directory, to write"),
-    "memory": _Rule(bool, "true or false"),
+    "memory_limit": _Rule(str, LIMITS),
+    "shard_optimizer": _choice(("auto", "on", "off")),
+    "measure_memory": _Rule(bool, "true or false"),
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
@@ -222,31 +280,100 @@ def read_config(options: Mapping[str, Any] | DictConfig) -> DappleConfig:
     """Return the configuration that these options make, with defaults filled in.
 
     Args:
-        options: fields of `DappleConfig` by name; paths may be `os.PathLike`, numbers of seconds may be integers, and
-            a layout or a warm-up of one number may be an integer.
+        options: fields of `DappleConfig` by name; paths may be `os.PathLike`, numbers of seconds may be integers, a
+            layout or a warm-up may be a list of integers, or one, and a schedule may have torch's name.
 
     Raises:
         ConfigError: if a name is unknown, or a value has the wrong type or is out of range.
     """
     plain: dict[str, Any] = dict(_container(options) if isinstance(options, DictConfig) else options)
-    for name in plain:
-        if name not in _RULES:
-            known = ", ".join(_RULES)
-            raise ConfigError(f"found the unknown option {name!r}; expected one of {known}{hint(name, _RULES)}")
+    plain = _renamed(plain)
+    check_known(plain)
     return DappleConfig(**{name: _converted(name, value) for name, value in plain.items()})
+
+
+def chosen_config(config: DappleConfig | None, options: Mapping[str, Any]) -> DappleConfig:
+    """Return a configuration that is given whole, or made of all its fields.
+
+    Raises:
+        ConfigError: if a field is given beside the whole, is unknown, or has a value that cannot be.
+    """
+    if config is None:
+        return read_config(options)
+    check_known(options)
+    defaults = vars(DappleConfig())
+    if given := [name for name, value in options.items() if value != defaults[name]]:
+        raise ConfigError(f"found config= and {', '.join(given)}; expected either a config or its fields.")
+    return config
+
+
+def check_known(options: Collection[str]) -> None:
+    """Refuse options that do not exist, all at once, and say what to set instead where that is known.
+
+    Raises:
+        ConfigError: naming every unknown option.
+    """
+    unknown = [name for name in options if name not in _RULES]
+    if not unknown:
+        return
+    advice = [_advice(name) for name in unknown]
+    advised = "; ".join(f"{name!r}: {text}" for name, text in zip(unknown, advice, strict=True) if text)
+    names = f"option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}"
+    expected = "" if all(advice) else f"; expected some of {', '.join(_RULES)}"
+    raise ConfigError(f"found the unknown {names}{expected}{'; ' if advised else ''}{advised}")
+
+
+def _advice(name: str) -> str:
+    return instead_of(name) or hint(name, _RULES).removeprefix("; ")
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with their present names; an old one is said to be deprecated.
+
+    Raises:
+        ConfigError: if an old name has a value that it never could have.
+    """
+    value = options.pop("memory", None)
+    if value is None:
+        return options
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"found memory={value!r}; the option that says how much memory a rank may take is memory_limit"
+        )
+    warnings.warn(
+        "The option memory is called measure_memory now; the old name will go with version 0.2. (What limits memory is "
+        "memory_limit.)",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return {**options, "measure_memory": value}
 
 
 def _container(options: DictConfig) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", OmegaConf.to_container(options, resolve=True))
 
 
+_SWITCHED = {"True": "on", "False": "off"}  # what YAML and Hydra make of these words
+_JOINED = {"layout": "-", "warmup": ","}  # what lists of numbers are written with
+
+
 def _converted(name: str, value: Any) -> Any:
     """Accept what YAML and Python naturally write for a field."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if name == "schedule" and isinstance(value, str):
+        return schedule_name(value, SCHEDULES)
+    if name in _JOINED and isinstance(value, (list, tuple)):
+        return _JOINED[name].join(map(str, value))
     if isinstance(value, int) and not isinstance(value, bool):
         kind = _RULES[name].kind
+        if name == "memory_limit":
+            return f"{value}B"
         return float(value) if kind is float else str(value) if name in ("layout", "warmup") else value
+    if name == "shard_optimizer" and str(value) in _SWITCHED:
+        return _SWITCHED[str(value)]
+    if name == "memory_limit" and isinstance(value, Mapping):
+        return ", ".join(f"{kind}: {_converted(name, amount)}" for kind, amount in value.items())
     return value
 
 
@@ -254,8 +381,10 @@ def hydra_schema() -> type:
     """Return the structured config of the presets: the fields of `DappleConfig` and the class that they make."""
     hints = get_type_hints(DappleConfig)
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
+    hints |= {"memory_limit": Any, "shard_optimizer": Any}  # a mapping, and what YAML makes of on and off
+    old = ("memory", bool | None, None)
     return make_dataclass(
-        "DappleOptions", [target, *((f.name, hints[f.name], f.default) for f in fields(DappleConfig))]
+        "DappleOptions", [target, *((f.name, hints[f.name], f.default) for f in fields(DappleConfig)), old]
     )
 
 

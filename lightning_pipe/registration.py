@@ -2,7 +2,8 @@
 
 Lightning looks names up in its `StrategyRegistry` while the trainer is built, and knows no entry points for strategies.
 So the name is registered as soon as both this package and `lightning.pytorch.strategies` are imported, whichever comes
-first. Importing Lightning takes seconds, so it is never imported for this: if it is absent, a finder waits for it.
+first; likewise with `pytorch_lightning.strategies`. Importing Lightning takes seconds, so it is never imported for
+this: if it is absent, a finder waits for it.
 Hydra imports our plug-in in every application of the environment; nothing here may make such an application fail.
 """
 
@@ -11,37 +12,64 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.lightning_package import FABRICS, TRAINERS, choose
+
 STRATEGY = "dapple"
-_REGISTRY_MODULE = "lightning.pytorch.strategies"
+_REGISTRIES = {f"{module}.strategies": package for package, module in TRAINERS.items()}
+_FABRIC_REGISTRIES = tuple(f"{module}.strategies" for module in FABRICS.values())
 
 
 def register_strategy() -> None:
     """Register the strategy with Lightning, now or as soon as Lightning is imported; a second call does nothing."""
-    module = sys.modules.get(_REGISTRY_MODULE)
-    if hasattr(module, "StrategyRegistry"):
-        _register(module)
-    elif not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+    for name in (*_REGISTRIES, *_FABRIC_REGISTRIES):
+        if hasattr(sys.modules.get(name), _registry_name(name)):
+            _register(sys.modules[name])
+    if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegistryFinder())
 
 
+def _registry_name(module: str) -> str:
+    return "STRATEGY_REGISTRY" if module in _FABRIC_REGISTRIES else "StrategyRegistry"
+
+
 def _register(module: Any) -> None:
-    if STRATEGY not in module.StrategyRegistry:
-        module.StrategyRegistry.register(
-            STRATEGY, make_strategy, description="A planned pipeline of stages (DAPPLE, 2021)"
-        )
+    package = _REGISTRIES.get(module.__name__)
+    registry = getattr(module, _registry_name(module.__name__))
+    if STRATEGY not in registry:
+        make = refuse_fabric if package is None else partial(make_strategy, package)
+        registry.register(STRATEGY, make, description="A planned pipeline of stages (DAPPLE, 2021)")
 
 
-def make_strategy(**options: Any) -> Any:
+def refuse_fabric(**options: Any) -> Any:
+    """Refuse to run without a Trainer.
+
+    Raises:
+        UnsupportedError: with the reason and the way out.
+    """
+    raise UnsupportedError(
+        "Fabric(strategy='dapple'): a pipeline is cut from the training_step of a LightningModule, and Fabric's loop "
+        "has none. Write the step as a LightningModule and use Trainer(strategy='dapple')."
+    )
+
+
+def make_strategy(package: str, **options: Any) -> Any:
     """Build the strategy; only now are its parts imported.
 
     Args:
+        package: "lightning" or "pytorch_lightning": whose Trainer asks.
         options: fields of `lightning_pipe.config.DappleConfig`.
+
+    Raises:
+        ConfigError: if this process has used the strategy with the other package.
     """
+    choose(package)
     from lightning_pipe.strategy.strategy import DappleStrategy
 
     return DappleStrategy(**options)
@@ -53,7 +81,7 @@ class _RegistryFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY_MODULE:
+        if fullname not in (*_REGISTRIES, *_FABRIC_REGISTRIES):
             return None
         others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
         spec = next((spec for f in others if (spec := f.find_spec(fullname, path, target))), None)

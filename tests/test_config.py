@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from omegaconf import OmegaConf
 
 from lightning_pipe.config import DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.planner.problem import Wishes
+from lightning_pipe.foreign_names import _INSTEAD, schedule_name
+from lightning_pipe.planner.problem import EXECUTED, Wishes
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
     "plan planner layout schedule chunks warmup microbatches costs cluster cache capture check witness post_validation "
-    "batch_dim seed exact_ties deadline_s report memory trace timeline_steps start_method"
+    "batch_dim seed exact_ties deadline_s report memory_limit shard_optimizer measure_memory trace "
+    "timeline_steps start_method"
 ).split()
 
 
@@ -39,6 +42,16 @@ def test_every_schedule_can_be_chosen():
         ("deadline_s", 60, 60.0),
         ("layout", 2, "2"),
         ("layout", "2-1-1", "2-1-1"),
+        ("layout", [2, 1], "2-1"),
+        ("layout", (1, 1, 2), "1-1-2"),
+        ("warmup", [2, 1], "2,1"),
+        ("schedule", "1F1B", "1f1b"),
+        ("schedule", "Gpipe", "gpipe"),
+        ("schedule", "ScheduleGPipe", "gpipe"),
+        ("schedule", "Interleaved1F1B", "interleaved"),
+        ("schedule", "LoopedBFS", "breadth_first"),
+        ("schedule", "ZBVZeroBubble", "zb_v"),
+        ("schedule", "DualPipeV", "dualpipe_v"),
         ("warmup", 3, "3"),
         ("warmup", "4,3,2,1", "4,3,2,1"),
         ("seed", None, None),
@@ -53,7 +66,13 @@ def test_natural_spellings_are_read(name, value, read):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"microbatchs": 4}, "unknown option 'microbatchs'; expected one of plan.*did you mean 'microbatches'"),
+        ({"microbatchs": 4}, "unknown option 'microbatchs'; 'microbatchs': did you mean 'microbatches'"),
+        ({"num_stages": 4, "timeout": 3}, "options 'num_stages', 'timeout'; 'num_stages': set layout.*deadline_s"),
+        ({"micro": 4, "a": 3, "find_unused_parameters": 1}, "'micro', 'a', 'find_unused_parameters'; expected some of"),
+        ({"find_unused_parameters": True}, "remove it: gradients are reduced"),
+        ({"pipeline_model_parallel_size": 2}, "set layout"),
+        ({"schedule": "InterleavedZeroBubble"}, "is schedule='zb_h1' with chunks=2"),
+        ({"layout": [2, 0]}, "expected ranks per stage joined by '-'"),
         ({"microbatches": 0}, r"found microbatches=0 \(int\); expected an integer of at least 1"),
         ({"microbatches": True}, r"found microbatches=True \(bool\); expected an integer"),
         ({"microbatches": "8"}, r"found microbatches='8' \(str\); expected an integer"),
@@ -94,5 +113,61 @@ def test_the_schema_of_the_presets_has_the_same_defaults():
 def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig(layout="2-1").replicas == (2, 1)
     assert DappleConfig().replicas is None
-    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb")
-    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe")
+    may = {"reliefs": EXECUTED, "shard_optimizer": "auto"}
+    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb", **may)
+    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe", **may)
+    assert DappleConfig(post_validation=True).wishes.shard_optimizer == "off"
+
+
+def test_plans_may_by_default_do_what_runs_can_do():
+    assert DappleConfig().wishes.reliefs == {"recompute", "offload"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [
+        ("16GiB", {"": 16 * 2**30}),
+        (300, {"": 300}),
+        ("V100: 15 GiB, T4:14GB", {"V100": 15 * 2**30, "T4": 14 * 10**9}),
+        ({"V100": "15GiB", "T4": 500}, {"V100": 15 * 2**30, "T4": 500}),
+    ],
+)
+def test_a_memory_limit_holds_for_all_devices_or_by_kind(limit, read):
+    assert read_config({"memory_limit": limit}).memory_limits == read
+
+
+@pytest.mark.parametrize("limit", ["", "much", "0 B", "-1 GiB", "V100: 1GiB, V100: 2GiB", ": 1GiB", "1GiB, 2GiB", True])
+def test_a_limit_that_says_nothing_is_refused(limit):
+    with pytest.raises(ConfigError, match="memory_limit"):
+        read_config({"memory_limit": limit})
+
+
+def test_the_old_name_of_measure_memory_is_read_and_said():
+    with pytest.warns(DeprecationWarning, match="measure_memory"):
+        assert read_config({"memory": True}).measure_memory
+    with pytest.raises(ConfigError, match="memory_limit"):
+        read_config({"memory": "16GiB"})
+
+
+def test_on_and_off_as_yaml_reads_them():
+    assert read_config({"shard_optimizer": True}).shard_optimizer == "on"
+    assert read_config({"shard_optimizer": False}).shard_optimizer == "off"
+
+
+def test_no_option_is_hinted_at_that_is_far_from_what_was_written():
+    with pytest.raises(ConfigError) as caught:
+        read_config({"split": 1})
+    assert "did you mean" not in str(caught.value)
+
+
+def test_advice_is_given_for_no_option_that_exists_and_names_those_that_do():
+    assert not set(_INSTEAD) & set(OPTIONS)
+    for text in _INSTEAD.values():
+        named = re.findall(r"set ([a-z_]+)", text)
+        assert set(named) <= {*OPTIONS, "process_group_backend"}, text
+
+
+def test_names_of_schedules_are_read_in_any_case():
+    for name in SCHEDULES:
+        assert schedule_name(name.upper(), SCHEDULES) == name
+    assert schedule_name("unheard of", SCHEDULES) == "unheard of"

@@ -5,7 +5,7 @@
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
     floor 1  core
-    floor 0  errors, below units and collection
+    floor 0  errors, below units, collection and lightning_package
 
 Neighbours on a floor do not see each other. Imports hidden in functions count.
 """
@@ -22,8 +22,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
     {"errors"},
-    {"units", "collection"},
-    {"core"},
+    {"units", "collection", "lightning_package", "foreign_names"},
+    {"core", "lightning_names"},
     {"cost", "schedule", "simulator", "report", "capture"},
     {"planner", "profiler", "runtime"},
     {"config"},
@@ -32,10 +32,24 @@ FLOORS = (
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 ROOF = len(FLOORS) - 1
-PURE = {"errors", "units", "collection", "core", "cost", "schedule", "simulator", "planner", "report"}
+PURE = {
+    "errors",
+    "units",
+    "collection",
+    "lightning_package",
+    "foreign_names",
+    "core",
+    "cost",
+    "schedule",
+    "simulator",
+    "planner",
+    "report",
+}
 LIGHT = {"__init__", "registration", "config"}  # imported by every Hydra application of the environment
 HEAVY = {"torch", "lightning", "torchmetrics"}
 SEES_LIGHTNING = {"capture", "strategy", "cli", "examples"}
+NAMES_LIGHTNING = {"lightning_names.py", "strategy/lightning_private.py"}
+LIGHTNINGS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 PRIVATE_NAMES_IN = {"capture/torch_private.py", "strategy/lightning_private.py"}
 
 
@@ -109,17 +123,18 @@ def test_pure_packages_see_only_pure_parts():
 
 
 def test_profiler_and_runtime_do_not_see_lightning():
+    names = {"torchmetrics", "lightning_names"}
+    wrong = [str(found) for found in IMPORTS if {found.of, found.of_part} & names and found.part not in SEES_LIGHTNING]
+    assert not [line for line in wrong if "lightning_names.py" not in line], "\n".join(wrong)
+
+
+def test_lightning_is_named_where_its_package_is_chosen():
     wrong = [
         str(found)
         for found in IMPORTS
-        if found.of in {"lightning", "torchmetrics"} and found.part not in SEES_LIGHTNING
+        if found.of in LIGHTNINGS and found.file.relative_to(PACKAGE).as_posix() not in NAMES_LIGHTNING
     ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_there_is_one_lightning():
-    wrong = [str(found) for found in IMPORTS if found.of in {"pytorch_lightning", "lightning_fabric"}]
-    assert not wrong, "the package `lightning` only:\n" + "\n".join(wrong)
+    assert not wrong, "import from lightning_pipe.lightning_names:\n" + "\n".join(wrong)
 
 
 def is_private(found: Import) -> bool:

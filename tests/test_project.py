@@ -174,18 +174,18 @@ def test_presets_compose_by_their_own_command_and_can_be_built(preset, applicati
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_compose_as_a_group_of_their_own(preset, application):
-    config = composed(application, [f"+strategy={preset}", "strategy.microbatches=6"])
-    assert config.strategy.microbatches == 6
+def test_presets_compose_wherever_an_application_has_its_trainer(preset, application):
+    config = composed(application, [f"+strategy@own.group={preset}", "own.group.microbatches=6"])
+    assert config.own.group.microbatches == 6
 
 
-@pytest.mark.parametrize("override", ["strategy.microbatchs=4", "strategy.microbatches=four", "strategy.seed=[1]"])
+@pytest.mark.parametrize("override", ["microbatchs=4", "microbatches=four", "seed=[1]"])
 def test_hydra_refuses_what_is_no_option(override, application):
     with pytest.raises(ConfigCompositionException, match="strategy"):
-        composed(application, ["+strategy=dapple", override])
+        composed(application, ["+strategy=dapple", f"trainer.strategy.{override}"])
 
 
-@pytest.mark.parametrize("override", ["trainer.strategy=dapple", "+strategy@trainer.strategy=dapple"])
+@pytest.mark.parametrize("override", ["trainer.strategy=dapple", "+strategy=dapple"])
 def test_an_unmodified_hydra_application_gets_the_strategy(override, application):
     command = [sys.executable, "train.py", override, "trainer.devices=2"]
     found = subprocess.run(command, cwd=application.parent, capture_output=True, text=True, check=False)

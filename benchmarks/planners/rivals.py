@@ -55,7 +55,7 @@ def verdict(seed: int, size: Size = SIZE) -> Verdict:
     """Let all planners plan one problem.
 
     Raises:
-        Exception: whatever a planner dies of, but for saying that nothing fits or that it has no plan for so few layers.
+        Exception: whatever a planner dies of, but for saying that nothing fits, or that layers are too few.
     """
     problem = any_problem(seed, size)
     start = time.process_time()
@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] = ()) -> None:
             print(found[-1], flush=True)
     planned = [one for one in found if one.step_s is not None]
     times = sorted(one.seconds for one in found)
+    ahead, over = sum(bool(one.ahead) for one in found), sum(bool(one.over) for one in found)
     print(
-        f"{len(found)} problems, {len(planned)} with a plan; {sum(bool(one.ahead) for one in found)} in which a planner "
-        f"is ahead of auto, {sum(bool(one.over) for one in found)} over memory. auto took {statistics.median(times):.2f} "
-        f"s (median), {times[-1]:.2f} s (longest)."
+        f"{len(found)} problems, {len(planned)} with a plan; {ahead} in which a planner is ahead of auto, {over} over "
+        f"memory. auto took {statistics.median(times):.2f} s (median), {times[-1]:.2f} s (longest)."
     )

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -25,6 +24,7 @@ from lightning_pipe.capture.step_state import state_put_back
 from lightning_pipe.capture.torch_private import has_backward_hooks
 from lightning_pipe.capture.users_code import is_library
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 
 
 def hooked_modules(module: nn.Module) -> list[str]:

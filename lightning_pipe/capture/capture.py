@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from torch import fx, nn
 
@@ -42,6 +41,7 @@ from lightning_pipe.capture.witness import testimony
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 
 
 @dataclass(frozen=True)

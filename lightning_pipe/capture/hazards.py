@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
@@ -36,6 +35,7 @@ from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
 from lightning_pipe.capture.tracked_number import has_tracked, is_tracked, with_inputs
 from lightning_pipe.capture.users_code import is_library
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 
 _HELP = (
     "A pipeline repeats one captured graph, so this would be frozen. Move it out of the step, or pass it as a tensor "

@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -39,6 +38,7 @@ from lightning_pipe.capture.users_code import (
     reached,
 )
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 
 _METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
 _TORCHS_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -24,7 +24,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -47,11 +46,14 @@ from lightning_pipe.capture.python_places import (
 )
 from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.capture.users_code import is_library, is_users
+from lightning_pipe.lightning_names import pl
 
 Keys: TypeAlias = AbstractSet[Any]
 _COPIED_ELEMENTS = 2**20  # of a tensor whose content can be put back
 _MOST_OBJECTS = 100_000  # of one snapshot; what lies beyond (a tokenizer's vocabulary, a graph) counts by identity
-_FOREIGN_ROOTS = frozenset({"torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_pipe"})
+_FOREIGN_ROOTS = frozenset(
+    {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "lightning_pipe"}
+)
 _FOREIGN_TYPES = (
     pl.Trainer,
     pl.LightningDataModule,

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.collectives import no_collectives
@@ -37,10 +37,11 @@ from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.tables import twin_buffers
-from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoint_only
+from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoints_replaced
 from lightning_pipe.capture.trees import mapped
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.lightning_names import pl
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 _HANDLES = itertools.count()
@@ -157,7 +158,7 @@ class Player:
         called = {unit.path for unit in self._units}
         self._modules = [child for path, child in step.module.named_modules() if path in called]
         self._paths = {id(child): path for path, child in step.module.named_modules() if path in called}
-        self._metrics = metrics_in(step.module)
+        self.metrics = metrics_in(step.module)
         self._absent = self._fake_parameters()
         self._twins = {name: twins for name, twins in twin_buffers(step.module).items() if name in part.buffers}
 
@@ -201,10 +202,10 @@ class Player:
             stack.callback(python.restore)
             for entered in (
                 hung(self._slots, {**state, **apart, **twins, **self._absent}),
-                checkpoint_only(lambda: play.is_inside),
+                checkpoints_replaced(play.in_checkpoint, where=lambda: play.is_inside),
                 no_collectives(),
                 keyed(key, self._step.device),
-                recording_calls(self._step.module, recording, self._metrics),
+                recording_calls(self._step.module, recording, self.metrics),
                 torch.set_grad_enabled(self._step.has_backward),
                 self._step.context(),
                 answered_calls(self._modules, play.answer),
@@ -368,6 +369,7 @@ class _Play:
     def __init__(self, player: Player, samples: int, key: RandomKey, given: Mapping[int, Tensors]) -> None:
         self._player, self._samples, self._key, self._given = player, samples, key, given
         self._called = 0
+        self._checkpoints = 0  # calls of `torch.utils.checkpoint.checkpoint` that run, outside of units
         self.is_inside = False
         self.sent: dict[int, Tensors] = {}
         self.leaves: dict[int, Tensors] = {}
@@ -384,6 +386,15 @@ class _Play:
         result = self._of_others(number) if number < part.begin else own()
         self._seed(2 * number + 2)
         return result
+
+    @contextlib.contextmanager
+    def in_checkpoint(self) -> Iterator[None]:
+        """Run units inside so that they keep nothing but their inputs; glue between them keeps what it saves."""
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step as far as this stage does; return its result, None before its end."""
@@ -418,7 +429,7 @@ class _Play:
         self._seed(2 * number + 1)
         self.is_inside = True
         try:
-            result = call()
+            result = self._checkpointed(call) if self._is_checkpointed(number) else call()
         finally:
             self.is_inside = False
         if number not in self._player.part.sent:
@@ -428,6 +439,23 @@ class _Play:
         outputs = self._player.step.trace.units[number].outputs
         handed = [t.clone() if o.is_overwritten else t for t, o in zip(tensors, outputs, strict=True)]
         return replaced(result, handed)
+
+    def _is_checkpointed(self, number: int) -> bool:
+        """Return whether a unit runs again in the backward; not one that would change state, or the dice, once more."""
+        trace = self._player.step.trace
+        return self._checkpoints > 0 and not trace.units[number].mutations and not trace.is_random_in_python
+
+    def _checkpointed(self, call: Callable[[], Any]) -> Any:
+        """Call a unit whose activations are recomputed; what it logs then is what it has logged."""
+        module, metrics, runs = self._player.step.module, self._player.metrics, itertools.count()
+
+        def run() -> Any:
+            if next(runs) == 0:
+                return call()
+            with recording_calls(module, Recording(), metrics), no_collectives():
+                return call()
+
+        return checkpoint(run, use_reentrant=False)
 
     def _seed(self, number: int) -> None:
         step = self._player.step

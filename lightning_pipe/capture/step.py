@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -43,6 +42,7 @@ from lightning_pipe.capture.tracked_number import (
 )
 from lightning_pipe.capture.trees import mapped
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 
 NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
 

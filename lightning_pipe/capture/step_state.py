@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_pipe.capture.hazards import assignment_line, hazard
@@ -27,6 +26,7 @@ from lightning_pipe.capture.python_places import ABSENT, Slot
 from lightning_pipe.capture.python_reads import Reads, attribute_slots, shared_slots
 from lightning_pipe.capture.python_state import Change, Snapshot
 from lightning_pipe.capture.record import Kept
+from lightning_pipe.lightning_names import pl
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
 

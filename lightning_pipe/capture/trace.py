@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -41,6 +40,7 @@ from lightning_pipe.capture.step import Recording, StepFunction, recording_calls
 from lightning_pipe.capture.step_state import state_put_back
 from lightning_pipe.capture.tables import tables_restored
 from lightning_pipe.errors import CaptureError, StepError
+from lightning_pipe.lightning_names import pl
 
 Answers = Callable[[], tuple[bool, ...]]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -27,10 +27,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torchmetrics
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+
+from lightning_pipe.lightning_names import pl
 
 _SMALL = 1 / 2  # of a part: units up to this are not opened
 _EVEN = 1.25  # largest part over the mean

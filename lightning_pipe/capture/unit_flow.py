@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -21,6 +20,7 @@ from lightning_pipe.capture.hazards import user_line
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 from lightning_pipe.capture.unit_state import held_by, owners_of, tensors_in
 from lightning_pipe.capture.units import Change, Escape, Source, Sources
+from lightning_pipe.lightning_names import pl
 
 _NOTHING: Sources = frozenset()
 _READ_AS_A_WHOLE = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, TypeAlias
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -35,6 +34,7 @@ from lightning_pipe.capture.unit_loss import Reductions, reductions
 from lightning_pipe.capture.unit_state import Kept, Watch, tensors_in
 from lightning_pipe.capture.units import Change, Escape, Sources
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 
 Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # type, shape, order in memory
 

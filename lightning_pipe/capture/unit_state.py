@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -24,6 +23,7 @@ from lightning_pipe.capture.record import Kept as LeftBehind
 from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.tables import refill
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
+from lightning_pipe.lightning_names import pl
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _CHANGEABLE = (list, dict, set, deque)

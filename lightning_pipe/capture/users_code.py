@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 Code: TypeAlias = "tuple[types.CodeType, dict[str, Any]]"  # with the globals that it sees
 _MOST_FUNCTIONS = 2000  # whose globals are looked for
-_LIBRARIES = ("/torch/", "/lightning/pytorch/", "/lightning/fabric/", "/lightning_pipe/", "/torchmetrics/", "/numpy/")
+_LIGHTNING = ("/lightning/pytorch/", "/lightning/fabric/", "/pytorch_lightning/", "/lightning_fabric/")
+_LIBRARIES = ("/torch/", *_LIGHTNING, "/lightning_pipe/", "/torchmetrics/", "/numpy/")
 _STANDARD = (types.__file__ or "").rpartition("/")[0] + "/"
 
 

@@ -18,9 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
@@ -29,6 +27,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError
+from lightning_pipe.lightning_names import is_overridden, pl
 from lightning_pipe.profiler.operators import profile_capture
 from lightning_pipe.schedule.options import hint
 

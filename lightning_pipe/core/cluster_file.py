@@ -45,7 +45,7 @@ class LinkEntry:
 
 @dataclass(frozen=True)
 class RatesEntry:
-    """What a device reaches, in the words of the file: of memory, and 10^12 operations per second by type of numbers."""
+    """What a device reaches, in the words of the file: memory, and 10^12 operations per second by type of numbers."""
 
     memory: Amount
     tflops: dict[str, float]

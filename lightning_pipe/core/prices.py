@@ -5,9 +5,22 @@ A protocol, so that `schedule` and `simulator` do not know `cost`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 from lightning_pipe.core.program import AnyCompute, Message, Pass, Program
+
+
+class Cards(Protocol):
+    """What messages of different exchanges share on their way, and wait for each other at: network cards of hosts."""
+
+    def passes(self, message: Message, sender: int, receiver: int) -> Iterable[tuple[Hashable, float]]:
+        """Return the cards that a message passes, each in one direction.
+
+        With each, the seconds for which all messages of this exchange together (of one edge and micro-batch) keep it
+        busy; what they do to each other is in the seconds of their transfer.
+        """
+        ...
 
 
 class Prices(Protocol):
@@ -31,6 +44,10 @@ class Prices(Protocol):
 
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank."""
+        ...
+
+    def step_bytes(self, rank: int) -> int:
+        """Return the bytes that the optimizer step of a rank needs beside its state."""
         ...
 
     def saved_bytes(self, stage: int, samples: int) -> int:

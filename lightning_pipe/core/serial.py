@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import ClassVar, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -64,10 +64,25 @@ def from_yaml(cls: type[T], text: str, *, source: str = "the text") -> T:
         PlanError: if the text is no YAML, or a key is missing, unknown or of the wrong type.
     """
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_OnceLoader)
     except yaml.YAMLError as error:
         raise PlanError(f"{source} is not YAML: {error}") from None
     return _with_source(cls, data, source)
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Reads plain YAML, in which a key stands once; YAML itself would take the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found the key {key!r} a second time; expected it once", key_node.start_mark
+                )
+            seen |= {key} if isinstance(key, Hashable) else set()
+        return super().construct_mapping(node, deep=deep)
 
 
 def save_json(value: Dataclass, path: str | Path) -> None:
@@ -148,7 +163,7 @@ def _is_required(field: dataclasses.Field[object]) -> bool:
 
 
 def _hint(key: object, fields: Mapping[str, object]) -> str:
-    close = get_close_matches(str(key), list(fields), n=1)
+    close = get_close_matches(str(key), list(fields), n=1, cutoff=0.7)  # "start" is not "share"
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -8,7 +8,8 @@ Exchange between stages with different numbers of replicas: all flows of one edg
 that leave (or enter) one host share its network card, so each gets `card / flows`, but never more than its own link
 gives. The exchange takes as long as its slowest pair (after the slides on DAPPLE's planner, 2021); the ACR values of
 the DAPPLE paper let every pair have the whole network, which here holds only for one flow per host. Flows inside a host
-are taken to be independent, and so are flows of different edges and micro-batches.
+are taken to be independent. What flows of different edges and micro-batches do to each other at a card depends on when
+they start: the simulator says (`simulator.simulate`), and estimates know how busy a card is at least.
 
 All-reduce of b bytes over n ranks, the cheaper of two, unless it was measured:
 
@@ -53,9 +54,28 @@ def _shared(cluster: Cluster, sender: int, receiver: int, *, out: int, into: int
     here, there = cluster.host_of(sender), cluster.host_of(receiver)
     if here == there:
         return link
-    cards = (cluster.hosts[here].network.bytes_per_s, cluster.hosts[there].network.bytes_per_s)
-    shares = (max(card, link.bytes_per_s) / count for card, count in zip(cards, (out, into), strict=True))
+    shares = (rate / count for rate, count in zip(card_rates(cluster, sender, receiver), (out, into), strict=True))
     return Link(link.latency_s, min(link.bytes_per_s, *shares))
+
+
+def card_rates(cluster: Cluster, sender: int, receiver: int) -> tuple[float, float]:
+    """Return the bytes per second of the cards between two hosts; no less than what was measured between two ranks."""
+    link = cluster.link(sender, receiver).bytes_per_s
+    hosts = (cluster.hosts[cluster.host_of(rank)] for rank in (sender, receiver))
+    out, into = (max(host.network.bytes_per_s, link) for host in hosts)
+    return out, into
+
+
+def card_shares(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> dict[tuple[str, int], float]:
+    """Return, by direction and host, the seconds per byte of an exchange for which it keeps the network card busy."""
+    found: dict[tuple[str, int], float] = defaultdict(float)
+    for sender, receiver in pairs:
+        here, there = cluster.host_of(sender), cluster.host_of(receiver)
+        if here != there:
+            out, into = card_rates(cluster, sender, receiver)
+            found["out", here] += 1 / out / len(pairs)
+            found["in", there] += 1 / into / len(pairs)
+    return found
 
 
 def exchange_pairs(layout: Layout, source: int, target: int, microbatch: int) -> tuple[tuple[int, int], ...]:

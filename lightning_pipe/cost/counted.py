@@ -4,9 +4,9 @@
 
 They are added, not overlapped as in the roofline model (Williams, Waterman and Patterson, 2009), so no operation is
 cheaper than any of them; a view takes no time. Flops are taken in proportion to the samples where the operation touches
-samples at all, bytes as the sizes of what it reads and makes say. The nominal device is one core of a present CPU; other
-rates are those of the devices of a cluster. Between operators of equal counts real devices differ by factors: good for
-balance, not for prediction.
+samples at all, bytes as the sizes of what it reads and makes say. The nominal device is one core of a present CPU;
+other rates are those of the devices of a cluster. Between operators of equal counts real devices differ by factors:
+good for balance, not for prediction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def counted(graph: Graph, rates: Rates = NOMINAL, *, device: str = "nominal") ->
 
 
 def counted_on(graph: Graph, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Return the profile of a graph on the first device of a cluster whose rates are known, and the speeds of the others.
+    """Return the profile of a graph on the first device whose rates are known, and the cluster with speeds to match.
 
     Operations have one speed per device in plans, so what devices differ in compute and in memory is weighed as this
     graph needs them: the speed of a device is how many times quicker it runs all of the graph. Devices without rates

@@ -6,11 +6,12 @@ data set, `train_dataloader` gives a random batch of the context's length; only 
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
+
+from lightning_pipe.lightning_names import pl
 
 VOCABULARY, CONTEXT = 50_304, 2048  # tokens; the vocabulary of GPT-2, filled up to a multiple of 128
 

@@ -19,7 +19,6 @@ from lightning_pipe.core.plan import Plan, StagePlan, microbatch_sizes
 from lightning_pipe.core.program import Compute, ComputeKind, Layout
 from lightning_pipe.cost.prices import PlanPrices
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
-from lightning_pipe.planner.activations import relieve
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
@@ -28,6 +27,7 @@ from lightning_pipe.planner.outline import stage_plans
 from lightning_pipe.planner.places import too_few_places
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.settle import squeezed
 from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule, joined
 from lightning_pipe.schedule.shapes import Device
 from lightning_pipe.schedule.text import parse_order
@@ -207,8 +207,8 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
             refused.append(error)
             continue
         for candidate in (one, *_joined(one, judge)):
-            is_short = candidate.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
-            judged.append(relieve(problem, candidate, judge=judge) if is_short else candidate)
+            variants = [candidate, *squeezed(problem, [candidate], judge=judge)]
+            judged.append(min(variants, key=lambda one: one.rank(problem.cluster)))
             best = min(best, judged[-1], key=lambda one: one.rank(problem.cluster))
     if wished and refused and not judged:
         raise refused[0]
@@ -273,7 +273,8 @@ def _least_s(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
     """Return the seconds of a draft at least, in whatever order its devices compute.
 
     A device computes nothing before the forwards of the stages before its first one, and after the last input gradient
-    of its stages come those of the stages before them; weight halves may come last.
+    of its stages come those of the stages before them; weight halves may come last. Where ranks run ahead, a device
+    computes for the next batch meanwhile.
     """
     sizes = microbatch_sizes(problem.samples, draft.microbatches)
     alike = Counter((size, m if draft.layout.whole else 0) for m, size in enumerate(sizes))
@@ -291,6 +292,8 @@ def _least_s(draft: Draft, prices: PlanPrices, problem: Problem) -> float:
                 quickest = [min(pair) for pair in zip(quickest, times, strict=False)]
                 head[rank], tail[rank] = min(head[rank], before[0]), min(tail[rank], before[1])
         before = [sum(pair) for pair in zip(before, quickest, strict=True)]
+    if problem.runs_ahead:
+        return max(busy)
     ends = (h + max(b, b - w + t) for h, b, w, t in zip(head, busy, late, tail, strict=True) if b)
     return max(ends) + min(map(prices.step_s, range(draft.layout.ranks)))
 

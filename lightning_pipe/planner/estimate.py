@@ -1,9 +1,9 @@
 """How good is an outline, roughly? Stages as single machines in a row; good enough to rank thousands of outlines.
 
 Every stage runs its 1F1B order; a replica's share of a micro-batch decides its time; the exchange between neighbours
-takes both directions' own FIFO link; sums of gradients follow the last backward of their stage; the optimizer waits for
-all. This is the program's own timeline (`simulator`) without what replicas of one stage do at different times, values
-that skip stages, and posting.
+takes both directions' own FIFO link; a network card that several edges share is busy with all of them; sums of
+gradients follow the last backward of their stage; the optimizer waits for all. This is the program's own timeline
+(`simulator`) without what replicas of one stage do at different times, values that skip stages, and posting.
 
     recursion of DAPPLE's design slides, for stage i and micro-batch x with depth K:
     end F[i, x] = max(end B[i, x - K], end F[i-1, x] + link, end F[i, x-1]) + F      and B likewise
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
-from lightning_pipe.cost.comm import AllReduce, Exchange, all_reduce_of, exchange_of, exchange_pairs
+from lightning_pipe.cost.comm import AllReduce, Exchange, all_reduce_of, card_shares, exchange_of, exchange_pairs
 from lightning_pipe.planner.outline import Outline, falling, never_growing, weights_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
@@ -39,6 +40,7 @@ class Row:
         finish: seconds of each stage after its last backward: sum of gradients.
         late: seconds at the end of each stage's backward, after its gradient has left.
         step: seconds of the optimizer, the slowest rank's.
+        card: seconds for which one micro-batch keeps the busiest network card busy, over all edges, in one direction.
     """
 
     forward: tuple[float, ...]
@@ -48,6 +50,7 @@ class Row:
     finish: tuple[float, ...]
     late: tuple[float, ...]
     step: float = 0.0
+    card: float = 0.0
 
     def loads(self) -> list[float]:
         """Return the seconds that one micro-batch occupies each stage."""
@@ -82,14 +85,15 @@ class Room:
 def row_s(row: Row, *, depths: Sequence[int], microbatches: int) -> float:
     """Return the seconds of a batch."""
     ends = backward_ends(row, depths=depths, microbatches=microbatches)
-    return max(end + finish for end, finish in zip(ends, row.finish, strict=True)) + row.step
+    last = max(end + finish for end, finish in zip(ends, row.finish, strict=True))
+    return max(last, microbatches * row.card) + row.step
 
 
 def bound_s(row: Row, *, microbatches: int) -> float:
     """Return what no depths make quicker: the slowest stage is busy without a break, from its first input on."""
     starts = itertools.accumulate(map(sum, zip(row.forward, row.ahead, strict=False)), initial=0.0)
     busy = (start + microbatches * load + end for start, load, end in zip(starts, row.loads(), row.finish, strict=True))
-    return max(busy) + row.step
+    return max(*busy, microbatches * row.card) + row.step
 
 
 def backward_ends(row: Row, *, depths: Sequence[int], microbatches: int) -> list[float]:
@@ -176,6 +180,7 @@ class Estimator:
         self._shares: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._coupled = segments.coupled
         self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], Exchange] = {}
+        self._cards: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[str, int], float]] = {}
         self._reductions: dict[tuple[int, ...], AllReduce] = {}
 
     def knows(self, cuts: Sequence[int]) -> bool:
@@ -197,7 +202,28 @@ class Estimator:
             ahead.append(self.exchange_s(here, there, found["F"].at(bound, samples)))
             back.append(self.exchange_s(there, here, found["B"].at(bound, samples)))
         forward, backward, late, finish, step = (tuple(column) for column in zip(*costs, strict=True))
-        return Row(forward, backward, tuple(ahead), tuple(back), finish, late, step=max(step))
+        card = self._card_s(cuts, ranks, samples) if len(self.problem.cluster.hosts) > 1 else 0.0
+        return Row(forward, backward, tuple(ahead), tuple(back), finish, late, step=max(step), card=card)
+
+    def _card_s(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], samples: float) -> float:
+        """Return the seconds for which a micro-batch keeps the busiest network card busy."""
+        busy: dict[tuple[str, int], float] = defaultdict(float)
+        for cut, here, there in zip(cuts, ranks[:-1], ranks[1:], strict=True):
+            for direction, crossing in self.segments.crossing.items():
+                if direction == "F" or self.problem.training:
+                    count = crossing.at(self._bound[cut], samples)
+                    ends = (here, there) if direction == "F" else (there, here)
+                    for card, per_byte in self._card_shares(*ends).items():
+                        busy[card] += count * per_byte
+        return max(busy.values(), default=0.0)
+
+    def _card_shares(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> dict[tuple[str, int], float]:
+        """Return the seconds per byte of an exchange for which it keeps every card busy."""
+        if (senders, receivers) not in self._cards:
+            self._cards[senders, receivers] = card_shares(
+                self.problem.cluster, exchange_pairs(Layout((senders, receivers)), 0, 1, 0)
+            )
+        return self._cards[senders, receivers]
 
     def _stage(self, a: int, b: int, group: tuple[int, ...], samples: float) -> tuple[float, ...]:
         """Return the seconds of F, of the backward, of its part after the gradient has left, of sums, of the step."""

@@ -9,33 +9,35 @@ group k that has the weights b of its group before it begins at sample
     floor((k w + b) g q / (g w)) = k q + floor(b q / w)
 
 So what a group computes depends neither on the others nor on how many there are, and it exchanges samples within itself
-only: any k of the groups, with micro-batches of k q samples, run as they do beside the others. Groups meet only where
-gradients are summed and before the step, which all wait for. So one group of every kind is kept (groups are of a kind
-if their devices are equal and their messages take equally long), and at least two, so that there are sums, which take
-what they take over all ranks.
+only: any k of the groups, with micro-batches of k q samples, run as they do beside the others. Groups meet only at the
+network cards of their hosts, where gradients are summed, and before the step, which all wait for. So one group of every
+kind is kept (groups are of a kind if their devices are equal, their messages take equally long, and as much passes the
+cards on their way), and at least two, so that there are sums, which take what they take over all ranks.
 
-Messages are priced in the layout of all ranks, whose flows share network cards; ranks keep their numbers. Not folded:
-layouts in which a stage takes whole micro-batches in turn.
+Messages, and their work for network cards, are priced in the layout of all ranks, whose flows share the cards; ranks
+keep their numbers. Not folded: layouts in which a stage takes whole micro-batches in turn.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_pipe.core.cluster import Cluster, Device, Link
-from lightning_pipe.core.program import Compute, Layout, Send, Traffic
-from lightning_pipe.cost.prices import PlanPrices
+from lightning_pipe.core.program import Compute, Layout, Pass, Send, Traffic
+from lightning_pipe.cost.prices import Card, PlanPrices
 from lightning_pipe.schedule.rules import PRODUCER, Dataflow
 
 _LEAST = 2  # groups that are kept
 _INSTRUCTIONS = 8  # of a replica per micro-batch: F, I, W, Free, and one message in and one out each way
 
 Twin: TypeAlias = dict[int, int]  # rank of the first group -> the rank in its place in another group
-_Kind: TypeAlias = tuple[tuple[Device, ...], tuple[Link, ...], tuple[float, ...]]
+_Loads: TypeAlias = dict[Card, frozenset[tuple[Pass, int, int, float]]]  # edges, with the work of an exchange
+_Kind: TypeAlias = tuple[tuple[Device, ...], tuple[Link, ...], tuple[float, ...], tuple[object, ...]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def _part(twins: list[Twin], sizes: tuple[int, ...], prices: PlanPrices, cluster
     """Return one group of every kind, and at least two."""
     layout, count = prices.layout, len(twins)
     sends = _sends(_of_groups(layout, [0], count), tuple(size // count for size in sizes), prices.traffic)
-    kinds = [_kind(twin, sends, prices, cluster) for twin in twins]
+    loads = _loads(twins, sends, prices)
+    kinds = [_kind(twin, sends, prices, cluster, loads) for twin in twins]
     first = {kind: k for k, kind in reversed(list(enumerate(kinds)))}
     kept = sorted({*first.values(), *range(_LEAST)})
     stands = {k: k if k in kept else first[kind] for k, kind in enumerate(kinds)}
@@ -138,11 +141,24 @@ def _sends(group: Layout, sizes: tuple[int, ...], traffic: Traffic) -> list[tupl
     ]
 
 
-def _kind(twin: Twin, sends: list[tuple[int, Send]], prices: PlanPrices, cluster: Cluster) -> _Kind:
+def _loads(twins: list[Twin], sends: list[tuple[int, Send]], prices: PlanPrices) -> _Loads:
+    """Return what passes every network card, of all groups."""
+    found: dict[Card, set[tuple[Pass, int, int, float]]] = defaultdict(set)
+    for twin, (rank, send) in itertools.product(twins, sends):
+        message = send.message
+        for card, work_s in prices.passes(message, twin[rank], twin[send.peer]):
+            found[card].add((message.direction, message.source, message.target, work_s))
+    return {card: frozenset(edges) for card, edges in found.items()}
+
+
+def _kind(twin: Twin, sends: list[tuple[int, Send]], prices: PlanPrices, cluster: Cluster, loads: _Loads) -> _Kind:
     """Return all that the times and the memory of a group depend on."""
     hosts = (cluster.hosts[cluster.host_of(rank)] for rank in twin.values())
     return (
         tuple(cluster.device(rank) for rank in twin.values()),
         tuple(host.swap for host in hosts),
         tuple(prices.transfer_s(send.message, twin[rank], twin[send.peer]) for rank, send in sends),
+        tuple(
+            loads[card] for rank, send in sends for card, _ in prices.passes(send.message, twin[rank], twin[send.peer])
+        ),
     )

@@ -217,7 +217,7 @@ class _Search:
         return _best(different.values())
 
     def _counts(self) -> list[int]:
-        """Return the numbers of micro-batches for which PRM runs: powers of two from full replication on, and the most."""
+        """Return the numbers of micro-batches for which PRM runs: powers of two from full replication on; the most."""
         problem, wishes, samples = self._problem, self._problem.wishes, self._problem.samples
         if wishes.microbatches is not None:
             problem.check_samples(wishes.microbatches)

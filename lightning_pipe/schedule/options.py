@@ -34,7 +34,10 @@ def check_microbatches(microbatches: int) -> None:
         raise ConfigError(f"found {microbatches} micro-batches; a schedule needs at least 1")
 
 
+_CLOSE = 0.7  # of two names as difflib compares them: "stage" is not "trace" (0.6), "microbatch" is "microbatches"
+
+
 def hint(found: str, known: Mapping[str, object]) -> str:
     """Return `"; did you mean …?"` for a misspelt name, or nothing."""
-    close = get_close_matches(found, list(known), n=1)
+    close = get_close_matches(found, list(known), n=1, cutoff=_CLOSE)
     return f"; did you mean {close[0]!r}?" if close else ""

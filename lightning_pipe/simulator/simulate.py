@@ -5,7 +5,11 @@ Assumptions:
     rank       runs one compute at a time, in the order of its list; a compute starts when its receives have arrived;
                a joined W is one compute on the samples of all its micro-batches
     channel    (sender, receiver) moves one message at a time in order, from the moment that both ends have posted it;
-               channels do not share bandwidth, and moving does not slow computes down
+               moving does not slow computes down
+    card       of a host, where cards are told of: one exchange (messages of one edge and micro-batch) after another, in
+               the order in which their first messages start; an exchange waits until its cards have done the work
+               that was there before it. So a card passes no more than it can, and an exchange that has it for itself
+               is not slowed down. (Really, what started earlier is slowed down too, and what comes waits less.)
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
                computes and messages
     Evict      copies to the host, Fetch back; every rank moves one copy at a time in each of the two directions, in the
@@ -23,13 +27,14 @@ Legend: s stage, m micro-batch, r rank.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+import heapq
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias
 
-from lightning_pipe.core.prices import Prices
+from lightning_pipe.core.prices import Cards, Prices
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
@@ -49,10 +54,17 @@ from lightning_pipe.core.timeline import Event, Timeline
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
+Exchange: TypeAlias = tuple[Pass, int, int, int]  # direction, source, target, micro-batch
 Work: TypeAlias = tuple[int, int, int]  # rank, stage, micro-batch
 
 
-def simulate(program: VerifiedProgram, prices: Prices, *, begins: Sequence[float] | None = None) -> Timeline:
+def simulate(
+    program: VerifiedProgram,
+    prices: Prices,
+    *,
+    begins: Sequence[float] | None = None,
+    cards: Cards | None = None,
+) -> Timeline:
     """Return the time of every instruction of a program.
 
     The events of a message are the same on both ends: from the start of its move to its end.
@@ -61,8 +73,9 @@ def simulate(program: VerifiedProgram, prices: Prices, *, begins: Sequence[float
         program: what runs.
         prices: what it costs.
         begins: when each rank begins, where ranks run ahead (`simulator.ahead`); else all begin and step together.
+        cards: what messages of different edges share; None if nothing.
     """
-    run = _Run(program, prices, begins or (0.0,) * len(program.ranks))
+    run = _Run(program, prices, begins or (0.0,) * len(program.ranks), cards)
     run.computes_and_messages()
     run.reductions_and_steps(together=begins is None)
     return Timeline(tuple(event for line in run.events for event in sorted(line, key=attrgetter("start"))))
@@ -81,7 +94,7 @@ class _Channel:
 class _Run:
     """Clocks of the ranks and of the channels while the program runs."""
 
-    def __init__(self, program: VerifiedProgram, prices: Prices, begins: Sequence[float]) -> None:
+    def __init__(self, program: VerifiedProgram, prices: Prices, begins: Sequence[float], cards: Cards | None) -> None:
         self.events: list[list[Event]] = [[] for _ in program.ranks]
         self._program = program
         self._prices = prices
@@ -94,14 +107,22 @@ class _Run:
         self._fetched: dict[Work, float] = {}
         self._posted: dict[int, dict[int, float]] = defaultdict(dict)  # bucket -> rank -> time
         self._replica = {(s, r): i for s, ranks in enumerate(program.layout.stages) for i, r in enumerate(ranks)}
-        self._runnable = deque(range(len(program.ranks)))
+        self._cards = cards
+        self._busy: dict[Hashable, float] = defaultdict(float)  # card -> when the work that it has been given is done
+        self._before: dict[tuple[Hashable, Exchange], float] = {}  # the same when an exchange began
+        self._runnable = [(begin, rank) for rank, begin in enumerate(begins)]
+        heapq.heapify(self._runnable)
 
     def computes_and_messages(self) -> None:
+        """Run the rank whose clock is earliest: one instruction where messages share cards, else as far as it gets."""
         while self._runnable:
-            rank = self._runnable.popleft()
+            _, rank = heapq.heappop(self._runnable)
             line = self._program.ranks[rank]
             while self._position[rank] < len(line) and self._try(line[self._position[rank]], rank):
                 self._position[rank] += 1
+                if self._cards is not None:
+                    heapq.heappush(self._runnable, (self._clock[rank], rank))
+                    break
         assert self._position == [len(line) for line in self._program.ranks], "a verified program does not deadlock"
 
     def _try(self, instruction: Instruction, rank: int) -> bool:
@@ -177,13 +198,26 @@ class _Run:
         (sent, send), (received, receive) = channel.sends[number], channel.receives[number]
         free = channel.ends[-1] if channel.ends else 0.0
         start = max(sent, received, free)
-        end = start + self._transfer_s(send.message, ranks)
+        end = start + self._wait_s(send.message, ranks, start) + self._transfer_s(send.message, ranks)
         channel.ends.append(end)
         self.events[ranks[0]].append(Event(ranks[0], send, start, end))
         self.events[ranks[1]].append(Event(ranks[1], receive, start, end))
         if channel.waiting:
             channel.waiting = False
-            self._runnable.append(ranks[1])
+            heapq.heappush(self._runnable, (self._clock[ranks[1]], ranks[1]))
+
+    def _wait_s(self, message: Message, ranks: Channel, start: float) -> float:
+        """Return the seconds until the cards on the way have done what other exchanges have given them to do."""
+        if self._cards is None:
+            return 0.0
+        free = start
+        exchange = (message.direction, message.source, message.target, message.microbatch)
+        for card, work_s in self._cards.passes(message, *ranks):
+            if (card, exchange) not in self._before:
+                self._before[card, exchange] = self._busy[card]
+                self._busy[card] = max(self._busy[card], start) + work_s
+            free = max(free, self._before[card, exchange])
+        return free - start
 
     def _transfer_s(self, message: Message, ranks: Channel) -> float:
         return self._prices.transfer_s(message, *ranks)

@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_pipe.capture import Capture, Request, canonical_names
@@ -37,6 +36,7 @@ from lightning_pipe.capture.step import NUMBERS
 from lightning_pipe.capture.tracked_number import Situation
 from lightning_pipe.capture.unit_state import left_as_it_was
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.strategy.calls import Call

@@ -25,10 +25,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 
 from lightning_pipe.capture.batch import Structure, flatten
 from lightning_pipe.errors import BatchError, PipelineError
+from lightning_pipe.lightning_names import pl_worker_init_function
 from lightning_pipe.runtime.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.watch import Unwatched
 from lightning_pipe.strategy.control import Control
@@ -62,6 +62,9 @@ class Feed:
         ahead: whether ranks may go on before the others have heard of a batch.
         device: where this rank computes.
         watch: looks after the loading of batches, and after workers of loaders.
+
+    Attributes:
+        tells_indices: whether all ranks are told which samples a batch has, for writers of predictions.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Feed:
         self._loading = tuple(range(control.ranks))
         self._assigned = False
         self._early: list[FedIterator] = []
+        self.tells_indices = False
         self._structures: dict[bytes, int] = {}
         self._known: list[Structure] = []
 
@@ -162,6 +166,17 @@ class Feed:
                 "from torch's, NumPy's or Python's generator, or give the first stage one rank."
             )
         return int(told)
+
+    def share_indices(self, loader: Any, number: int) -> None:
+        """Tell, or hear, which samples the batch of this number has, where Lightning's sampler of batches says so."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if not self.tells_indices or self._control.ranks == 1:
+            return
+        seen = getattr(sampler, "seen_batch_indices", [])
+        mine = seen[number] if self.leads and number < len(seen) else None
+        indices = self._control.broadcast(mine, source=self.source, what="the indices of a batch")
+        if indices is not None and not self.loads:
+            sampler.seen_batch_indices = [*seen[:number], indices]
 
     def share(self, batch: Any) -> tuple[Any, Structure]:
         """Return the batch and its structure; on ranks that do not load, a batch of stand-ins."""
@@ -278,6 +293,7 @@ class FedIterator:
         self._loader = loader
         self._feed = feed
         self._begun = False
+        self._batches = 0
         self._own: Iterator[Any] | None = None
 
     def __iter__(self) -> FedIterator:
@@ -289,11 +305,17 @@ class FedIterator:
         if self._own is None:
             if self._feed.announce(_BATCH, 0) == _END:
                 raise StopIteration
+            self._share_indices()
             return Awaited()
         batch = self._next(self._own)
+        self._share_indices()
         if not self._feed.assigned and self._loader.first is None:
             self._loader.first = batch
         return batch
+
+    def _share_indices(self) -> None:
+        self._feed.share_indices(self._loader.loader, self._batches)
+        self._batches += 1
 
     def _next(self, own: Iterator[Any]) -> Any:
         try:

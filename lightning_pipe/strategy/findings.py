@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster_file import save_cluster
 from lightning_pipe.core.graph import Graph
@@ -19,6 +17,7 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.pages import page_of

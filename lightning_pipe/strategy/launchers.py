@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from lightning_pipe.errors import PipelineError
+from lightning_pipe.errors import PipelineError, UnsupportedError
+from lightning_pipe.lightning_names import ClusterEnvironment
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import Failure
 from lightning_pipe.strategy.lightning_private import ForkLauncher, ScriptLauncher, limit_threads
+from lightning_pipe.strategy.outcome import handed_over, taken_over
 
 _LOOK_S = 0.2
 _MOMENT_S = 1.0  # for the guards to say it first: they know what the rank did
@@ -44,6 +45,19 @@ class GuardedScriptLauncher(ScriptLauncher):
     def __init__(self, environment: ClusterEnvironment, processes: int, hosts: int, *, begin: Begin) -> None:
         super().__init__(environment, processes, hosts)
         self._begin = begin
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Refuse notebooks; Lightning asks in a notebook only.
+
+        Raises:
+            UnsupportedError: with the way out.
+        """
+        raise UnsupportedError(
+            "start_method='popen' runs the script again for every rank, and a notebook is no script. In a notebook use "
+            'Trainer(strategy=lightning_pipe.DappleStrategy(start_method="fork"), ...), before anything has used CUDA '
+            "in it."
+        )
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks of this host and call the function."""
@@ -114,6 +128,15 @@ class GuardedForkLauncher(ForkLauncher):
                 if not text or text in str(error):
                     raise
                 raise PipelineError(text) from error
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """Add what rank 0 knows of the run."""
+        return {**super().get_extra_results(trainer), **handed_over(trainer, trainer.strategy.outcome)}
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """Let trainer and strategy of this process know it."""
+        super().update_main_process_results(trainer, extra)
+        trainer.strategy.outcome = taken_over(trainer, extra)
 
 
 @dataclass(frozen=True)

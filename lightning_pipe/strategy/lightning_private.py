@@ -12,6 +12,7 @@ fit_loop._load_combined_loader_states         gives loaders the state of a check
 fit_loop.epoch_loop._broadcast_sigterm_tensor           asks rank 0 before every batch whether to stop, over the
                                     default group and without a deadline; ours asks over connections that are
                                     watched (newer than the oldest Lightning that we support)
+_Loop._load_from_state_dict         gives the trainer of a notebook the progress that other processes have made
 LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
 LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
 LightningModule._device             what `self.device` says; the whole module is on the host before it is placed
@@ -23,6 +24,7 @@ _signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broad
                                     returns where one rank alone got the signal
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
+Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizers_to_device, _optimizer_to_device   move optimizer state
 """
 
@@ -31,26 +33,46 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device as default_backend,
+
+from lightning_pipe.lightning_names import (
+    CombinedLoader,
+    Precision,
+    SIGTERMException,
+    Throughput,
+    ThroughputMonitor,
+    lightning_module,
+    pl,
 )
-from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as limit_threads
-from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
-from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.distributed import (
+        _get_default_process_group_backend_for_device as default_backend,
+    )
+    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as limit_threads
+    from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.pytorch.loops.loop import _Loop as Loop
+    from lightning.pytorch.loops.optimization.automatic import Closure
+    from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+    from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
+else:
+    default_backend = lightning_module("fabric.utilities.distributed")._get_default_process_group_backend_for_device
+    init_dist_connection = lightning_module("fabric.utilities.distributed")._init_dist_connection
+    limit_threads = lightning_module("fabric.utilities.distributed")._set_num_threads_if_needed
+    optimizer_to_device = lightning_module("fabric.utilities.optimizer")._optimizer_to_device
+    optimizers_to_device = lightning_module("fabric.utilities.optimizer")._optimizers_to_device
+    Loop = lightning_module("pytorch.loops.loop")._Loop
+    Closure = lightning_module("pytorch.loops.optimization.automatic").Closure
+    AutomaticOptimization = lightning_module("pytorch.loops.optimization.automatic")._AutomaticOptimization
+    ForkLauncher = lightning_module("pytorch.strategies.launchers.multiprocessing")._MultiProcessingLauncher
+    ScriptLauncher = lightning_module("pytorch.strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+    call_strategy_hook = lightning_module("pytorch.trainer.call")._call_strategy_hook
 
 __all__ = [
     "AutomaticOptimization",
@@ -75,6 +97,36 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
 def restore_loader_states(trainer: pl.Trainer) -> None:
     """Give the loaders the state that a checkpoint holds for them."""
     trainer.fit_loop._load_combined_loader_states()
+
+
+def progress(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return how far the fit loop has come: steps, epochs, batches."""
+    return dict(trainer.fit_loop.state_dict())
+
+
+def restore_progress(trainer: pl.Trainer, progress: dict[str, Any]) -> None:
+    """Let the fit loop have come so far, without resuming there."""
+    loops: list[tuple[Any, str]] = [(trainer.fit_loop, "")]
+    while loops:
+        loop, prefix = loops.pop()
+        loop._load_from_state_dict(progress, prefix)
+        loops += [(child, f"{prefix}{name}.") for name, child in vars(loop).items() if isinstance(child, Loop)]
+
+
+def call_before_step(plugin: Precision, then: Callable[[], None]) -> None:
+    """Call a function after the hooks and the clipping that precede an optimizer step, until `forget_before_step`."""
+    usual = type(plugin)._after_closure
+
+    def after_closure(*arguments: Any, **options: Any) -> None:
+        usual(plugin, *arguments, **options)
+        then()
+
+    vars(plugin)["_after_closure"] = after_closure
+
+
+def forget_before_step(plugin: Precision) -> None:
+    """Let the plug-in do as usual again."""
+    vars(plugin).pop("_after_closure", None)
 
 
 def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.lightning_private import AutomaticOptimization, Closure, call_strategy_hook
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import nn
@@ -37,6 +36,7 @@ from lightning_pipe.capture.record import (
 from lightning_pipe.capture.tracked_number import Situation, evaluate
 from lightning_pipe.capture.trees import found_in, mapped
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.lightning_names import pl
 from lightning_pipe.runtime.parts import Content
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import (
     BatchSampler,
@@ -25,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_pipe.lightning_names import CombinedLoader, isolate_rng
 from lightning_pipe.strategy.data import FedLoader
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

@@ -1,7 +1,7 @@
 """How are gradients clipped when no rank has all of them? With the norm that one device would compute.
 
 Every parameter's norm travels once, in its place in the optimizer's order (`norms`). A parameter that several ranks
-hold counts once. Clipping by value concerns every element for itself and needs nothing.
+hold counts once. Clipping by value concerns every element for itself.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 
+from lightning_pipe.lightning_names import Precision
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.norms import Norms
 from lightning_pipe.strategy.optimizer import Groups
@@ -42,13 +42,15 @@ class Clipper:
         self._later = later
 
     def install(self, plugin: Precision) -> None:
-        """Replace the plug-in's clipping by norm; everything else of it stays."""
+        """Replace the plug-in's clipping; everything else of it stays."""
         vars(plugin)["clip_grad_by_norm"] = self.clip_grad_by_norm
+        vars(plugin)["clip_grad_by_value"] = self.clip_grad_by_value
 
     @staticmethod
     def remove(plugin: Precision) -> None:
         """Give the plug-in its own clipping back."""
         vars(plugin).pop("clip_grad_by_norm", None)
+        vars(plugin).pop("clip_grad_by_value", None)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Scale the gradients of this rank so that the norm of all is at most `clip_val`."""
@@ -61,6 +63,13 @@ class Clipper:
             return
         self._control.wait(norms.wait)
         torch.nn.utils.clip_grads_with_norm_(here, float(clip_val), norms.total())
+
+    @staticmethod
+    def clip_grad_by_value(optimizer: Any, clip_val: int | float) -> None:
+        """Limit every element of the gradients of this rank, which may have none: torch's own refuses an empty list."""
+        here = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if here:
+            torch.nn.utils.clip_grad_value_(here, clip_val)
 
     def norms(self, norm_type: float = 2.0) -> Norms:
         """Return the norms of the gradients of all ranks; on all ranks together."""
@@ -86,4 +95,4 @@ class Clipper:
 
     def _speaks(self, parameter: torch.Tensor) -> bool:
         name = self._weights.name_of(parameter)
-        return self._control.rank == (0 if name is None else self._weights.speaker(name))
+        return self._control.rank == (0 if name is None else self._weights.owner(name))

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+import contextlib
+from collections.abc import Iterator
+
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from lightning_pipe.capture import Capture
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
 from lightning_pipe.errors import CaptureError, UnsupportedError
+from lightning_pipe.lightning_names import (
+    MixedPrecision,
+    OnExceptionCheckpoint,
+    is_overridden,
+    is_param_in_hook_signature,
+    pl,
+    rank_zero_warn,
+)
+from lightning_pipe.lightning_package import name_in_use
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BEFORE_ZEROING = "on_before_zero_grad"
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
@@ -41,10 +49,11 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"{name} uses manual optimization (automatic_optimization = False). A pipeline runs forward and backward "
-            "of many micro-batches in one program, which manual_backward cannot be part of. Use automatic "
-            "optimization, or another strategy."
+            "of many micro-batches in one program, which manual_backward cannot be part of. With one optimizer, return "
+            "the loss from training_step instead; with several, as in a GAN, use strategy='ddp'."
         )
     _refuse_precision(trainer)
+    _refuse_synchronised_norms(trainer, module)
     _refuse_compiled(module)
     _refuse_hooks(module)
     for callback in trainer.callbacks:
@@ -86,8 +95,28 @@ def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> lis
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:
     """Say whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
     kind = type(callback)
-    own = not kind.__module__.startswith("lightning.pytorch.") and getattr(kind, hook) is not getattr(pl.Callback, hook)
+    is_lightnings = kind.__module__.startswith(name_in_use("pytorch") + ".")
+    own = not is_lightnings and getattr(kind, hook) is not getattr(pl.Callback, hook)
     return own or hook in vars(callback)
+
+
+@contextlib.contextmanager
+def refusing_several_optimizers(module: pl.LightningModule) -> Iterator[None]:
+    """Refuse several optimizers, inside: Lightning would recommend manual optimization, which cannot work either.
+
+    Raises:
+        UnsupportedError: with the way out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{type(module).__name__}.configure_optimizers returned several optimizers; expected one. If they differ "
+            "in options only, make them parameter groups of one. If they take turns, as in a GAN, use strategy='ddp': "
+            "manual optimization, which Lightning would ask for, cannot be a pipeline."
+        ) from error
 
 
 def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.LightningModule) -> None:
@@ -96,11 +125,6 @@ def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.Lightn
     Raises:
         UnsupportedError: naming what cannot work, why, and the way out.
     """
-    if len(optimizers) > 1:
-        raise UnsupportedError(
-            f"{type(module).__name__}.configure_optimizers returned {len(optimizers)} optimizers; expected one. Put "
-            "their parameters into groups of one optimizer."
-        )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise UnsupportedError(
             "LBFGS evaluates the step several times and multiplies gradients of all parameters, which are on several "
@@ -147,7 +171,7 @@ def check_written(capture: Capture | Replay, module: pl.LightningModule, *, micr
 
 def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:
     for kind in type(callback).__mro__:
-        if kind.__name__ in _CALLBACKS and kind.__module__.startswith("lightning.pytorch.callbacks"):
+        if kind.__name__ in _CALLBACKS and kind.__module__.startswith(name_in_use("pytorch.callbacks")):
             why, way_out = _CALLBACKS[kind.__name__]
             raise UnsupportedError(
                 f"The callback {type(callback).__name__} {why}; in a pipeline no rank has all of it. {way_out}"
@@ -167,10 +191,16 @@ def _refuse_precision(trainer: pl.Trainer) -> None:
             f"precision={plugin.precision!r} scales the loss by a GradScaler, which is not supported. Use "
             "precision='bf16-mixed', 'bf16-true' or '32-true'."
         )
-    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+
+
+def _refuse_synchronised_norms(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what templates switch on for all modules only where there is something to synchronise."""
+    norms = [path for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
+    if norms and getattr(trainer.strategy, "_layer_sync", None) is not None and trainer.world_size > 1:
         raise UnsupportedError(
-            "sync_batchnorm=True replaces BatchNorm by a layer that talks to all ranks. Remove it; replicas that see "
-            "batch statistics take whole micro-batches instead (share: microbatches)."
+            f"sync_batchnorm=True replaces {norms[0]} (BatchNorm) by a layer that talks to all ranks. Set "
+            "sync_batchnorm=False; replicas that see batch statistics take whole micro-batches instead, and "
+            "microbatches=1 normalises whole batches."
         )
 
 

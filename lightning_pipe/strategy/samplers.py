@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.lightning_names import rank_zero_warn
 
 _WRAPPED = ("sampler", "batch_sampler")
 _DEEPEST = 4

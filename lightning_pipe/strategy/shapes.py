@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.lengths import Lengths, changed_sizes
 from lightning_pipe.capture.replay import Replay
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.calls import Call
 from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.step import Step

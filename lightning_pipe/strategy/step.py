@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipe.capture.batch import contents
 from lightning_pipe.capture.python_places import Slot
@@ -24,6 +23,7 @@ from lightning_pipe.capture.tracked_number import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.protocol import Host
 from lightning_pipe.runtime.agree import disagreements
 from lightning_pipe.runtime.executor import Executor

@@ -12,26 +12,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.collectives import refuse_in_step
-from lightning_pipe.config import DappleConfig, read_config
+from lightning_pipe.config import DappleConfig, chosen_config
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import ConfigError, UnsupportedError
+from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.lightning_names import (
+    Accelerator,
+    BasePredictionWriter,
+    CheckpointIO,
+    ClusterEnvironment,
+    ParallelStrategy,
+    Precision,
+    TrainerFn,
+    pl,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from lightning_pipe.lightning_package import package_in_use
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guarded_watch import GuardedWatch
@@ -41,14 +47,18 @@ from lightning_pipe.strategy.advice import WrongAdvice
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.findings import make_room
 from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
+from lightning_pipe.strategy.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.links import Links, begin_watch, connect_ranks, join_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
+from lightning_pipe.strategy.network_card import choose_card
+from lightning_pipe.strategy.outcome import Outcome
 from lightning_pipe.strategy.refusals import (
     readers_of_gradients,
     refuse,
     refuse_optimizers,
     refuse_parameters,
     refuse_post_validation,
+    refusing_several_optimizers,
 )
 from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
@@ -65,7 +75,8 @@ class DappleStrategy(ParallelStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for every strategy of
             Lightning; the trainer sets them.
         process_group_backend: backend of the default process group; by default the device's.
-        options: fields of `DappleConfig`.
+        plan, planner, ..., start_method: fields of `DappleConfig`, where they are described.
+        unknown: nothing; options that do not exist are refused with the names of those that do.
 
     Example:
         >>> strategy = DappleStrategy(layout="2-1", microbatches=8)
@@ -83,8 +94,34 @@ class DappleStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        **options: Any,
+        plan: str | os.PathLike[str] | None = None,
+        planner: str = "auto",
+        layout: str | int | list[int] | None = None,
+        schedule: str | os.PathLike[str] | None = None,
+        chunks: int | None = None,
+        warmup: str | int | list[int] | None = None,
+        microbatches: int | None = None,
+        costs: str = "measured",
+        cluster: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        capture: str = "auto",
+        check: bool = True,
+        witness: bool = True,
+        post_validation: bool = False,
+        batch_dim: int = 0,
+        seed: int | None = None,
+        exact_ties: bool = False,
+        deadline_s: float = 300.0,
+        report: str | os.PathLike[str] | None = None,
+        memory_limit: str | int | dict[str, str | int] | None = None,
+        shard_optimizer: str | bool = "auto",
+        measure_memory: bool = False,
+        trace: str | os.PathLike[str] | None = None,
+        timeline_steps: int = 5,
+        start_method: str = "popen",
+        **unknown: Any,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -92,9 +129,7 @@ class DappleStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if config is not None and options:
-            raise ConfigError(f"found config= and {', '.join(options)}; expected either a config or its fields.")
-        self.config = config if config is not None else read_config(options)
+        self.config = chosen_config(config, {**options, **unknown})
         self._backend = process_group_backend
         self._num_nodes = 1
         self._links: Links | None = None  # from setup to teardown
@@ -102,11 +137,16 @@ class DappleStrategy(ParallelStrategy):
         self._has_met = False  # whether this rank was connected with the others
         self._feed: Feed | None = None
         self._session: Session | None = None
+        self._outcome = Outcome()  # of a fit in other processes, or of none
         self._synchronise = True
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._world_size_reads = WorldSizeReads()
         self._advice = WrongAdvice()
+
+    def __repr__(self) -> str:
+        """Say for whose Trainer this is: Lightning shows it where a Trainer of the other package is given it."""
+        return f"<DappleStrategy for a Trainer of the package `{package_in_use()}`>"
 
     @property
     def is_distributed(self) -> bool:
@@ -114,19 +154,36 @@ class DappleStrategy(ParallelStrategy):
         return False
 
     @property
+    def outcome(self) -> Outcome:
+        """Return what is known of the last fit (or validate, test, predict)."""
+        session = self._session
+        if session is None:
+            return self._outcome
+        return Outcome(session.plan, session.comparison, session.steps_taken_back)
+
+    @outcome.setter
+    def outcome(self, outcome: Outcome) -> None:
+        self._session, self._outcome = None, outcome
+
+    @property
     def plan(self) -> Plan | None:
         """Return the plan of the last fit (or validate, test, predict), once it is made."""
-        return None if self._session is None else self._session.plan
+        return self.outcome.plan
 
     @property
     def comparison(self) -> Comparison | None:
         """Return how the first steps of the last fit went beside their prediction; on rank 0, once it is known."""
-        return None if self._session is None else self._session.comparison
+        return self.outcome.comparison
+
+    @property
+    def foreseen(self) -> tuple[Foreseen, ...]:
+        """Return the memory that the plan of the last fit foresees, by rank; () before it is made."""
+        return () if self._session is None else self._session.foreseen
 
     @property
     def steps_taken_back(self) -> int:
         """Return how many optimizer steps of the last fit were taken back and taken again (`post_validation`)."""
-        return 0 if self._session is None else self._session.steps_taken_back
+        return self.outcome.steps_taken_back
 
     @property
     def root_device(self) -> torch.device:
@@ -202,10 +259,14 @@ class DappleStrategy(ParallelStrategy):
             device=self.root_device,
             watch=self._links.watch,
         )
+        callbacks = self.lightning_module.trainer.callbacks
+        self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
     def _connect(self) -> Links:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
         ranks, deadline_s = self.world_size, self.config.deadline_s
+        if self.num_nodes > 1 and self.cluster_environment is not None:
+            choose_card(self.cluster_environment.main_address)
         if ranks > 1 and self._watch is None:
             self._begin_watch()
         if ranks > 1 and not dist.is_initialized():
@@ -262,7 +323,8 @@ class DappleStrategy(ParallelStrategy):
             control = self._links.control
             control.agreed(lambda: make_room(self.config), source=0, what="whether a report can be written")
             self._install_loop(trainer)
-            self.setup_optimizers(trainer)
+            with refusing_several_optimizers(module):
+                self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, module)
             if self.world_size > 1:
                 control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
@@ -343,9 +405,15 @@ class DappleStrategy(ParallelStrategy):
         assert self._session is not None, "set up by the trainer"
         turn = turn or {"number": arguments[0] if arguments else 0, "weight": 1.0, "synchronise": False}
         try:
-            return self._session.step(method, batch, arguments, **turn)
+            with shortage_told(method, self.foreseen, self.global_rank):
+                return self._session.step(method, batch, arguments, **turn)
         except StopIteration as error:  # which Lightning would take for the end of the data
             raise RuntimeError(f"{method} raised StopIteration") from error
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
+        """Step as Lightning does; where memory does not suffice, say so as programs do."""
+        with shortage_told("the optimizer's step", self.foreseen, self.global_rank):
+            return super().optimizer_step(*arguments, **options)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.calls import Call
 from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.check import Difference, Incomparable, compared, on_one_device, plain_run, run_captured

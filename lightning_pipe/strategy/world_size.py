@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import sys
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_pipe.capture.users_code import is_library
+from lightning_pipe.lightning_names import ThroughputMonitor, pl, rank_zero_warn
+from lightning_pipe.lightning_package import TRAINERS
 from lightning_pipe.strategy.lightning_private import throughputs
 
-_TRAINER = "/lightning/pytorch/trainer/trainer.py"
+_TRAINER = tuple(f"/{package.replace('.', '/')}/trainer/trainer.py" for package in TRAINERS.values())
 
 
 class WorldSizeReads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import lightning.pytorch as pl
 import torch
@@ -13,10 +13,20 @@ Values = dict[str, torch.Tensor]
 
 
 def run_stages(
-    split: Split, module: pl.LightningModule, leaves: Sequence[torch.Tensor], *, key: RandomKey, weight: float
+    split: Split,
+    module: pl.LightningModule,
+    leaves: Sequence[torch.Tensor],
+    *,
+    key: RandomKey,
+    weight: float,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Values, Values]:
-    """Return (results by value name, gradients by parameter name) of one micro-batch; mutates buffers as F does."""
-    state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    """Return (results by value name, gradients by parameter name) of one micro-batch; mutates buffers as F does.
+
+    The buffers are those of the module unless they are given.
+    """
+    state = dict(module.named_parameters(remove_duplicate=False))
+    state |= dict(module.named_buffers()) if buffers is None else buffers
     samples = leaves[0].shape[0]
     boxes: list[Values] = [{} for _ in split.stages]
     results: Values = {}

@@ -126,6 +126,8 @@ def test_keys_with_defaults_may_be_left_out():
         ("options: {3: 1}", "options: key: expected a text, found 3"),
         ("3", "the top: expected a mapping with the keys of Plan, found 3"),
         ("[", "is not YAML"),
+        ("microbatches: 4\nmicrobatches: 8", "found the key 'microbatches' a second time"),
+        ("stages: [{at: a, ranks: [0], at: b}]", "found the key 'at' a second time"),
     ],
 )
 def test_a_mistake_in_a_plan_is_named_by_its_path(text, message):

@@ -1,4 +1,4 @@
-"""What counted costs promise: compute and memory have rates of their own, by type of numbers, on every kind of device."""
+"""What counted costs promise: compute and memory have rates of their own, by type of numbers and kind of device."""
 
 from __future__ import annotations
 

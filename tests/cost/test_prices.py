@@ -11,7 +11,7 @@ from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Compute, Layout, Message, Samples
 from lightning_pipe.cost.activations import KEEP, Reliefs
-from lightning_pipe.cost.counted import BYTES_PER_S, FLOPS_PER_BYTE, OPERATION_S, counted
+from lightning_pipe.cost.counted import NOMINAL, counted
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
 from lightning_pipe.cost.prices import Pricer, price
 from lightning_pipe.errors import PlanError
@@ -168,10 +168,11 @@ def test_counted_seconds_are_overhead_flops_and_bytes():
     profile = counted(sketch.graph())
     assert profile.source == "counted"
     for samples in (1, 2, 4, 9):
-        expected = OPERATION_S + (1000 * samples / FLOPS_PER_BYTE + WEIGHT + 2 * samples * WIDTH) / BYTES_PER_S
+        computing_s, touched = 1000 * samples / NOMINAL.flops_of("float32"), WEIGHT + 2 * samples * WIDTH
+        expected = NOMINAL.operation_s + computing_s + touched / NOMINAL.memory_bytes_per_s
         assert profile.operation_s(0, samples) == pytest.approx(expected)
         assert profile.operation_s(1, samples) == 0.0
-        assert profile.operation_s(2, samples) == pytest.approx(OPERATION_S + 50 / BYTES_PER_S)
+        assert profile.operation_s(2, samples) == pytest.approx(NOMINAL.operation_s + 50 / NOMINAL.memory_bytes_per_s)
 
 
 def test_every_module_of_the_zoo_has_a_price(zoo):

@@ -1,0 +1,96 @@
+"""Names that other systems give to what can be set here, so that a hand that knows them finds ours.
+
+Schedules of `torch.distributed.pipelining` are accepted under torch's names where ours is the same schedule. Options of
+DDP, FSDP, DeepSpeed, Megatron-LM and torch are not: they are refused with what to set instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_SCHEDULES_OF_TORCH = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "loopedbfs": "breadth_first",
+    "zbvzerobubble": "zb_v",
+    "dualpipev": "dualpipe_v",
+}
+
+_LAYOUT = "set layout, the ranks of every stage, such as '1-1-1-1' for four stages"
+_MICROBATCHES = "set microbatches, the micro-batches of a batch; the batch itself is that of your DataLoader"
+_NO_TENSOR_PARALLELISM = "there is no tensor parallelism; layout='2' makes two replicas, layout='1-1' two stages"
+_GRADIENTS = "remove it: gradients are reduced as soon as a stage has them, whichever parameters a step uses"
+_SHARDING = "remove it: a rank keeps the parameters and optimizer state of its own stages only"
+_TRAINER = "give it to the Trainer"
+
+_INSTEAD = {
+    # DDP
+    "find_unused_parameters": _GRADIENTS,
+    "static_graph": _GRADIENTS,
+    "gradient_as_bucket_view": _GRADIENTS,
+    "bucket_cap_mb": _GRADIENTS,
+    "ddp_comm_hook": _GRADIENTS,
+    "broadcast_buffers": "remove it: replicas of a stage have the buffers that one device has",
+    "timeout": "set deadline_s, a number of seconds",
+    "backend": "set process_group_backend",
+    "sync_batchnorm": _TRAINER,
+    # FSDP, DeepSpeed
+    "sharding_strategy": _SHARDING,
+    "auto_wrap_policy": _SHARDING,
+    "stage": "for the ZeRO stage, " + _SHARDING + "; for pipeline stages, " + _LAYOUT,
+    "zero_optimization": _SHARDING,
+    "zero_stage": _SHARDING,
+    "offload_optimizer": _SHARDING,
+    "num_stages": _LAYOUT,
+    "partition_method": "set planner, or the stages of a plan file",
+    "gradient_accumulation_steps": "for micro-batches of one batch, " + _MICROBATCHES + "; for several batches per "
+    "optimizer step, Trainer(accumulate_grad_batches=...)",
+    "train_batch_size": _MICROBATCHES,
+    "train_micro_batch_size_per_gpu": _MICROBATCHES,
+    "mixed_precision": "set Trainer(precision=...)",
+    # Megatron-LM, torch
+    "pipeline_model_parallel_size": _LAYOUT,
+    "pipeline_parallel_size": _LAYOUT,
+    "pp_size": _LAYOUT,
+    "stages": _LAYOUT,
+    "tensor_model_parallel_size": _NO_TENSOR_PARALLELISM,
+    "tensor_parallel_size": _NO_TENSOR_PARALLELISM,
+    "data_parallel_size": _NO_TENSOR_PARALLELISM,
+    "virtual_pipeline_model_parallel_size": "set chunks, the stages of a device",
+    "num_layers_per_virtual_pipeline_stage": "set chunks, the stages of a device",
+    "micro_batch_size": _MICROBATCHES,
+    "num_microbatches": _MICROBATCHES,
+    "n_microbatches": _MICROBATCHES,
+    "global_batch_size": _MICROBATCHES,
+    # the Trainer's
+    "num_nodes": _TRAINER,
+    "devices": _TRAINER,
+    "precision": _TRAINER,
+    "accumulate_grad_batches": _TRAINER,
+}
+
+
+def schedule_name(found: str, known: Collection[str]) -> str:
+    """Return our name of a schedule: in any case, or as torch calls it, with or without "Schedule" before it.
+
+    What is neither is returned as it is found.
+    """
+    if found in known:
+        return found
+    folded = {name.casefold(): name for name in known}
+    name = found.casefold()
+    ours = _SCHEDULES_OF_TORCH.get(name.removeprefix("schedule"))
+    return folded.get(name) or (ours if ours in known else None) or found
+
+
+def instead_of(option: str) -> str | None:
+    """Return what to do instead of setting an option of another system, None if it is of none."""
+    return _INSTEAD.get(option)
+
+
+def schedule_advice(found: str) -> str:
+    """Return what to set for a schedule of torch that has no name of its own here, or nothing."""
+    if found.casefold().removeprefix("schedule") == "interleavedzerobubble":
+        return "; torch's InterleavedZeroBubble is schedule='zb_h1' with chunks=2 or more"
+    return ""

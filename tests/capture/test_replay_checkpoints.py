@@ -1,0 +1,72 @@
+"""A checkpoint around units of a replayed step saves memory, and changes no number."""
+
+from __future__ import annotations
+
+import gc
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe.capture.allocations import Allocations
+from lightning_pipe.capture.replay_stage import Player
+from zoo.replaying import run_plainly, run_replayed, traced
+
+WIDTH, DEPTH = 64, 4  # large enough for what a checkpoint keeps of the random state not to matter
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.2)
+
+
+class Net(pl.LightningModule):
+    """Blocks in checkpoints of this form; None for none."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.use_reentrant = use_reentrant
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].requires_grad_()  # as the reentrant form wants it
+        for block in self.blocks:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return nn.functional.mse_loss(x, batch[1])
+
+
+def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    module = Net(use_reentrant).train()
+    batch = (torch.randn(48, WIDTH), torch.randn(48, WIDTH))
+    found = traced(module, batch, (16, 16, 16), parts=1)
+    kept, forward = [], Player.forward
+
+    def measured(player, *args, **kwargs):
+        gc.collect()
+        with Allocations() as seen:
+            result = forward(player, *args, **kwargs)
+            gc.collect()
+        kept.append(sum(change.bytes for change in seen.changes))
+        return result
+
+    monkeypatch.setattr(Player, "forward", measured)
+    replayed = run_replayed(found, ranks=1, schedule="gpipe", cuts=())
+    monkeypatch.undo()
+    return kept[-1], replayed, run_plainly(found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_units_in_a_checkpoint_keep_their_inputs(use_reentrant, monkeypatch):
+    most, (losses, gradients), _ = kept_and_numbers(None, monkeypatch)
+    least, (same_losses, same_gradients), (plain_losses, plain_gradients) = kept_and_numbers(use_reentrant, monkeypatch)
+    assert least < 0.4 * most
+    torch.testing.assert_close(same_losses, losses, rtol=0, atol=0)
+    torch.testing.assert_close(same_gradients, gradients, rtol=0, atol=0)
+    torch.testing.assert_close((plain_losses, plain_gradients), (same_losses, same_gradients))

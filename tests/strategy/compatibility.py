@@ -1,0 +1,501 @@
+"""Does a feature of Lightning work in a pipeline? One row each: equal to one device, or refused with this text.
+
+python -m strategy.compatibility    (in tests) writes docs/compatibility.md from the rows that the tests hold.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import callbacks as cb
+from lightning.pytorch import loggers
+from lightning.pytorch.utilities import CombinedLoader, grad_norm
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from strategy.compat_project import CLASSES, Data, Named, Net, Stream, fit, loader, tensors
+
+Run = Callable[..., Any]
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+ROUNDING = 1e-9  # of sums in float64, relative
+
+
+@dataclass(frozen=True)
+class Row:
+    """A feature and what is true of it.
+
+    Attributes:
+        name: as a user writes it.
+        trainer: options of the Trainer; a function of a folder where they need one.
+        module: makes the module.
+        run: what is run; its result is compared, too.
+        refused: text of the error that refuses it; "" where it works.
+        by: who refuses, "" for this package.
+        tolerance: largest relative difference of every number; None where numbers differ by design, which `note` says.
+        note: what else to know.
+        needs: package without which the row cannot be tried.
+    """
+
+    name: str
+    trainer: dict[str, Any] | Callable[[str], dict[str, Any]] = field(default_factory=dict)
+    module: Callable[[], pl.LightningModule] = Net
+    run: Run = fit
+    refused: str = ""
+    tolerance: float | None = ROUNDING
+    note: str = ""
+    needs: str = ""
+
+    def options(self, folder: str) -> dict[str, Any]:
+        """Return the options of the trainer for files in a folder."""
+        return self.trainer(folder) if callable(self.trainer) else dict(self.trainer)
+
+
+def using(*callbacks: Callable[[], pl.Callback], **options: Any) -> Callable[[str], dict[str, Any]]:
+    """Return options with new callbacks for every trainer."""
+    return lambda folder: {"callbacks": [make() for make in callbacks], **options}
+
+
+def changed(**methods: Any) -> Callable[[], Net]:
+    """Return what makes a module with some methods replaced."""
+    return type("Changed", (Net,), {"__init__": lambda self: Net.__init__(self), **methods})
+
+
+def logged(folder: str, kind: type, **options: Any) -> dict[str, Any]:
+    return {"logger": kind(folder, **options), "log_every_n_steps": 1}
+
+
+# --- runs
+
+
+def then(*names: str) -> Run:
+    """Return a run of several methods of the trainer, one after the other."""
+
+    def run(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+        results = []
+        for name in names:
+            match name:
+                case "fit":
+                    trainer.fit(module, loader(), loader())
+                case "predict":
+                    results.append(torch.cat(trainer.predict(module, loader())))
+                case _:
+                    (result,) = getattr(trainer, name)(module, loader(), verbose=False)
+                    results += [torch.as_tensor(value).double() for value in result.values()]
+        return results
+
+    return run
+
+
+def fit_on(make: Callable[[], Any], **options: Any) -> Run:
+    return lambda trainer, module, folder: fit(trainer, module, folder, make(), **options)
+
+
+def fit_with_workers(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> None:
+    multiprocessing.process.current_process()._config["daemon"] = False  # ranks of a test world are, and have children
+    fit(trainer, module, folder, loader(num_workers=2))
+
+
+def save_and_load(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    fit(trainer, module, folder)
+    trainer.save_checkpoint(f"{folder}/all.ckpt")
+    trainer.strategy.barrier()
+    loaded = type(module).load_from_checkpoint(f"{folder}/all.ckpt")
+    return list(loaded.state_dict().values())
+
+
+def resume(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> None:
+    fit(trainer, module, folder)
+    trainer.save_checkpoint(f"{folder}/resume.ckpt")
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader(), loader(), ckpt_path=f"{folder}/resume.ckpt")
+
+
+def fit_twice(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> None:
+    fit(trainer, module, folder)
+    trainer.fit_loop.max_epochs = 3
+    fit(trainer, module, folder)
+
+
+def predict_with_writer(interval: str) -> Row:
+    kept: dict[str, Any] = {}
+
+    class Writer(cb.BasePredictionWriter):
+        def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+            kept.setdefault("batches", []).append((torch.tensor(batch_indices), prediction))
+
+        def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+            kept["epoch"] = (torch.tensor(batch_indices), torch.cat(predictions))
+
+    def run(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+        kept.clear()
+        trainer.predict(module, loader(), return_predictions=interval == "epoch")
+        return dict(kept)
+
+    return Row(f"BasePredictionWriter(write_interval='{interval}')", using(lambda: Writer(interval)), run=run)
+
+
+def rates(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    fit(trainer, module, folder)
+    return torch.tensor([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+
+def best_files(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    fit(trainer, module, folder)
+    trainer.strategy.barrier()
+    best = trainer.checkpoint_callback
+    state = torch.load(best.best_model_path, weights_only=False)["state_dict"]
+    return [torch.as_tensor(best.best_model_score).double(), list(state.values())]
+
+
+# --- modules
+
+
+def schedule(make: Callable[[Any], Any], **options: Any) -> Callable[[], Net]:
+    def configure_optimizers(self: Net) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **options}}
+
+    return changed(configure_optimizers=configure_optimizers)
+
+
+def optimized_by(make: Callable[[Any], Any]) -> Callable[[], Net]:
+    return changed(configure_optimizers=lambda self: make(self))
+
+
+class Manual(Net):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Metrics(Net):
+    """Metrics of torchmetrics in every place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.mean = MulticlassAccuracy(CLASSES), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.mean.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute())
+        self.mean.reset()
+
+
+class Normalised(Net):
+    """A BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.append(nn.BatchNorm1d(8).double())
+
+
+class Compiled(Net):
+    """A child that torch compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.compile(self.backbone)
+
+
+class Configured(Net):
+    """Layers that are made in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = None
+
+    def configure_model(self) -> None:
+        if self.head is None:
+            with torch.random.fork_rng():
+                torch.manual_seed(3)
+                self.head = nn.Sequential(nn.Linear(8, CLASSES)).double()
+
+
+def gather_outputs(self: Net, outputs: Any, batch: Any, batch_idx: int) -> None:
+    self.log("gathered", self.all_gather(outputs["loss"]).sum(), on_epoch=True)
+
+
+def step_that_gathers(self: Net, batch: Any, batch_idx: int) -> Any:
+    return self.all_gather(self.loss(batch), sync_grads=True).sum()
+
+
+def log_norm(self: Net, optimizer: Any) -> None:
+    norm = getattr(self.trainer.strategy, "grad_norm", None)
+    self.log("norm", norm() if norm else torch.cat([p.grad.flatten() for p in self.parameters()]).norm())
+
+
+def log_lightnings_norm(self: Net, optimizer: Any) -> None:
+    self.log_dict(grad_norm(self, norm_type=2))
+
+
+def skipping(self: Net, batch: Any, batch_idx: int) -> int | None:
+    return -1 if self.trainer.current_epoch == 1 and batch_idx == 1 else None
+
+
+def named_step(self: Net, batch: Any, batch_idx: int) -> Any:
+    return self.loss((batch["x"], batch["y"]))
+
+
+def summed(self: Net, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss((torch.cat([batch["a"][0], batch["b"][0]]), torch.cat([batch["a"][1], batch["b"][1]])))
+    self.log("loss", loss)
+    return loss
+
+
+def groups(module: Net) -> Any:
+    own = [{"params": module.backbone.parameters(), "lr": 0.01}, {"params": module.head.parameters()}]
+    return torch.optim.AdamW(own, lr=0.1)
+
+
+class Adopting(cb.BaseFinetuning):
+    """Train the head first."""
+
+    def freeze_before_training(self, module: Net) -> None:
+        self.freeze(module.backbone)
+
+    def finetune_function(self, module: Net, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer)
+
+
+def trained_part(module: Net) -> Any:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+
+
+def sampled(make: Callable[[TensorDataset], Any]) -> Run:
+    def make_loader() -> DataLoader:
+        data = TensorDataset(*tensors())
+        return DataLoader(data, 8, sampler=make(data))
+
+    return fit_on(make_loader)
+
+
+def batch_sampled() -> DataLoader:
+    data = TensorDataset(*tensors())
+    return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 6, drop_last=False))
+
+
+NO_PART = "in a pipeline no rank has all of it"
+FILES = {"enable_checkpointing": True}
+LR = torch.optim.lr_scheduler
+
+ROWS: dict[str, tuple[Row, ...]] = {
+    "Options of the Trainer": (
+        Row("max_epochs=2"),
+        Row("max_steps=5", {"max_steps": 5, "max_epochs": -1}),
+        Row("max_time", {"max_time": "00:01:00:00"}),
+        Row("min_epochs, min_steps", {"min_epochs": 1, "min_steps": 2}),
+        Row("limit_train_batches=2", {"limit_train_batches": 2}),
+        Row("limit_train_batches=0.5", {"limit_train_batches": 0.5}),
+        Row("limit_val_batches=1", {"limit_val_batches": 1}),
+        Row("limit_val_batches=0", {"limit_val_batches": 0}),
+        Row("val_check_interval=2", {"val_check_interval": 2}),
+        Row("check_val_every_n_epoch=2", {"check_val_every_n_epoch": 2}),
+        Row("num_sanity_val_steps=0", {"num_sanity_val_steps": 0}),
+        Row("overfit_batches=1", {"overfit_batches": 1}),
+        Row("fast_dev_run=True", {"fast_dev_run": True}),
+        Row("accumulate_grad_batches=2", {"accumulate_grad_batches": 2}),
+        Row("gradient_clip_val=0.1", {"gradient_clip_val": 0.1}),
+        Row("gradient_clip_algorithm='value'", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        Row("deterministic=True", {"deterministic": True}),
+        Row("benchmark=True", {"benchmark": True}),
+        Row("inference_mode=False", {"inference_mode": False}),
+        Row("use_distributed_sampler=False", {"use_distributed_sampler": False}),
+        Row("reload_dataloaders_every_n_epochs=1", {"reload_dataloaders_every_n_epochs": 1}),
+        Row("log_every_n_steps=1", {"log_every_n_steps": 1}),
+        Row("detect_anomaly=True", {"detect_anomaly": True}, note="Looks at the plain step before training only."),
+        Row("barebones=True", lambda _: BAREBONES, note="Nothing is logged, as on one device."),
+        Row("profiler='simple'", {"profiler": "simple"}),
+        Row("profiler='advanced'", {"profiler": "advanced"}),
+        Row("enable_model_summary=True", {"enable_model_summary": True}),
+        Row("enable_progress_bar=True", {"enable_progress_bar": True}),
+        Row("sync_batchnorm=True without BatchNorm", {"sync_batchnorm": True}),
+        Row(
+            "sync_batchnorm=True with BatchNorm",
+            {"sync_batchnorm": True},
+            Normalised,
+            refused="sync_batchnorm=True replaces backbone.3 (BatchNorm)",
+        ),
+        Row("precision='64-true'", {"precision": "64-true"}),
+        Row("precision='32-true'", {"precision": "32-true"}, changed(configure_model=lambda self: self.float()),
+            tolerance=1e-5, note="Rounding of float32."),
+        Row("precision='bf16-mixed'", {"precision": "bf16-mixed"}, tolerance=5e-2, note="Rounding of bfloat16."),
+        Row("precision='16-mixed' on a CPU", {"precision": "16-mixed"}, tolerance=5e-2, note="It is bf16-mixed there."),
+        Row("precision='bf16-true'", {"precision": "bf16-true"}, tolerance=1e-1, note="Rounding of bfloat16."),
+    ),
+    "Callbacks": (
+        Row("EarlyStopping", using(lambda: cb.EarlyStopping("val_loss", min_delta=9.0, patience=1), max_epochs=5)),
+        Row("ModelCheckpoint(monitor=...)", lambda f: {
+            "callbacks": [cb.ModelCheckpoint(f, monitor="val_loss")], **FILES}, run=best_files),
+        Row("ModelCheckpoint(every_n_train_steps=2)", lambda f: {"callbacks": [cb.ModelCheckpoint(
+            f, every_n_train_steps=2, save_top_k=-1)], **FILES}),
+        Row("ModelCheckpoint(save_on_exception=True)", lambda f: {"callbacks": [saving(f)], **FILES},
+            refused="saves a checkpoint when a rank fails"),
+        Row("OnExceptionCheckpoint", lambda f: {"callbacks": [cb.OnExceptionCheckpoint(f)], **FILES},
+            refused="saves a checkpoint when a rank fails"),
+        Row("LearningRateMonitor", lambda f: {"callbacks": [cb.LearningRateMonitor()], **logged(f, loggers.CSVLogger)}),
+        Row("GradientAccumulationScheduler", using(lambda: cb.GradientAccumulationScheduler({0: 1, 1: 3}))),
+        Row("Timer", using(lambda: cb.Timer("00:01:00:00"))),
+        Row("TQDMProgressBar", using(cb.TQDMProgressBar, enable_progress_bar=True)),
+        Row("RichProgressBar", using(cb.RichProgressBar, enable_progress_bar=True)),
+        Row("ModelSummary", using(lambda: cb.ModelSummary(3), enable_model_summary=True)),
+        Row("RichModelSummary", using(cb.RichModelSummary, enable_model_summary=True)),
+        Row("LambdaCallback", using(lambda: cb.LambdaCallback(
+            on_train_epoch_end=lambda trainer, _: setattr(trainer, "should_stop", True)))),
+        Row("BackboneFinetuning", using(lambda: cb.BackboneFinetuning(1)), optimized_by(trained_part)),
+        Row("BaseFinetuning", using(Adopting), optimized_by(trained_part)),
+        predict_with_writer("batch"),
+        predict_with_writer("epoch"),
+        Row("ThroughputMonitor", lambda f: {"callbacks": [cb.ThroughputMonitor(lambda batch: len(batch[1]))],
+            **logged(f, loggers.CSVLogger)}, note="Every batch counts once."),
+        Row("DeviceStatsMonitor", lambda f: {"callbacks": [cb.DeviceStatsMonitor(cpu_stats=False)],
+            **logged(f, loggers.CSVLogger)}, note="Of rank 0, where the logger is."),
+        Row("StochasticWeightAveraging", using(lambda: cb.StochasticWeightAveraging(1e-2)), refused=NO_PART),
+        Row("WeightAveraging, EMAWeightAveraging", using(lambda: cb.WeightAveraging()), refused=NO_PART),
+        Row("BatchSizeFinder", using(cb.BatchSizeFinder), refused=NO_PART),
+        Row("LearningRateFinder", using(cb.LearningRateFinder), refused=NO_PART),
+        Row("ModelPruning", using(lambda: cb.ModelPruning("l1_unstructured")), refused=NO_PART),
+    ),
+    "Modules": (
+        Row("self.log(sync_dist=True)", module=changed(training_step=lambda self, batch, batch_idx: (
+            self.log("loss", loss := self.loss(batch), sync_dist=True), loss)[1])),
+        Row("torchmetrics", module=Metrics, tolerance=1e-5, note="Metrics sum in float32."),
+        Row("a dictionary as result of the step", module=changed(
+            training_step=lambda self, batch, batch_idx: {"loss": self.loss(batch), "n": len(batch[1])})),
+        Row("configure_model", module=Configured),
+        Row("self.all_gather in a hook", module=changed(on_train_batch_end=gather_outputs)),
+        Row("self.all_gather in a step", module=changed(training_step=step_that_gathers)),
+        Row("strategy.grad_norm() in on_before_optimizer_step", module=changed(on_before_optimizer_step=log_norm)),
+        Row("grad_norm(self) of Lightning", module=changed(on_before_optimizer_step=log_lightnings_norm)),
+        Row("on_train_batch_start returns -1", module=changed(on_train_batch_start=skipping)),
+        Row("configure_gradient_clipping", {}, changed(
+            configure_gradient_clipping=lambda self, optimizer, gradient_clip_val, gradient_clip_algorithm:
+            self.clip_gradients(optimizer, 0.05, "norm"))),
+        Row("optimizer_step", module=changed(
+            optimizer_step=lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(closure=closure))),
+        Row("parameter groups", module=optimized_by(groups)),
+        Row("Adam with a frozen part", module=optimized_by(
+            lambda m: torch.optim.Adam(m.head.parameters(), lr=0.01))),
+        Row("OneCycleLR per step", module=schedule(lambda o: LR.OneCycleLR(o, 0.3, total_steps=6), interval="step"),
+            run=rates),
+        Row("CosineAnnealingLR", module=schedule(lambda o: LR.CosineAnnealingLR(o, 4)), run=rates),
+        Row("ReduceLROnPlateau", module=schedule(lambda o: LR.ReduceLROnPlateau(o, patience=0, threshold=9.0),
+            monitor="val_loss"), run=rates),
+        Row("manual optimization", module=Manual, refused="uses manual optimization"),
+        Row("several optimizers", module=optimized_by(lambda m: [torch.optim.SGD(part.parameters(), 0.1) for part in (
+            m.backbone, m.head)]), refused="returned several optimizers; expected one"),
+        Row("LBFGS", module=optimized_by(lambda m: torch.optim.LBFGS(m.parameters())), refused="LBFGS evaluates"),
+        Row("torch.compile of a child", module=Compiled, refused="backbone is compiled with torch.compile"),
+        Row("backward", module=changed(backward=lambda self, loss: loss.backward()), refused="overrides backward"),
+    ),
+    "Data": (
+        Row("LightningDataModule with batch hooks", run=fit_on(Data)),
+        Row("IterableDataset without a length, ragged", run=fit_on(lambda: DataLoader(Stream(), 6))),
+        Row("shuffle=True", run=lambda t, m, f: (torch.manual_seed(3), fit(t, m, f, loader(shuffle=True)))[1]),
+        Row("num_workers=2", run=fit_with_workers),
+        Row("a smaller last batch", run=fit_on(lambda: loader(7))),
+        Row("drop_last=True", run=fit_on(lambda: loader(7, drop_last=True))),
+        Row("batch_sampler", run=fit_on(batch_sampled)),
+        Row("WeightedRandomSampler", run=sampled(lambda data: WeightedRandomSampler(
+            torch.ones(24), 24, generator=torch.Generator().manual_seed(2)))),
+        Row("DistributedSampler made by hand", run=sampled(lambda data: DistributedSampler(data, 1, 0, shuffle=False))),
+        Row("batches as dictionaries", module=changed(training_step=named_step),
+            run=fit_on(lambda: DataLoader(Named(), 8))),
+        Row("a dictionary of loaders", module=changed(training_step=summed),
+            run=fit_on(lambda: {"a": loader(8), "b": loader(8, shuffle=False)})),
+        Row("CombinedLoader('min_size')", module=changed(training_step=summed),
+            run=fit_on(lambda: CombinedLoader({"a": loader(6), "b": loader(6, drop_last=True)}, "min_size"))),
+        Row("loaders whose batches have different sizes", module=changed(training_step=summed),
+            run=fit_on(lambda: {"a": loader(4), "b": loader(8)}),
+            refused="The tensors of the batch disagree about the number of samples"),
+        Row("several validation loaders", run=lambda t, m, f: fit(t, m, f, validation=[loader(4), loader(8)])),
+        Row("dataloader_iter in a step", module=changed(training_step=lambda self, dataloader_iter: None),
+            refused="takes `dataloader_iter`"),
+    ),
+    "Runs": (
+        Row("trainer.validate", run=then("validate")),
+        Row("trainer.test", run=then("test")),
+        Row("trainer.predict", run=then("predict")),
+        Row("validate, fit, test, predict", run=then("validate", "fit", "test", "predict")),
+        Row("trainer.save_checkpoint on all ranks", run=save_and_load),
+        Row("fit(ckpt_path=...)", run=resume),
+        Row("fit twice", run=fit_twice),
+    ),
+    "Loggers": (
+        Row("CSVLogger", lambda f: logged(f, loggers.CSVLogger)),
+        Row("TensorBoardLogger", lambda f: logged(f, loggers.TensorBoardLogger), needs="tensorboard"),
+        Row("MLFlowLogger", lambda f: {"logger": loggers.MLFlowLogger(tracking_uri=f"sqlite:///{f}/runs.db"),
+            "log_every_n_steps": 1}, needs="mlflow"),
+        Row("WandbLogger(offline=True)", lambda f: {"logger": loggers.WandbLogger(save_dir=f, offline=True),
+            "log_every_n_steps": 1}, needs="wandb"),
+    ),
+}  # fmt: skip
+BAREBONES = {"barebones": True, "logger": None, "enable_checkpointing": None, "enable_progress_bar": None,
+             "enable_model_summary": None}  # fmt: skip
+
+
+def saving(folder: str) -> cb.ModelCheckpoint:
+    callback = cb.ModelCheckpoint(folder)
+    callback.save_on_exception = True  # newer than the oldest Lightning that is supported
+    return callback
+
+
+def row_of(name: str) -> Row:
+    return next(row for rows in ROWS.values() for row in rows if row.name == name)
+
+
+def page() -> str:
+    """Return docs/compatibility.md as the rows have it."""
+    count = sum(map(len, ROWS.values()))
+    lines = [
+        "# What works, and what is refused",
+        "",
+        f"Each of these {count} rows is a test (`tests/strategy/test_compatibility.py`; its rows write this page): the",
+        "feature is used on one device and on two ranks, two stages with two micro-batches. *Equal* means that",
+        "weights, logged values, steps, predictions and files differ by no more than the tolerance, relatively, on",
+        "every rank. *Refused* means that the run ends before training, on every rank, with an error that contains the",
+        "text.",
+    ]
+    for group, rows in ROWS.items():
+        lines += ["", f"## {group}", "", "| feature | | remark |", "|---|---|---|"]
+        for row in rows:
+            verdict = "refused" if row.refused else f"equal, {row.tolerance:g}"
+            remark = f"“{row.refused}”" if row.refused else row.note
+            lines.append(f"| `{row.name}` | {verdict} | {remark} |" if re.search(r"[=(_.A-Z]", row.name)
+                         else f"| {row.name} | {verdict} | {remark} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,121 @@
+"""A Trainer of `lightning` and one of `pytorch_lightning` get the strategy that is theirs, by name and by instance."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import lightning_pipe
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.errors import ConfigError, UnsupportedError
+from lightning_pipe.registration import refuse_fabric
+
+ROOT = Path(lightning_pipe.__file__).parent.parent
+STUB = """
+class Strategy: pass
+class Registry(dict):
+    def register(self, name, strategy, description): self[name] = strategy
+StrategyRegistry = STRATEGY_REGISTRY = Registry()
+"""
+SAY = "from lightning_pipe.lightning_package import package_in_use; print(package_in_use())"
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run files in a new process where both packages are stand-ins, and return what `main.py` prints."""
+
+    def run(**files: str) -> str:
+        for package in ("lightning/pytorch", "lightning/fabric", "pytorch_lightning", "lightning_fabric"):
+            for folder in (package.split("/")[0], package, f"{package}/strategies"):
+                (tmp_path / folder).mkdir(exist_ok=True)
+                (tmp_path / folder / "__init__.py").touch()
+            (tmp_path / package / "strategies/__init__.py").write_text(STUB)
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        code = f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; runpy.run_path('main.py', "
+        found = subprocess.run(
+            [sys.executable, "-c", f"{code}run_name='__main__')"],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return found.stdout + found.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("main", "package"),
+    [
+        (f"import lightning.pytorch as pl\n{SAY}", "lightning"),
+        (f"import pytorch_lightning as pl\n{SAY}", "pytorch_lightning"),
+        (f"import lightning_pipe\n{SAY}\nimport pytorch_lightning as pl", "pytorch_lightning"),  # sorted imports
+        (f"from pytorch_lightning import strategies\nimport library\n{SAY}", "pytorch_lightning"),
+        (f"import library\n{SAY}", "lightning"),
+        (f"from mine import Net\n{SAY}", "pytorch_lightning"),
+        (SAY, "lightning"),
+    ],
+)
+def test_the_package_is_that_of_the_file_that_asks(python, main, package):
+    mine = "import pytorch_lightning.strategies\nclass Net(pytorch_lightning.strategies.Strategy): pass"
+    assert python(main=main, library="import lightning.pytorch", mine=mine) == f"{package}\n"
+
+
+def test_a_file_that_names_none_of_them_leaves_it_to_the_one_that_imports_it(python):
+    assert python(main="import helper\nimport pytorch_lightning", helper=SAY) == "pytorch_lightning\n"
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_both_registries_know_the_name_and_both_fabrics_refuse_it(python, package):
+    fabric = {"lightning.pytorch": "lightning.fabric"}.get(package, "lightning_fabric")
+    main = f"""
+import {package}.strategies, lightning_pipe, {fabric}.strategies
+from lightning_pipe.lightning_package import package_in_use
+print(list({package}.strategies.StrategyRegistry), {fabric}.strategies.STRATEGY_REGISTRY['dapple'].__name__)
+try:
+    {package}.strategies.StrategyRegistry['dapple']()
+except ImportError:  # the stand-in has nothing else
+    print(package_in_use())
+"""
+    assert python(main=main) == f"['dapple'] refuse_fabric\n{package.partition('.')[0]}\n"
+
+
+def test_one_process_uses_one_package(python):
+    main = """
+from lightning_pipe.lightning_package import choose
+choose("lightning")
+choose("lightning")
+choose("pytorch_lightning")
+"""
+    assert "found a strategy for a Trainer of 'pytorch_lightning' in a process that has used" in python(main=main)
+
+
+def test_fabric_is_refused_with_the_way_out():
+    with pytest.raises(UnsupportedError, match=r"LightningModule and use Trainer\(strategy='dapple'\)"):
+        refuse_fabric()
+
+
+def test_the_strategy_shows_every_option_with_its_default():
+    shown = inspect.signature(lightning_pipe.DappleStrategy).parameters
+    for field in fields(DappleConfig):
+        assert field.name in shown, f"add {field.name} to DappleStrategy.__init__"
+        assert shown[field.name].default == field.default, field.name
+    given = {"config", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+    assert {*shown} == {f.name for f in fields(DappleConfig)} | given | {"process_group_backend", "unknown"}
+    hints = typing.get_type_hints(lightning_pipe.DappleStrategy.__init__)
+    own = typing.get_type_hints(DappleConfig)
+    assert all(
+        set(typing.get_args(own[name]) or [own[name]]) <= {*typing.get_args(hints[name]), hints[name]} for name in own
+    )
+
+
+def test_a_config_and_an_option_beside_it_are_refused_even_if_unknown():
+    config = DappleConfig(microbatches=2)
+    assert lightning_pipe.DappleStrategy(config).config is config
+    for option, text in (({"microbatches": 3}, "either a config or its fields"), ({"nonsense": 3}, "unknown option")):
+        with pytest.raises(ConfigError, match=text):
+            lightning_pipe.DappleStrategy(config, **option)

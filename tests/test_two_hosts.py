@@ -1,0 +1,83 @@
+"""Two hosts train together, however their ranks are named, and also where a host's name leads to itself.
+
+Hosts are network namespaces; needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_pipe
+from benchmarks.two_hosts import CARD, NoNamespacesError, two_hosts
+from lightning_pipe.strategy import network_card
+from test_templates import PROJECT
+
+ROOT = Path(lightning_pipe.__file__).parent.parent
+SCRIPT = """
+import lightning_pipe
+import lightning.pytorch as pl
+from project import Data, Net, report
+
+strategy = lightning_pipe.DappleStrategy(layout="1-1", costs="counted", deadline_s=90)
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, num_nodes=2, max_epochs=1, **options)
+trainer.fit(Net(), datamodule=Data())
+report(trainer)
+"""
+ADDRESS = "10.0.0.1"
+
+
+def command(launcher: str, host: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the variables with which a rank is started on a host."""
+    match launcher:
+        case "torchrun":
+            words = [f"--node-rank={host}", f"--master-addr={ADDRESS}", "--master-port=29500", "train.py"]
+            return ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *words], {}
+        case "slurm":
+            tasks = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "PROCID": str(host), "LOCALID": "0", "NODEID": str(host)}
+            job = {"JOB_ID": "1", "JOB_NAME": "train", "NODELIST": ADDRESS, "NNODES": "2", **tasks}
+            main = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29500"}
+            return ["train.py"], {**{f"SLURM_{name}": value for name, value in job.items()}, **main}
+        case _:
+            return ["train.py"], {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29500", "NODE_RANK": str(host)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", ["by hand", "by hand, with GLOO_SOCKET_IFNAME", "torchrun", "slurm"])
+def test_two_hosts_train_together(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "project.py").write_text(PROJECT)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    try:
+        with two_hosts(1e9) as hosts:
+            started = []
+            for number, name in enumerate(hosts.names):
+                words, variables = command(launcher, number)
+                card = {"GLOO_SOCKET_IFNAME": CARD} if "IFNAME" in launcher else {}
+                environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables, **card}
+                inside = ["ip", "netns", "exec", name, sys.executable, *words]
+                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+                started.append(subprocess.Popen(inside, cwd=tmp_path, env=environment, **pipes))
+            outputs = [process.communicate(timeout=380)[0] for process in started]
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+    said = [re.findall("SAID rank (.*) DappleStrategy (.*)", output) for output in outputs]
+    assert [[who for who, _ in one] for one in said] == [["0 of 2"], ["1 of 2"]], outputs
+    assert said[0][0][1] == said[1][0][1]
+
+
+def test_a_card_is_chosen_only_where_the_name_of_a_host_leads_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(network_card.socket, "gethostname", lambda: "localhost")
+    assert network_card.choose_card("127.0.0.1") == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert network_card.choose_card("127.0.0.1") is None  # it is named now
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(network_card.socket, "gethostbyname", lambda name: "10.1.2.3")
+    assert network_card.choose_card("127.0.0.1") is None
+    assert "GLOO_SOCKET_IFNAME" not in os.environ

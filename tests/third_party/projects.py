@@ -1,0 +1,292 @@
+"""Modules of third-party projects, each with a loader: what their users train, small.
+
+Every function imports its project, so that one that is not installed costs nothing. Dropout is off: its random numbers
+are keyed by micro-batch here, and drawn in one stream on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+Made = tuple[Any, Any]  # a LightningModule and a loader
+
+
+def _series(rows: int = 400) -> Any:
+    import pandas as pd
+
+    random = np.random.default_rng(0)
+    time = np.tile(np.arange(rows // 4), 4)
+    values = np.sin(time / 5) + random.normal(scale=0.1, size=rows)
+    return pd.DataFrame({"time": time, "group": np.repeat(list("abcd"), rows // 4), "value": values})
+
+
+def _table(rows: int = 256) -> Any:
+    import pandas as pd
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 4)).astype("float32")
+    return pd.DataFrame({**{f"x{k}": x[:, k] for k in range(4)}, "y": (x.sum(1) > 0).astype("int64")})
+
+
+def _tensors(*shapes: tuple[int, ...], classes: int | None = None, batch_size: int = 8) -> DataLoader:
+    random = torch.Generator().manual_seed(1)
+    data = [torch.randn(*shape, generator=random) for shape in shapes]
+    if classes is not None:
+        data.append(torch.randint(classes, (len(data[0]),), generator=random))
+    return DataLoader(TensorDataset(*data), batch_size)
+
+
+def _user_module(model: nn.Module, step: Callable[[nn.Module, Any], torch.Tensor], package: str = "lightning") -> Any:
+    """Return the module that a user writes around a model of a library."""
+    import importlib
+
+    pl = importlib.import_module({"lightning": "lightning.pytorch"}.get(package, package))
+
+    class Users(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = step(self.model, batch)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return Users()
+
+
+def pytorch_forecasting() -> Made:
+    from pytorch_forecasting import NHiTS, TimeSeriesDataSet
+
+    data = TimeSeriesDataSet(
+        _series(), time_idx="time", target="value", group_ids=["group"], min_encoder_length=16, max_encoder_length=16,
+        min_prediction_length=4, max_prediction_length=4, time_varying_unknown_reals=["value"],
+    )  # fmt: skip
+    module = NHiTS.from_dataset(data, hidden_size=16, dropout=0.0, learning_rate=1e-3)
+    return module, data.to_dataloader(train=True, batch_size=16, num_workers=0, shuffle=False)
+
+
+def pytorch_forecasting_tft() -> Made:
+    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
+
+    data = TimeSeriesDataSet(
+        _series(), time_idx="time", target="value", group_ids=["group"], min_encoder_length=16, max_encoder_length=16,
+        min_prediction_length=4, max_prediction_length=4, time_varying_unknown_reals=["value"],
+        time_varying_known_reals=["time"],
+    )  # fmt: skip
+    module = TemporalFusionTransformer.from_dataset(data, hidden_size=8, dropout=0.0, learning_rate=1e-3)
+    return module, data.to_dataloader(train=True, batch_size=16, num_workers=0, shuffle=False)
+
+
+def gluonts() -> Made:
+    from gluonts.torch.model.simple_feedforward.lightning_module import SimpleFeedForwardLightningModule
+
+    module = SimpleFeedForwardLightningModule(
+        {"prediction_length": 4, "context_length": 16, "hidden_dimensions": [32, 32]}
+    )
+    names = ["past_target", "future_target", "future_observed_values"]
+    random = torch.Generator().manual_seed(1)
+    rows = [
+        {name: torch.randn(length, generator=random) for name, length in zip(names, (16, 4, 0), strict=True)}
+        for _ in range(64)
+    ]
+    for row in rows:
+        row["future_observed_values"] = torch.ones(4)
+    return module, DataLoader(rows, 8)
+
+
+def pytorch_tabular() -> Made:
+    from pytorch_tabular import TabularModel
+    from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
+    from pytorch_tabular.models import GANDALFConfig
+
+    model = TabularModel(
+        data_config=DataConfig(
+            target=["y"], continuous_cols=[f"x{k}" for k in range(4)], normalize_continuous_features=False
+        ),
+        model_config=GANDALFConfig(task="classification", gflu_stages=2, batch_norm_continuous_input=False),
+        optimizer_config=OptimizerConfig(), trainer_config=TrainerConfig(batch_size=16, accelerator="cpu"),
+    )  # fmt: skip
+    data = model.prepare_dataloader(train=_table(), seed=1)
+    module = model.prepare_model(data)
+    rows = [data.train_dataset[k] for k in range(64)]
+    return module, DataLoader(rows, 16)
+
+
+def deeptab() -> Made:
+    from deeptab.models import FTTransformerClassifier
+
+    table = _table()
+    model = FTTransformerClassifier()
+    model.build_model(table.drop(columns="y"), table["y"].to_numpy(), batch_size=16)
+    module = model.task_model if hasattr(model, "task_model") else model._task_model
+    data = model.data_module if hasattr(model, "data_module") else model._data_module
+    data.setup("fit")
+    return module, list(data.train_dataloader())
+
+
+def pina() -> Made:
+    from pina.problem.zoo import SupervisedProblem
+    from pina.solver import SupervisedSingleModelSolver
+
+    random = torch.Generator().manual_seed(1)
+    problem = SupervisedProblem(torch.randn(64, 2, generator=random), torch.randn(64, 1, generator=random))
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    return SupervisedSingleModelSolver(problem, model, use_lt=False), problem
+
+
+def neuralforecast() -> Made:
+    from neuralforecast.models import NHITS
+    from neuralforecast.tsdataset import TimeSeriesDataModule, TimeSeriesDataset
+
+    frame = _series().rename(columns={"group": "unique_id", "time": "ds", "value": "y"})
+    data, *_ = TimeSeriesDataset.from_df(frame)
+    module = NHITS(h=4, input_size=16, max_steps=20, windows_batch_size=None, mlp_units=3 * [[16, 16]])
+    loader = TimeSeriesDataModule(data, batch_size=4, drop_last=False, shuffle_train=False).train_dataloader()
+    return module, loader
+
+
+def litgpt() -> Made:
+    from litgpt import GPT, Config
+
+    model = GPT(Config(n_layer=2, n_head=2, n_embd=32, block_size=16, padded_vocab_size=64, vocab_size=64))
+    ids = torch.randint(64, (64, 17), generator=torch.Generator().manual_seed(1))
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch[0][:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
+
+    return _user_module(model, step), DataLoader(TensorDataset(ids), 8)
+
+
+def scvi() -> Made:
+    from scvi.module import VAE
+    from scvi.train import TrainingPlan
+
+    module = VAE(n_input=20, n_hidden=16, n_latent=4, dropout_rate=0.0, use_batch_norm="none", use_layer_norm="both")
+    counts = torch.poisson(torch.full((64, 20), 3.0), generator=torch.Generator().manual_seed(1))
+    rows = [{"X": row, "batch": torch.zeros(1), "labels": torch.zeros(1)} for row in counts]
+    return TrainingPlan(module, n_epochs_kl_warmup=None, n_steps_kl_warmup=None), DataLoader(rows, 16)
+
+
+def pytorch_lifestream() -> Made:
+    from functools import partial
+
+    from ptls.frames.supervised import SequenceToTarget
+
+    encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+    encoder.embedding_size, encoder.is_reduce_sequence = 16, True
+    module = SequenceToTarget(
+        encoder, nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3), nn.LogSoftmax(dim=1)), nn.NLLLoss(),
+        optimizer_partial=partial(torch.optim.Adam, lr=1e-3),
+        lr_scheduler_partial=partial(torch.optim.lr_scheduler.StepLR, step_size=5),
+    )  # fmt: skip
+    return module, _tensors((64, 8), classes=3)
+
+
+def chemprop() -> Made:
+    from chemprop import data, models
+    from chemprop import nn as chem
+
+    smiles = ["CCO", "CCN", "CCC", "c1ccccc1", "CC(=O)O", "CCCl", "CCBr", "COC"] * 4
+    points = [data.MoleculeDatapoint.from_smi(s, [float(k % 5)]) for k, s in enumerate(smiles)]
+    loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=8, shuffle=False)
+    module = models.MPNN(
+        chem.BondMessagePassing(d_h=16), chem.MeanAggregation(), chem.RegressionFFN(input_dim=16, hidden_dim=16)
+    )
+    return module, loader
+
+
+def torch_geometric() -> Made:
+    from torch_geometric.nn import DenseGCNConv
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.out = DenseGCNConv(4, 16), DenseGCNConv(16, 16), nn.Linear(16, 3)
+
+        def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.relu(self.second(torch.relu(self.first(x, adjacency)), adjacency)).mean(1))
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0], (batch[1] > 0).float()), batch[2])
+
+    return _user_module(Net(), step, "pytorch_lightning"), _tensors((64, 6, 4), (64, 6, 6), classes=3)
+
+
+def monai() -> Made:
+    from monai.losses import DiceLoss
+    from monai.networks.nets import UNETR
+
+    model = UNETR(1, 2, (16, 16, 16), feature_size=4, hidden_size=24, mlp_dim=32, num_heads=2)
+    loss = DiceLoss(to_onehot_y=True, softmax=True)
+    data = _tensors((8, 1, 16, 16, 16), batch_size=2)
+    return _user_module(
+        model, lambda model, batch: loss(model(batch[0]), (batch[0] > 0).float()), "pytorch_lightning"
+    ), data
+
+
+def x_transformers() -> Made:
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    model = AutoregressiveWrapper(
+        TransformerWrapper(num_tokens=64, max_seq_len=32, attn_layers=Decoder(dim=32, depth=3, heads=2))
+    )
+    ids = torch.randint(64, (64, 17), generator=torch.Generator().manual_seed(1))
+    return _user_module(model, lambda model, batch: model(batch[0])), DataLoader(TensorDataset(ids), 8)
+
+
+def tab_transformer_pytorch() -> Made:
+    from tab_transformer_pytorch import FTTransformer
+
+    model = FTTransformer(
+        categories=(), num_continuous=6, dim=16, dim_out=1, depth=2, heads=2, attn_dropout=0.0, ff_dropout=0.0
+    )
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        nothing = torch.empty(len(batch[0]), 0, dtype=torch.long)
+        return nn.functional.mse_loss(model(nothing, batch[0]), batch[1])
+
+    return _user_module(model, step), _tensors((64, 6), (64, 1))
+
+
+def pytorch_tcn() -> Made:
+    from pytorch_tcn import TCN
+
+    model = nn.Sequential(TCN(3, [8, 8, 8], dropout=0.0, use_norm=None), nn.Flatten(), nn.Linear(8 * 12, 2))
+    step = lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+    return _user_module(model, step, "pytorch_lightning"), _tensors((64, 3, 12), (64, 2))
+
+
+def pytorch_metric_learning() -> Made:
+    from pytorch_metric_learning.losses import ArcFaceLoss
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16))
+            self.loss = ArcFaceLoss(4, 16)
+
+    return _user_module(Net(), lambda m, batch: m.loss(m.net(batch[0]), batch[1])), _tensors((64, 8), classes=4)
+
+
+SINGLE = {"pytorch_tabular", "pytorch_forecasting", "pytorch_forecasting_tft", "deeptab", "neuralforecast", "chemprop"}
+"""Projects whose own data are float32; all others train in float64."""
+
+PROJECTS: dict[str, Callable[[], Made]] = {
+    make.__name__: make
+    for make in (
+        pytorch_forecasting, pytorch_forecasting_tft, gluonts, pytorch_tabular, deeptab, pina, neuralforecast, litgpt,
+        scvi, pytorch_lifestream, chemprop, torch_geometric, monai, x_transformers, tab_transformer_pytorch,
+        pytorch_tcn, pytorch_metric_learning,
+    )
+}  # fmt: skip
