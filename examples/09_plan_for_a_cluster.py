@@ -2,8 +2,8 @@
 
     python examples/09_plan_for_a_cluster.py
 
-The same from a shell: `lightning-pipe plan model=gpt-125m cluster=rtx4090_4 samples=32 planner=dapple`. For real size:
-`gpt-13b` on `a100_4x8_ethernet_100g`, and your own cluster as a file (docs/clusters.md).
+The same from a shell: `lightning-pipe plan model=gpt-125m cluster=rtx4090_4 samples=32 planner=dapple`.
+For real size: `gpt-13b` on `a100_4x8_ethernet_100g`, and your own cluster as a file (docs/clusters.md).
 """
 
 from lightning_pipe.cli import main as lightning_pipe
