@@ -76,6 +76,10 @@ class ChainPrices:
     def step_s(self, rank: int) -> float:
         return 0.0
 
+    def step_bytes(self, rank: int) -> int:
+        """Return nothing: the step needs no memory."""
+        return 0
+
     def saved_bytes(self, stage: int, samples: int) -> int:
         return self.bytes_per_sample * samples
 

@@ -379,8 +379,8 @@ def lane_program(prices: LanePrices, microbatches: int, *, copies: bool) -> tupl
     return program, replace(split, stages=stages, traffic=traffic)
 
 
-def lane_runs(prices: LanePrices, microbatches: int, copies: bool) -> tuple[float, list[Timeline]]:
-    """Return the seconds of a message, and the timelines of several runs; the first run opens connections."""
+def lane_runs(prices: LanePrices, microbatches: int, copies: bool) -> tuple[float, float, list[Timeline]]:
+    """Return the seconds of a message and of making one, and the timelines of several runs but the first."""
     program, split = lane_program(prices, microbatches, copies=copies)
     transport = process_group_transport(CPU, deadline_s=60.0)
     transport.open(channels=[(0, 1), (1, 0)], groups=[])
@@ -393,7 +393,17 @@ def lane_runs(prices: LanePrices, microbatches: int, copies: bool) -> tuple[floa
     found = [executor.run(program, job, record=True).timeline for _ in range(RUNS)]
     host.close()
     transport.close()
-    return message_s, found[1:]
+    return message_s, making_s(prices.bytes_per_sample * SAMPLES), found[1:]
+
+
+def making_s(count: int) -> float:
+    """Return the seconds in which a stage that sleeps makes so many bytes to hand on."""
+    seconds = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        torch.zeros(count, dtype=torch.uint8)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def lane(console: Console) -> None:
@@ -402,9 +412,9 @@ def lane(console: Console) -> None:
     for name, (size, copies) in LANES.items():
         prices = LanePrices(((0.02 / SAMPLES, 0.02 / SAMPLES, 0.015 / SAMPLES),) * 3, bytes_per_sample=size)
         ranks = run_ranks(3, lane_runs, prices, 8, copies)
-        prices = replace(prices, latency_s=ranks[0][0])
+        prices = replace(prices, latency_s=ranks[0][0], call_s=ranks[0][1])
         simulated = simulate(lane_program(prices, 8, copies=copies)[0], prices)
-        timelines = zip(*(found for _, found in ranks), strict=True)
+        timelines = zip(*(found for *_, found in ranks), strict=True)
         runs = [Timeline(tuple(event for part in parts for event in part.events)) for parts in timelines]
         measured_s, simulated_s = statistics.median(map(step_seconds, runs)), step_seconds(simulated)
         table.add_row(

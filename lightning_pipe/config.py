@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
 
@@ -17,13 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import instead_of, schedule_advice, schedule_name
-from lightning_pipe.planner.problem import Wishes
+from lightning_pipe.planner.problem import EXECUTED, Sharding, Wishes
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
 from lightning_pipe.schedule.one_f_one_b import WARMUPS
 from lightning_pipe.schedule.options import hint
 from lightning_pipe.schedule.registry import SCHEDULES
 from lightning_pipe.schedule.text import format_order
 from lightning_pipe.schedule.torch_csv import load_csv
+from lightning_pipe.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,13 @@ class DappleConfig:
             micro-batch, in the order of one device, instead of once per step: bit-equal results for more traffic.
         deadline_s: seconds after which a wait for another rank is reported as an error.
         report: directory for plan, profile, cluster, predicted and measured timeline and memory; None writes none.
-        memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a CPU; on
-            other devices, and for a report, it always is.
+        memory_limit: most memory that a rank may take, such as "16GiB", or by kind of device, such as
+            "V100: 15GiB, T4: 14GiB" (or a mapping); None lets it take what its device has free. Plans keep to it, and
+            CUDA's allocator is held to it.
+        shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them,
+            step that part, and tell each other the result: "on", "off", or "auto" where plans do not fit without.
+        measure_memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a
+            CPU; on other devices, and for a report, it always is.
         trace: file to write the recorded timeline to (Perfetto JSON); None writes none.
         timeline_steps: optimizer steps that are recorded at the beginning, to be compared with the prediction.
         start_method: how the processes of one host are started: "popen" runs the script again, the others are those
@@ -85,7 +92,9 @@ class DappleConfig:
     exact_ties: bool = False
     deadline_s: float = 300.0
     report: str | None = None
-    memory: bool = False
+    memory_limit: str | None = None
+    shard_optimizer: str = "auto"
+    measure_memory: bool = False
     trace: str | None = None
     timeline_steps: int = 5
     start_method: str = "popen"
@@ -119,6 +128,13 @@ class DappleConfig:
                 raise ConfigError(
                     f"found schedule={self.schedule!r} and {', '.join(decided)}; the file decides these. Remove them."
                 )
+        if self.post_validation and self.shard_optimizer == "on":
+            raise ConfigError(
+                "found shard_optimizer='on' with post_validation=True, under which a rank may have to undo its own "
+                "optimizer step, but not those of others. Remove one of them."
+            )
+        if self.memory_limit is not None:
+            _limits(self.memory_limit)
         if self.layout is not None and self.planner not in FOLLOW_LAYOUTS:
             raise ConfigError(
                 f"found layout={self.layout!r} with planner={self.planner!r}, which decides the layout itself; "
@@ -139,9 +155,23 @@ class DappleConfig:
             ProgramError: if what it says is no schedule.
         """
         if self.schedule is not None and _is_file(self.schedule):
-            return Wishes(self.microbatches, order=format_order(load_csv(self.schedule)))
+            order = format_order(load_csv(self.schedule))
+            return Wishes(self.microbatches, order=order, reliefs=EXECUTED, shard_optimizer=self._sharding)
         schedule = "1f1b" if self.warmup is not None else self.schedule
-        return Wishes(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
+        wishes = Wishes(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
+        return replace(wishes, reliefs=EXECUTED, shard_optimizer=self._sharding)
+
+    @property
+    def _sharding(self) -> Sharding:
+        """Return whether plans share optimizer state; those of ranks that run ahead do not, as a step may be undone."""
+        if self.post_validation:
+            return "off"
+        return cast("Sharding", self.shard_optimizer)
+
+    @property
+    def memory_limits(self) -> Mapping[str, int]:
+        """Return the most bytes that a rank may take by kind of device, "" for every kind; {} leaves it open."""
+        return {} if self.memory_limit is None else _limits(self.memory_limit)
 
     @property
     def cache_dir(self) -> Path | None:
@@ -152,11 +182,35 @@ class DappleConfig:
         return (Path(home) if home else Path.home() / ".cache") / "lightning_pipe"
 
 
-_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "chunks", "warmup", "microbatches")
+_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "chunks", "warmup", "microbatches", "shard_optimizer")
+
+
+LIMITS = "an amount such as '16GiB', or one by kind of device such as 'V100: 15GiB, T4: 14GiB'"
 
 
 def _is_file(schedule: str) -> bool:
     return schedule.endswith(".csv")
+
+
+def _limits(text: str) -> dict[str, int]:
+    """Return the bytes by kind of device that a memory limit says, "" for every kind.
+
+    Raises:
+        ConfigError: if it cannot be read, is zero, or names a kind twice.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        kind, colon, amount = part.rpartition(":")
+        kind = kind.strip()
+        if (colon and not kind) or kind in found or (not kind and len(found) + text.count(",")):
+            raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}")
+        try:
+            found[kind] = parse_bytes(amount)
+        except ConfigError as error:
+            raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}: {error}") from None
+        if found[kind] < 1:
+            raise ConfigError(f"found memory_limit={text!r}; expected more than nothing, {LIMITS}")
+    return found
 
 
 class _Rule(NamedTuple):
@@ -212,7 +266,9 @@ _RULES = {
     "exact_ties": _Rule(bool, "true or false"),
     "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
     "report": _Rule(str, "the path of a directory to write"),
-    "memory": _Rule(bool, "true or false"),
+    "memory_limit": _Rule(str, LIMITS),
+    "shard_optimizer": _choice(("auto", "on", "off")),
+    "measure_memory": _Rule(bool, "true or false"),
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
@@ -230,6 +286,7 @@ def read_config(options: Mapping[str, Any] | DictConfig) -> DappleConfig:
         ConfigError: if a name is unknown, or a value has the wrong type or is out of range.
     """
     plain: dict[str, Any] = dict(_container(options) if isinstance(options, DictConfig) else options)
+    plain = _renamed(plain)
     check_known(plain)
     return DappleConfig(**{name: _converted(name, value) for name, value in plain.items()})
 
@@ -269,10 +326,33 @@ def _advice(name: str) -> str:
     return instead_of(name) or hint(name, _RULES).removeprefix("; ")
 
 
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with their present names; an old one is said to be deprecated.
+
+    Raises:
+        ConfigError: if an old name has a value that it never could have.
+    """
+    value = options.pop("memory", None)
+    if value is None:
+        return options
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"found memory={value!r}; the option that says how much memory a rank may take is memory_limit"
+        )
+    warnings.warn(
+        "The option memory is called measure_memory now; the old name will go with version 0.2. (What limits memory is "
+        "memory_limit.)",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return {**options, "measure_memory": value}
+
+
 def _container(options: DictConfig) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", OmegaConf.to_container(options, resolve=True))
 
 
+_SWITCHED = {"True": "on", "False": "off"}  # what YAML and Hydra make of these words
 _JOINED = {"layout": "-", "warmup": ","}  # what lists of numbers are written with
 
 
@@ -286,7 +366,13 @@ def _converted(name: str, value: Any) -> Any:
         return _JOINED[name].join(map(str, value))
     if isinstance(value, int) and not isinstance(value, bool):
         kind = _RULES[name].kind
+        if name == "memory_limit":
+            return f"{value}B"
         return float(value) if kind is float else str(value) if name in ("layout", "warmup") else value
+    if name == "shard_optimizer" and str(value) in _SWITCHED:
+        return _SWITCHED[str(value)]
+    if name == "memory_limit" and isinstance(value, Mapping):
+        return ", ".join(f"{kind}: {_converted(name, amount)}" for kind, amount in value.items())
     return value
 
 
@@ -294,8 +380,10 @@ def hydra_schema() -> type:
     """Return the structured config of the presets: the fields of `DappleConfig` and the class that they make."""
     hints = get_type_hints(DappleConfig)
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
+    hints |= {"memory_limit": Any, "shard_optimizer": Any}  # a mapping, and what YAML makes of on and off
+    old = ("memory", bool | None, None)
     return make_dataclass(
-        "DappleOptions", [target, *((f.name, hints[f.name], f.default) for f in fields(DappleConfig))]
+        "DappleOptions", [target, *((f.name, hints[f.name], f.default) for f in fields(DappleConfig)), old]
     )
 
 

@@ -48,5 +48,15 @@ class PipelineError(PipeError, RuntimeError):
     """Report a failure while a program runs: rank, instruction and cause."""
 
 
+class OutOfMemoryError(PipelineError):
+    """Report that a rank needs more memory than it may take: rank, instruction, and what would help.
+
+    Attributes:
+        is_complete: whether what was foreseen for the rank is said too.
+    """
+
+    is_complete = False
+
+
 class AbsentError(PipeError, RuntimeError):
     """Report code that reads or writes values on a rank that does not have them."""

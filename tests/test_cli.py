@@ -75,6 +75,12 @@ class NeedsValues(Loaded):
         self.rates = torch.linspace(0, 1, 4).tolist()
 
 
+class Deep(Net):
+    def __init__(self, depth=1):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(depth)])
+
+
 class Frozen(Net):
     def training_step(self, batch, batch_idx):
         self.count = getattr(self, "count", 0) + 1
@@ -332,6 +338,30 @@ def test_state_of_the_optimizer_counts_as_memory(here):
     assert peak(2) - peak(0) == 2 * parameters
 
 
+# --- capacity
+
+
+def rows(told: str) -> dict[str, list[str]]:
+    """Return the numbers of a table of policies."""
+    found = {name: re.search(rf"^ *{name}  +(.*)$", told, re.MULTILINE) for name in ("keep all", "gpipe", "planned")}
+    return {name: row.group(1).split() for name, row in found.items() if row is not None}
+
+
+def test_the_largest_batch_of_each_policy_is_shown_with_its_step(run):
+    words = (*CHAIN, "ranks=2", "microbatches=4", "planner=uniform", "memory_limit=192MiB")
+    found = rows(run("max-batch", *words, "policies=[keep all,gpipe,planned]"))
+    assert found.keys() == {"keep all", "gpipe", "planned"}
+    sizes = {name: int(size) for name, (size, *_) in found.items()}
+    assert 0 < sizes["gpipe"] < sizes["keep all"] <= sizes["planned"]
+    assert all(int(batch) == 4 * sizes[name] for name, (_, batch, *_) in found.items())
+
+
+def test_the_deepest_model_of_a_family_is_shown(run):
+    words = ("model=nets:Deep", "batch=nets:batch", "ranks=2", "planner=uniform", "microbatches=2", "memory_limit=8kB")
+    found = rows(run("max-batch", *words, "deepest=depth", "model_args={depth:2}", "policies=[keep all,gpipe]"))
+    assert all(int(depth) > 2 and int(batch) == 10 for depth, batch, *_ in found.values())
+
+
 # --- mistakes
 
 
@@ -385,6 +415,11 @@ def test_mistakes_are_refused_with_one_text(words, text, refused):
         ("simulate", ("plan=plan.yaml", "microbatches=2"), "unknown option 'microbatches'"),
         ("explain", ("plan=plan.yaml", "microbatches=2"), "plan='plan.yaml' and microbatches"),
         ("explain", ("out=plan.yaml",), "unknown option 'out'"),
+        ("max-batch", ("policies=[vpip]",), "did you mean 'vpipe'"),
+        ("max-batch", ("swap=fast",), "found 'fast'"),
+        ("max-batch", ("deepest=depth",), "deepest='depth' without model="),
+        ("max-batch", (), "unlimited memory.*memory_limit"),
+        ("max-batch", ("memory_limit=V100: 1GiB",), "memory limit for 'V100'.*nominal"),
     ],
 )
 def test_every_command_takes_its_own_options_only(command, words, text, refused):

@@ -12,12 +12,13 @@ from omegaconf import OmegaConf
 from lightning_pipe.config import DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import _INSTEAD, schedule_name
-from lightning_pipe.planner.problem import Wishes
+from lightning_pipe.planner.problem import EXECUTED, Wishes
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
     "plan planner layout schedule chunks warmup microbatches costs cluster cache capture check witness post_validation "
-    "batch_dim seed exact_ties deadline_s report memory trace timeline_steps start_method"
+    "batch_dim seed exact_ties deadline_s report memory_limit shard_optimizer measure_memory trace "
+    "timeline_steps start_method"
 ).split()
 
 
@@ -112,8 +113,45 @@ def test_the_schema_of_the_presets_has_the_same_defaults():
 def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig(layout="2-1").replicas == (2, 1)
     assert DappleConfig().replicas is None
-    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb")
-    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe")
+    may = {"reliefs": EXECUTED, "shard_optimizer": "auto"}
+    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb", **may)
+    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe", **may)
+    assert DappleConfig(post_validation=True).wishes.shard_optimizer == "off"
+
+
+def test_plans_may_by_default_do_what_runs_can_do():
+    assert DappleConfig().wishes.reliefs == {"recompute", "offload"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [
+        ("16GiB", {"": 16 * 2**30}),
+        (300, {"": 300}),
+        ("V100: 15 GiB, T4:14GB", {"V100": 15 * 2**30, "T4": 14 * 10**9}),
+        ({"V100": "15GiB", "T4": 500}, {"V100": 15 * 2**30, "T4": 500}),
+    ],
+)
+def test_a_memory_limit_holds_for_all_devices_or_by_kind(limit, read):
+    assert read_config({"memory_limit": limit}).memory_limits == read
+
+
+@pytest.mark.parametrize("limit", ["", "much", "0 B", "-1 GiB", "V100: 1GiB, V100: 2GiB", ": 1GiB", "1GiB, 2GiB", True])
+def test_a_limit_that_says_nothing_is_refused(limit):
+    with pytest.raises(ConfigError, match="memory_limit"):
+        read_config({"memory_limit": limit})
+
+
+def test_the_old_name_of_measure_memory_is_read_and_said():
+    with pytest.warns(DeprecationWarning, match="measure_memory"):
+        assert read_config({"memory": True}).measure_memory
+    with pytest.raises(ConfigError, match="memory_limit"):
+        read_config({"memory": "16GiB"})
+
+
+def test_on_and_off_as_yaml_reads_them():
+    assert read_config({"shard_optimizer": True}).shard_optimizer == "on"
+    assert read_config({"shard_optimizer": False}).shard_optimizer == "off"
 
 
 def test_no_option_is_hinted_at_that_is_far_from_what_was_written():

@@ -309,7 +309,10 @@ def loss_of(module: pl.LightningModule, method: str, output: Any, *, may_skip: b
             "or a dict with one under 'loss'."
         )
     if loss.numel() != 1:
-        raise CaptureError(f"The loss has shape {tuple(loss.shape)}; expected a single number. Reduce it first.")
+        raise CaptureError(
+            f"The loss has {loss.dim()} dimension{'s' if loss.dim() > 1 else ''} (one value per sample, perhaps); "
+            "expected a single number. Reduce it first, for example by mean()."
+        )
     return loss
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 import lightning_pipe
 from lightning_pipe.cli.commands import run_compare, run_explain, run_plan, run_simulate
+from lightning_pipe.cli.max_batch import MaxBatchOptions, run_max_batch
 from lightning_pipe.cli.options import (
     CompareOptions,
     ExplainOptions,
@@ -35,6 +36,7 @@ COMMANDS: dict[str, tuple[type[Dataclass], Any]] = {
     "simulate": (SimulateOptions, run_simulate),
     "explain": (ExplainOptions, run_explain),
     "schedules": (SchedulesOptions, run_schedules),
+    "max-batch": (MaxBatchOptions, run_max_batch),
 }
 
 

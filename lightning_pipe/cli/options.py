@@ -54,6 +54,9 @@ class StepOptions:
     optimizer_state: float = option(ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
     cluster: str | None = option(None, "the devices: preset (see docs/clusters.md) or cluster file")
     ranks: int | None = option(None, "instead of a cluster: so many equal nominal devices")
+    memory_limit: str | None = option(
+        None, "most memory of a device: 16GiB, or 'memory_limit=\"V100: 15GiB, T4: 14GiB\"'"
+    )
     speed: float = option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")
     runtime: float = option(1.0, "the runtime's own work per compute and message, by how much it is on CPUs; 0: none")
     samples: int | None = option(None, "samples per optimizer step, over all ranks; else those of the batch or profile")
@@ -113,6 +116,7 @@ class WishedOptions(StepOptions):
     chunks: int | None = option(None, "stages per device; null leaves it to the planner")
     warmup: str | None = option(None, "warm-up of 1F1B: pa, pb, 1f1b*, a depth, or 'warmup=\"4,3,2,1\"'")
     post_validation: bool = option(False, "whether ranks go on to the next batch without waiting for each other")
+    shard_optimizer: str = option("auto", "optimizer state shared by replicas: on, off, or auto where it must be")
     least_samples: int = option(1, "fewest samples of a micro-batch for which a replica may be used")
     reliefs: tuple[str, ...] = option((), "what may be done with saved tensors: [recompute,offload]")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lightning_pipe.cli.options import StepOptions
 from lightning_pipe.config import conf_dir
-from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster import Cluster, limited
 from lightning_pipe.core.cluster_file import find_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import OptimizerProfile, Profile
@@ -60,7 +60,7 @@ def _cluster(options: StepOptions) -> Cluster:
     else:
         assert options.cluster is not None
         found = find_cluster(options.cluster, presets=conf_dir() / "cluster")
-    return found
+    return limited(found, options.config.memory_limits)
 
 
 def _by_rates(graph: Graph, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:

@@ -7,9 +7,11 @@ each other over their network cards, which all devices of a host share.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+from lightning_pipe.errors import ClusterError
 
 
 @dataclass(frozen=True)
@@ -167,3 +169,28 @@ class Cluster:
     @cached_property
     def _measured(self) -> dict[tuple[int, int], Link]:
         return {(pair.sender, pair.receiver): pair.link for pair in self.links}
+
+
+def limited(cluster: Cluster, limits: Mapping[str, int]) -> Cluster:
+    """Return a cluster whose devices have no more memory than limits allow.
+
+    Args:
+        cluster: the devices as they are; one with less than its limit keeps what it has.
+        limits: bytes by a part of a device's kind, upper and lower case alike; "" is in every kind.
+
+    Raises:
+        ClusterError: if a limit is for a kind that no device has.
+    """
+
+    def most(device: Device) -> Device:
+        own = [limit for kind, limit in limits.items() if kind.lower() in device.kind.lower()]
+        return replace(device, memory_bytes=min(device.memory_bytes, *own)) if own else device
+
+    kinds = dict.fromkeys(device.kind for host in cluster.hosts for device in host.devices)
+    if unknown := [part for part in limits if not any(part.lower() in kind.lower() for kind in kinds)]:
+        raise ClusterError(
+            f"found a memory limit for {unknown[0]!r}; expected (a part of) one of the kinds of the devices: "
+            f"{'; '.join(kinds)}"
+        )
+    hosts = (replace(host, devices=tuple(most(device) for device in host.devices)) for host in cluster.hosts)
+    return replace(cluster, hosts=tuple(hosts))

@@ -57,6 +57,8 @@ class Plan:
         graph: fingerprint of the graph it was made for; "" in a hand-written plan fits any graph.
         order: computes of every rank in their order, such as "0F0 0F1 0B0", where they were decided with the plan; ()
             where the schedule decides them anew. Batches with fewer micro-batches leave out those they do not have.
+        shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them
+            (`core.sharding`).
         ignore_checkpoints: whether what `torch.utils.checkpoint` in the module would not keep is kept, unless a stage
             says otherwise; by default it is recomputed, unless a stage offloads it.
     """
@@ -67,6 +69,7 @@ class Plan:
     options: dict[str, int | str] = field(default_factory=dict)
     graph: str = ""
     order: tuple[str, ...] = ()
+    shard_optimizer: bool = False
     ignore_checkpoints: bool = False
 
     @property

@@ -46,6 +46,10 @@ class Prices(Protocol):
         """Return the seconds of the optimizer step of a rank."""
         ...
 
+    def step_bytes(self, rank: int) -> int:
+        """Return the bytes that the optimizer step of a rank needs beside its state."""
+        ...
+
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes that a stage saves from F to I for `samples` samples of a micro-batch, without results.
 

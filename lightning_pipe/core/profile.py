@@ -22,6 +22,9 @@ class OptimizerProfile:
         seconds_per_tensor: seconds per parameter tensor.
         fixed_s: seconds of a step without parameters.
         state_bytes_per_byte: bytes of state per byte of parameters (2.0 for Adam in the parameters' own type).
+        workspace_per_byte: bytes that a step needs beside the state, per byte of all parameters that it steps (as
+            implementations that step all at once do).
+        workspace_per_largest_byte: the same, per byte of the largest of them (as those that step one by one do).
         takes_back: whether the last step can be taken back: parameters, state and gradients before it are kept too.
     """
 
@@ -29,6 +32,8 @@ class OptimizerProfile:
     seconds_per_tensor: float = 0.0
     fixed_s: float = 0.0
     state_bytes_per_byte: float = 0.0
+    workspace_per_byte: float = 0.0
+    workspace_per_largest_byte: float = 0.0
     takes_back: bool = False
 
     @property

@@ -1,12 +1,12 @@
 """How long does the optimizer step of a rank take, and how big is its state?
 
     seconds = (fixed + bytes x seconds per byte + tensors x seconds per tensor) / speed of the device
-    bytes   = bytes x held bytes per byte
+    state   = bytes x held bytes per byte
+    beside  = bytes x workspace per byte + bytes of the largest x workspace per byte of the largest
 
 over the trained parameters that the rank holds, each once. Affine, as measured (`core.profile.OptimizerProfile`).
 
-Left out: that the step may need memory beside its state (foreach implementations make temporaries as big as the
-parameters), and what callbacks do in it.
+Left out: what callbacks do in the step.
 """
 
 from __future__ import annotations
@@ -31,3 +31,9 @@ def step_s(profile: OptimizerProfile, parameter_bytes: Sequence[int], *, speed: 
 def optimizer_state_bytes(profile: OptimizerProfile, parameter_bytes: Sequence[int]) -> int:
     """Return the bytes of the optimizer's state."""
     return round(sum(parameter_bytes) * profile.held_bytes_per_byte)
+
+
+def optimizer_workspace_bytes(profile: OptimizerProfile, parameter_bytes: Sequence[int]) -> int:
+    """Return the bytes that a step needs while it runs, beside parameters, gradients and state."""
+    largest = max(parameter_bytes, default=0)
+    return round(sum(parameter_bytes) * profile.workspace_per_byte + largest * profile.workspace_per_largest_byte)

@@ -6,7 +6,7 @@
     compute     (sum of the profiled seconds of its operations + seconds of a call) / the device's speed
     transfer    `cost.comm`: the flows of one exchange share network cards
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
-    step        `cost.optimizer`
+    step        `cost.optimizer`; where holders share optimizer state, of what a rank steps, then `cost.comm`
     swap        the link between a device and its host, both directions at once and beside all else
     joined W    as W on the samples of all its micro-batches: one call, and the profiled seconds at (or beyond) them
     bytes       `cost.memory`; every rank holds all buffers
@@ -18,6 +18,7 @@ speed in every operation.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -30,10 +31,11 @@ from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout, Message, Pass, Program, Traffic
+from lightning_pipe.core.sharding import gather_bytes, owners
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Live, Memory, StageMemory, state_bytes
-from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
+from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
 
@@ -124,9 +126,11 @@ class Pricer:
             self._traffic[key] = self.cutter.traffic(key)
         return self._traffic[key]
 
-    def price(self, cuts: Sequence[int], layout: Layout, reliefs: Sequence[Reliefs] = ()) -> PlanPrices:
-        """Return the prices of one cut in one layout; `reliefs` as in `works`."""
-        return PlanPrices(self, cuts, layout, reliefs)
+    def price(
+        self, cuts: Sequence[int], layout: Layout, reliefs: Sequence[Reliefs] = (), *, sharded: bool = False
+    ) -> PlanPrices:
+        """Return the prices of one cut in one layout; `reliefs` as in `works`, `sharded` as in `PlanPrices`."""
+        return PlanPrices(self, cuts, layout, reliefs, sharded=sharded)
 
 
 class PlanPrices:
@@ -137,13 +141,23 @@ class PlanPrices:
         cuts: positions at which stages 1, 2, ... begin.
         layout: ranks of each stage.
         reliefs: what each stage does not keep; () if all keep everything.
+        sharded: whether holders of the same parameters share their optimizer state (`core.sharding`).
 
     Attributes:
         works: what every stage runs and holds.
         traffic: what crosses between the stages, and which of them offload.
     """
 
-    def __init__(self, pricer: Pricer, cuts: Sequence[int], layout: Layout, reliefs: Sequence[Reliefs] = ()) -> None:
+    def __init__(
+        self,
+        pricer: Pricer,
+        cuts: Sequence[int],
+        layout: Layout,
+        reliefs: Sequence[Reliefs] = (),
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self._sharded = sharded
         self.works = pricer.works(cuts, reliefs)
         self._cuts, self._reliefs = tuple(cuts), tuple(reliefs) or (KEEP,) * len(self.works)
         leaving = [r.offloaded.intersection(work.saved) for work, r in zip(self.works, self._reliefs, strict=True)]
@@ -227,9 +241,35 @@ class PlanPrices:
         return all_reduce_s(self._cluster, ranks, count=found.bytes)
 
     def step_s(self, rank: int) -> float:
-        """Return the seconds of the optimizer step of a rank."""
-        sizes = [self._pricer.graph.parameter_bytes[name] for name in self._parameters(rank, trained=True)]
-        return step_s(self._profile.optimizer, sizes, speed=self._cluster.device(rank).speed)
+        """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""
+        sizes = [self._pricer.graph.parameter_bytes[name] for name in self._stepped(rank)]
+        stepping_s = step_s(self._profile.optimizer, sizes, speed=self._cluster.device(rank).speed)
+        return stepping_s + (self._gather_s(rank) if self._sharded else 0.0)
+
+    def step_bytes(self, rank: int) -> int:
+        """Return the bytes that the optimizer step of a rank needs beside its state, and after it the gathering."""
+        sizes = self._pricer.graph.parameter_bytes
+        stepping = optimizer_workspace_bytes(self._profile.optimizer, [sizes[name] for name in self._stepped(rank)])
+        shared = [sizes[name] for name in self._parameters(rank, trained=True) if len(self._holders[name]) > 1]
+        return max(stepping, gather_bytes(shared) if self._sharded else 0)
+
+    def _gather_s(self, rank: int) -> float:
+        """Return the seconds of an all-gather of shared parameters: half an all-reduce, its second phase."""
+        sizes: dict[tuple[int, ...], int] = defaultdict(int)
+        for name in self._parameters(rank, trained=True):
+            if len(ranks := self._holders[name]) > 1:
+                sizes[ranks] += self._pricer.graph.parameter_bytes[name]
+        return sum(all_reduce_s(self._cluster, ranks, count=count) / 2 for ranks, count in sizes.items())
+
+    @property
+    def shares_state(self) -> bool:
+        """Return whether several ranks hold the same trained parameter, so that they could share optimizer state."""
+        return any(len(self._holders[name]) > 1 for name in self._differentiated)
+
+    def _stepped(self, rank: int) -> list[str]:
+        """Return the parameters whose optimizer state a rank keeps."""
+        names = self._parameters(rank, trained=True)
+        return [name for name in names if self._owners[name] == rank] if self._sharded else names
 
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes that a stage keeps from F to I, without results."""
@@ -291,7 +331,9 @@ class PlanPrices:
         return state_bytes(
             sum(sizes[name] for name in self._parameters(rank)),
             trained_bytes=sum(trained),
-            optimizer_bytes=optimizer_state_bytes(self._profile.optimizer, trained),
+            optimizer_bytes=optimizer_state_bytes(
+                self._profile.optimizer, [sizes[name] for name in self._stepped(rank)]
+            ),
             buffer_bytes=sum(self._pricer.graph.buffer_bytes.values()),
         )
 
@@ -310,3 +352,18 @@ class PlanPrices:
     @cached_property
     def _differentiated(self) -> frozenset[str]:
         return frozenset(name for work in self.works for _, name in work.gradients)
+
+    @cached_property
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks that hold each parameter, in the order of the module."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for work, ranks in zip(self.works, self.layout.stages, strict=True):
+            for name in work.parameters:
+                found[name].update(ranks)
+        return {name: tuple(sorted(found[name])) for name in self._pricer.graph.parameter_bytes if name in found}
+
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        sizes = self._pricer.graph.parameter_bytes
+        trained = {name: sizes[name] for name in self._holders if name in self._differentiated}
+        return owners(trained, self._holders)

@@ -209,7 +209,9 @@ class _Search:
         """Say whether bounds cost little, and hold: they know of no relief, and near a wished warm-up may be others."""
         wishes = self._problem.wishes
         size = _instructions(outline) + len(self._problem.graph.operations)
-        return size <= _SHORT and wishes.warmup is None and not wishes.reliefs
+        may_relieve = wishes.reliefs or wishes.shard_optimizer == "auto"
+        is_tight = may_relieve and any(excess > 0 for excess, _ in self._values.values())
+        return size <= _SHORT and wishes.warmup is None and not is_tight
 
     def _climb(self, ranked: Sequence[Outline], found: dict[Outline, Judged], judge: Judge) -> None:
         """Look at all outlines by their bounds, and go on from the best to better ones near them."""

@@ -19,7 +19,6 @@ from lightning_pipe.core.plan import Plan, StagePlan, microbatch_sizes
 from lightning_pipe.core.program import Compute, ComputeKind, Layout
 from lightning_pipe.cost.prices import PlanPrices
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
-from lightning_pipe.planner.activations import relieve
 from lightning_pipe.planner.balance import Balancer
 from lightning_pipe.planner.cuts import worthwhile
 from lightning_pipe.planner.estimate import Estimator, microbatch_counts
@@ -28,6 +27,7 @@ from lightning_pipe.planner.outline import stage_plans
 from lightning_pipe.planner.places import too_few_places
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.settle import squeezed
 from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule, joined
 from lightning_pipe.schedule.shapes import Device
 from lightning_pipe.schedule.text import parse_order
@@ -207,8 +207,8 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
             refused.append(error)
             continue
         for candidate in (one, *_joined(one, judge)):
-            is_short = candidate.overflow(problem.cluster) > 0 and bool(problem.wishes.reliefs)
-            judged.append(relieve(problem, candidate, judge=judge) if is_short else candidate)
+            variants = [candidate, *squeezed(problem, [candidate], judge=judge)]
+            judged.append(min(variants, key=lambda one: one.rank(problem.cluster)))
             best = min(best, judged[-1], key=lambda one: one.rank(problem.cluster))
     if wished and refused and not judged:
         raise refused[0]

@@ -10,7 +10,7 @@ and relieve their stages alike (`Judge`). Of long programs with many equal repli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_pipe.collection import without_collection
@@ -91,15 +91,16 @@ class Judge:
 
     Args:
         problem: costs and devices.
+        pricer: of its graph, profile and cluster, if there is one already.
 
     Attributes:
         pricer: prices its cuts.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
         self._problem = problem
-        self.pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
-        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...]], PlanPrices] = {}
+        self.pricer = pricer or Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
+        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...], bool], PlanPrices] = {}
 
     def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None, *, folds: bool = True) -> Judged:
         """Lower, verify, price and simulate a plan.
@@ -117,6 +118,9 @@ class Judge:
         """
         cuts = resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks)
         prices = self._priced(plan, cuts)
+        if self._problem.wishes.shard_optimizer == "on" and not plan.shard_optimizer and prices.shares_state:
+            plan = replace(plan, shard_optimizer=True)
+            prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
         if self._problem.training and needs_times(plan):
             plan = with_order(plan, times_of(prices, sizes, cluster=self._problem.cluster))
@@ -133,6 +137,10 @@ class Judge:
         events = tuple(event for event in timeline.events if event.rank in used)  # others only step
         found = tuple(curves[rank] for rank in part.representatives)
         return Judged(plan, cuts, program, prices, Timeline(events), found, part.representatives, ahead_s)
+
+    def shares_state(self, judged: Judged) -> bool:
+        """Return whether ranks of a plan hold the same trained parameters, whose optimizer state they could share."""
+        return self._priced(judged.plan, judged.cuts).shares_state
 
     def _program(self, plan: Plan, part: Fold, prices: PlanPrices) -> VerifiedProgram:
         training = self._problem.training
@@ -151,9 +159,9 @@ class Judge:
 
     def _priced(self, plan: Plan, cuts: tuple[int, ...]) -> PlanPrices:
         reliefs = resolve_reliefs(plan, self._problem.graph, self.pricer.works(cuts))
-        key = (cuts, plan.layout, reliefs)
+        key = (cuts, plan.layout, reliefs, plan.shard_optimizer)
         if key not in self._prices:
-            prices = self.pricer.price(cuts, plan.layout, reliefs)
+            prices = self.pricer.price(cuts, plan.layout, reliefs, sharded=plan.shard_optimizer)
             _check_swaps(prices, self._problem.cluster)
             self._prices[key] = prices
         return self._prices[key]

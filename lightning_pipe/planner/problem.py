@@ -15,6 +15,10 @@ from lightning_pipe.cost.tables import Tables
 from lightning_pipe.errors import PlanError
 
 Relief = Literal["recompute", "offload"]
+Sharding = Literal["auto", "on", "off"]
+
+EXECUTED: frozenset[Relief] = frozenset(("recompute", "offload"))
+"""What a run of a captured step can do with saved tensors beside keeping them: its plans may do so by default."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Wishes:
         chunks: stages per device (in each of its pipes); None leaves it open.
         order: computes of every rank, as text, that decide layout, number of micro-batches and schedule; () leaves
             these open.
+        shard_optimizer: whether holders of the same parameters share their optimizer state; "auto" where a plan does
+            not fit into memory without.
     """
 
     microbatches: int | None = None
@@ -41,6 +47,7 @@ class Wishes:
     reliefs: frozenset[Relief] = frozenset()
     chunks: int | None = None
     order: tuple[str, ...] = ()
+    shard_optimizer: Sharding = "off"
 
 
 ANYTHING = Wishes()

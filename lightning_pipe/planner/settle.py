@@ -41,9 +41,27 @@ def fitted(problem: Problem, outline: Outline, *, judge: Judge) -> Judged:
     tried = [judge.judge(outline.plan(problem))]
     if tried[0].overflow(problem.cluster) > 0 and problem.wishes.warmup is None and problem.wishes.schedule != "gpipe":
         tried += _shallower(problem, outline, tried[0], judge=judge)
-    if tried[0].overflow(problem.cluster) > 0 and problem.wishes.reliefs:
-        tried += [relieve(problem, one, judge=judge) for one in tried]
+    tried += squeezed(problem, tried, judge=judge)
     return min(tried, key=lambda one: one.rank(problem.cluster))
+
+
+def squeezed(problem: Problem, judged: Sequence[Judged], *, judge: Judge) -> list[Judged]:
+    """Judge plans that do not fit again, with optimizer state shared and saved tensors given up, as far as wished.
+
+    Args:
+        problem: memory of the devices.
+        judged: variants of a plan, of which the first one decides whether there is need.
+        judge: of the same problem.
+    """
+    if judged[0].overflow(problem.cluster) <= 0 or not problem.training:
+        return []
+    shared = []
+    if problem.wishes.shard_optimizer == "auto":
+        plans = [replace(one.plan, shard_optimizer=True) for one in judged if judge.shares_state(one)]
+        shared = [judge.judge(plan) for plan in plans]
+    if not problem.wishes.reliefs:
+        return shared
+    return [*shared, *(relieve(problem, one, judge=judge) for one in (*judged, *shared))]
 
 
 def _shallower(problem: Problem, outline: Outline, judged: Judged, *, judge: Judge) -> Iterator[Judged]:
@@ -85,24 +103,46 @@ def check_fits(problem: Problem, judged: Sequence[Judged]) -> None:
     if not judged:
         raise PlanError("The planner found no plan at all; use planner='auto'.")
     least = min(judged, key=lambda found: found.overflow(problem.cluster))
-    excess = least.overflow(problem.cluster)
-    if excess <= 0:
-        return
-    rank = max(range(problem.cluster.ranks), key=lambda r: least.peak_bytes[r] - _memory(problem, r))
-    curve = least.curves[rank]
-    helps = [f"devices with {format_bytes(least.peak_bytes[rank])}", "more devices", "a smaller batch"]
-    if problem.wishes.microbatches is not None and problem.wishes.microbatches < problem.samples:
-        helps.append("more micro-batches")
-    missing = {"recompute", "offload"} - problem.wishes.reliefs
-    if missing:
-        helps.append(f"{' or '.join(sorted(missing))} of saved tensors")
-    raise PlanError(
-        f"No plan fits into memory. The nearest has {len(least.plan.stages)} stages and {least.plan.microbatches} "
-        f"micro-batches; rank {rank} needs {format_bytes(least.peak_bytes[rank])} "
-        f"({format_bytes(curve.state_bytes)} of it parameters, gradients and optimizer), and has "
-        f"{format_bytes(_memory(problem, rank))}: {format_bytes(excess)} too little. What would help: "
-        f"{', '.join(helps)}."
+    if least.overflow(problem.cluster) > 0:
+        raise PlanError(f"No plan fits into memory. The nearest: {shortage(problem, least)}")
+
+
+def shortage(problem: Problem, judged: Judged) -> str:
+    """Return by how much a plan exceeds memory, what takes it, and what would help, for people."""
+    rank = max(range(problem.cluster.ranks), key=lambda r: judged.peak_bytes[r] - _memory(problem, r))
+    curve, peak, plan = judged.curves[rank], judged.peak_bytes[rank], judged.plan
+    stages, count = (counted(n, word) for n, word in ((len(plan.stages), "stage"), (plan.microbatches, "micro-batch")))
+    return (
+        f"With {stages} and {count} rank {rank} needs {format_bytes(peak)} "
+        f"({format_bytes(curve.state_bytes)} of it parameters, gradients and optimizer, at most "
+        f"{format_bytes(curve.peak_bytes)} saved tensors), and has {format_bytes(_memory(problem, rank))}: "
+        f"{format_bytes(peak - _memory(problem, rank))} too little. What would help: "
+        f"{', '.join(_helps(problem, judged, rank))}."
     )
+
+
+def counted(count: int, word: str) -> str:
+    """Return a number of things, for people."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}{'es' if word.endswith('ch') else 's'}"
+
+
+def _helps(problem: Problem, judged: Judged, rank: int) -> Iterator[str]:
+    """Yield what would make a plan smaller on its fullest rank, what is easiest first."""
+    wishes, plan, state = problem.wishes, judged.plan, judged.curves[rank].state_bytes
+    missing = {"recompute", "offload"} - wishes.reliefs if problem.training and state < _memory(problem, rank) else ()
+    if missing:
+        yield f"{' or '.join(sorted(missing, reverse=True))} of saved tensors"
+    shared = replace(plan, shard_optimizer=True)
+    if wishes.shard_optimizer == "off" and problem.training and not plan.shard_optimizer:
+        less = judged.curves[rank].state_bytes - Judge(problem).judge(shared).curves[rank].state_bytes
+        if less > 0:
+            yield f"optimizer state shared by replicas (shard_optimizer), {format_bytes(less)} less"
+    if wishes.microbatches is not None and wishes.microbatches < problem.samples:
+        yield "more micro-batches"
+    if state < _memory(problem, rank):
+        yield "a smaller batch"
+    yield f"devices (or a memory_limit) with {format_bytes(judged.peak_bytes[rank])}"
+    yield "more devices"
 
 
 def _memory(problem: Problem, rank: int) -> int:

@@ -23,13 +23,16 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.capture.randomness import undisturbed
+from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.core.profile import OptimizerProfile
 
 log = logging.getLogger(__name__)
 
 _MANY, _TINY = 100, 64  # parameters, and elements of each
 _SAMPLE_BYTES = 32 * 2**20  # of the sample at most
+_SQUARE, _WATCHED = 256, (2, 8)  # rows of parameters on which memory is watched, and how many of them
 _STEPS = 7
 _WARM_UPS = 2  # the first step makes the state
 
@@ -49,6 +52,7 @@ def profile_optimizer(optimizer: Optimizer, *, device: torch.device) -> Optimize
             one_s, _ = _step(optimizer, [(_TINY,)], device)
             many_s, _ = _step(optimizer, [(_TINY,)] * _MANY, device)
             sample_s, sample = _step(optimizer, _sample(optimizer), device)
+            of_all, of_largest = _workspace(optimizer, device)
     except Exception as error:  # of the user's own class, maybe: whatever it is, training goes on
         log.warning(
             "A step of %s cannot be timed apart from training, so it is predicted to take no time: %s",
@@ -64,6 +68,24 @@ def profile_optimizer(optimizer: Optimizer, *, device: torch.device) -> Optimize
         seconds_per_tensor=per_tensor,
         fixed_s=fixed,
         state_bytes_per_byte=_state_per_byte(sample),
+        workspace_per_byte=of_all,
+        workspace_per_largest_byte=of_largest,
+    )
+
+
+def counted_optimizer(optimizer: Optimizer, *, device: torch.device) -> OptimizerProfile:
+    """Return how much state an optimizer makes, without its seconds; what it has now, if it cannot be stepped apart."""
+    try:
+        with undisturbed(device):
+            _, sample = _step(optimizer, _sample(optimizer), device)
+            of_all, of_largest = _workspace(optimizer, device)
+    except Exception as error:  # of the user's own class, maybe
+        log.info("The state of %s cannot be counted apart from training: %s", type(optimizer).__name__, error)
+        return OptimizerProfile(state_bytes_per_byte=_state_per_byte(optimizer))
+    return OptimizerProfile(
+        state_bytes_per_byte=_state_per_byte(sample),
+        workspace_per_byte=of_all,
+        workspace_per_largest_byte=of_largest,
     )
 
 
@@ -96,6 +118,35 @@ def _timed(optimizer: Optimizer, device: torch.device) -> float:
     optimizer.step()
     _finish(device)
     return time.perf_counter() - started
+
+
+def _workspace(like: Optimizer, device: torch.device) -> tuple[float, float]:
+    """Return the bytes that a step takes beside the state, per byte of all parameters, and per byte of the largest.
+
+    Measured on few and on many equal parameters: what is left over from one lives on while the next one is stepped.
+    """
+    if is_profiling():
+        log.warning("Another profiler runs, so memory that the optimizer's step needs for itself is not predicted.")
+        return 0.0, 0.0
+    few, many = (_risen(_step(like, [(_SQUARE, _SQUARE)] * count, device)[1], device) for count in _WATCHED)
+    of_all = max(0.0, (many - few) / (_WATCHED[1] - _WATCHED[0]))
+    return of_all, max(0.0, few - _WATCHED[0] * of_all)
+
+
+def _risen(optimizer: Optimizer, device: torch.device) -> float:
+    """Return by how many bytes memory rises in a step, per byte of the first parameter."""
+    if device.type == "cuda":
+        _finish(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        optimizer.step()
+        _finish(device)
+        risen = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with Allocations() as seen:
+            optimizer.step()
+        risen = highest(seen.changes)
+    return risen / _parameters(optimizer)[0].nbytes
 
 
 def _finish(device: torch.device) -> None:

@@ -45,6 +45,7 @@ from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchange import Exchange
 from lightning_pipe.runtime.gradients import Gradients
 from lightning_pipe.runtime.job import Job, Outcome, Piece
+from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
 from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
@@ -309,4 +310,6 @@ def _named(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(where, error) from error
         raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error

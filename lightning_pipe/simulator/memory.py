@@ -7,8 +7,8 @@
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; gradients being
                 reduced, from `Reduce` to `Step`
-    workspace   of each compute, while it runs; that of a joined W is what it needs beside what is kept of all its
-                micro-batches, which counts until they are freed
+    workspace   of each compute, and of the optimizer's step, while it runs; that of a joined W is what it needs beside
+                what is kept of all its micro-batches, which counts until they are freed
 
 Gradients of parameters are in the state from the beginning. What the first backward of a stage makes becomes these
 gradients; what later ones make is memory beside them, until it is added. So the curve holds for a batch that begins
@@ -22,6 +22,7 @@ Legend: s stage, m micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -239,6 +240,10 @@ class _Rank:
                     step = self._others.get(Step())
                     end = step.start if step is not None else self._last
                     yield _Use("buffers", now, end, self._program.traffic.buckets[bucket].bytes)
+                case Step():
+                    step = self._others[instruction]
+                    end = max(step.end, math.nextafter(step.start, math.inf))  # steps count where they take no time
+                    yield _Use("workspace", step.start, end, self._prices.step_bytes(self._rank))
                 case _:
                     pass
         for values, uses in sent.items():

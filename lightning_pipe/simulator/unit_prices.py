@@ -61,6 +61,10 @@ class UnitPrices:
         """Return the seconds of the optimizer step."""
         return self.step
 
+    def step_bytes(self, rank: int) -> int:
+        """Return nothing: the step needs no memory."""
+        return 0
+
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes of one micro-batch."""
         return self.saved

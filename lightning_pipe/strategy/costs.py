@@ -32,7 +32,7 @@ from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
 from lightning_pipe.profiler.links import Handle, LinkFacts, computing, probe_links
 from lightning_pipe.profiler.operators import Operators
-from lightning_pipe.profiler.optimizer import profile_optimizer
+from lightning_pipe.profiler.optimizer import counted_optimizer, profile_optimizer
 from lightning_pipe.profiler.swaps import measure_swap
 from lightning_pipe.runtime.activations.protocol import Host
 from lightning_pipe.runtime.activations.trip import trip_s
@@ -99,7 +99,7 @@ class Costs:
             return problem.ahead(takes_back=takes_back) if is_ahead else problem
 
         if not self._measures():
-            return asked(problem) if control.rank == 0 else None
+            return asked(self._with_state(problem, optimizers)) if control.rank == 0 else None
         started = time.perf_counter()
         facts = self._facts()
         measured = self._probed(facts)
@@ -124,6 +124,13 @@ class Costs:
             "post_s_per_byte": measured.post_s_per_byte,
         }
         return asked(replace(problem, profile=replace(profile, **runtime)))
+
+    def _with_state(self, problem: Problem, optimizers: Sequence[Optimizer]) -> Problem:
+        """Return a problem of counted costs with the state of the optimizer, if anything will step."""
+        if not (problem.training and optimizers):
+            return problem
+        optimizer = counted_optimizer(optimizers[0], device=self._device)
+        return replace(problem, profile=replace(problem.profile, optimizer=optimizer))
 
     def _measures(self) -> bool:
         """Say whether anything is measured: not where there is nothing to plan."""

@@ -55,7 +55,7 @@ class Findings:
 
 
 def make_room(config: DappleConfig) -> None:
-    """Make the directories that report and timeline will be written to, before training rather than after its first steps.
+    """Make the directories of report and timeline, before training rather than after its first steps.
 
     Raises:
         ConfigError: if that is not possible.

@@ -12,32 +12,36 @@ fit_loop._load_combined_loader_states         gives loaders the state of a check
 fit_loop.epoch_loop._broadcast_sigterm_tensor           asks rank 0 before every batch whether to stop, over the
                                     default group and without a deadline; ours asks over connections that are
                                     watched (newer than the oldest Lightning that we support)
+a warning of _ResultCollection      recommends sync_dist=True, which does nothing here
 _Loop._load_from_state_dict         gives the trainer of a notebook the progress that other processes have made
 LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
 LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
 LightningModule._device             what `self.device` says; the whole module is on the host before it is placed
 _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
-_call_children_scripts              runs the script again; not followed by Lightning's own observer, which kills all ranks
-                                    of the host before anybody can say why
+_call_children_scripts              runs the script again; not followed by Lightning's own observer, which kills all
+                                    ranks of the host before anybody can say why
 _set_num_threads_if_needed          shares the cores of the host among its ranks
-_signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broadcasts inside the signal handler and never
-                                    returns where one rank alone got the signal
+_signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broadcasts inside the signal handler and
+                                    never returns where one rank alone got the signal
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
+Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizers_to_device, _optimizer_to_device   move optimizer state
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from lightning_pipe.lightning_names import (
     CombinedLoader,
+    Precision,
     SIGTERMException,
     Throughput,
     ThroughputMonitor,
@@ -109,6 +113,34 @@ def restore_progress(trainer: pl.Trainer, progress: dict[str, Any]) -> None:
         loop, prefix = loops.pop()
         loop._load_from_state_dict(progress, prefix)
         loops += [(child, f"{prefix}{name}.") for name, child in vars(loop).items() if isinstance(child, Loop)]
+
+
+def call_before_step(plugin: Precision, then: Callable[[], None]) -> None:
+    """Call a function after the hooks and the clipping that precede an optimizer step, until `forget_before_step`."""
+    usual = type(plugin)._after_closure
+
+    def after_closure(*arguments: Any, **options: Any) -> None:
+        usual(plugin, *arguments, **options)
+        then()
+
+    vars(plugin)["_after_closure"] = after_closure
+
+
+def forget_before_step(plugin: Precision) -> None:
+    """Let the plug-in do as usual again."""
+    vars(plugin).pop("_after_closure", None)
+
+
+def hide_advice_to_synchronise() -> Callable[[], None]:
+    """Do not recommend `sync_dist=True`, since all ranks log the value of the whole batch; return what undoes it."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+    added = warnings.filters[0]
+
+    def undo() -> None:
+        with contextlib.suppress(ValueError):  # somebody else has restored the filters
+            cast("list[Any]", warnings.filters).remove(added)
+
+    return undo
 
 
 def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:

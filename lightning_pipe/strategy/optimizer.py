@@ -35,7 +35,7 @@ class Groups:
         return self._optimizer
 
     def follow(self) -> None:
-        """Drop the state of parameters that other ranks hold now."""
+        """Drop the state of parameters that other ranks step now."""
         self._forget_elsewhere()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -48,7 +48,7 @@ class Groups:
         states = dict(local["state"])
         for index, parameter in enumerate(self.parameters()):
             name = self._weights.name_of(parameter)
-            source = self._weights.speaker(name) if name is not None else 0
+            source = self._weights.owner(name) if name is not None else 0
             own = _on_host(states.get(index)) if source != 0 else None
             brought = control.to_first(own, source=source, what=f"the optimizer state of {name}")
             if brought is not None:
@@ -56,7 +56,7 @@ class Groups:
         return {**local, "state": {key: states[key] for key in sorted(states, key=_in_order)}}
 
     def load(self, whole: dict[str, Any]) -> None:
-        """Load the state of a whole optimizer, and keep that of parameters that are here."""
+        """Load the state of a whole optimizer, and keep that of parameters that are stepped here."""
         self._optimizer.load_state_dict(whole)
         self._forget_elsewhere()
 
@@ -66,7 +66,7 @@ class Groups:
 
     def _here(self, parameter: torch.Tensor) -> bool:
         name = self._weights.name_of(parameter)
-        return name is None or self._weights.holds(name)
+        return name is None or self._weights.steps(name)
 
 
 def _in_order(key: Any) -> tuple[bool, Any]:

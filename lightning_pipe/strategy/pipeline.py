@@ -33,6 +33,7 @@ from lightning_pipe.capture.unit_trace import trace_units
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.capture.witness import is_due
 from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
@@ -46,6 +47,7 @@ from lightning_pipe.strategy.captured import Captured
 from lightning_pipe.strategy.check import check_captured
 from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
+from lightning_pipe.strategy.limit import Foreseen, foreseen
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import wrong_answer
 from lightning_pipe.strategy.planning import (
@@ -102,6 +104,7 @@ class Pipeline:
 
     Attributes:
         runner: runs captured steps.
+        foreseen: the memory that the plan foresees, by rank; () before there is one.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Pipeline:
         self._costs = Costs(config, links, device=device, host=self._host)
         self._given: Plan | None = None
         self._role: Role | None = None
+        self.foreseen: tuple[Foreseen, ...] = ()
         self._later = later
         self.runner = self._runner = Runner(
             links, weights=weights, later=later, batch_dim=config.batch_dim, device=device
@@ -214,7 +218,9 @@ class Pipeline:
         candidates: list[Judged] = []  # on rank 0
 
         def make() -> Plan:
+            nonlocal problem
             assert problem is not None, "made on rank 0"
+            problem = replace(problem, cluster=limited(problem.cluster, config.memory_limits))
             try:
                 replayed = isinstance(captured.capture, Replay)
                 wanted = self._wanted(captured)
@@ -227,6 +233,8 @@ class Pipeline:
 
         plan = control.agreed(make, source=0, what="the plan")
         cuts = resolve(plan, graph, ranks=control.ranks)
+        mine = () if problem is None else foreseen(problem, candidates[0])
+        self.foreseen = control.broadcast(mine, source=0, what="the memory that is foreseen")
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
             self._proposal = Planned(plan, cuts, problem, tuple(candidates), told(captured.capture))
@@ -240,7 +248,8 @@ class Pipeline:
         if training and self._role is None and plan.microbatches > 1:
             warn_of_unknown_role(captured)
         step = self._build(captured, cuts)
-        self._weights.place(step.split, plan.layout, device=self._device)
+        shard = plan.shard_optimizer
+        self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
         self._steps[self._key(call)] = [step]
         for program in step.split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:

@@ -13,11 +13,13 @@ from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.policies import keeps_everything, known_places, policies_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose as planned
 from lightning_pipe.planner.resolve import check_weights, transfer_cuts
+from lightning_pipe.planner.settle import shortage
 from lightning_pipe.schedule.registry import planned_join
 
 
@@ -73,12 +75,20 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, repla
                 "modules save is autograd's. Remove `recompute:` and `offload:` from the file, and call "
                 "torch.utils.checkpoint in the modules whose activations are to be recomputed."
             )
-        return [judge(given, problem)]
+        judged = judge(given, problem)
+        warn_of_overflow(problem, judged)
+        return [judged]
     wishes = config.wishes
     found = planned(
         replace(problem, wishes=replace(wishes, reliefs=frozenset()) if replayed else wishes), config.planner
     )
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
+
+
+def warn_of_overflow(problem: Problem, judged: Judged) -> None:
+    """Warn that the user's own plan does not fit into memory; it may run all the same, as predictions are not exact."""
+    if judged.overflow(problem.cluster) > 0:
+        rank_zero_warn(f"The given plan is run although it does not fit into memory. {shortage(problem, judged)}")
 
 
 def in_turns(plan: Plan) -> Plan:

@@ -95,4 +95,4 @@ class Clipper:
 
     def _speaks(self, parameter: torch.Tensor) -> bool:
         name = self._weights.name_of(parameter)
-        return self._control.rank == (0 if name is None else self._weights.speaker(name))
+        return self._control.rank == (0 if name is None else self._weights.owner(name))

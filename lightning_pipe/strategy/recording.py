@@ -91,7 +91,7 @@ class Recording:
         self._memory: Memory | None = None
         self._held: tuple[tuple[float, int], ...] = ()
         self._left = config.timeline_steps
-        self._wants_memory = config.memory or config.report is not None or device.type == "cuda"
+        self._wants_memory = config.measure_memory or config.report is not None or device.type == "cuda"
         self._hooks = [optimizer.register_step_post_hook(self._clock.mark) for optimizer in optimizers]
 
     @property

@@ -34,11 +34,13 @@ from lightning_pipe.lightning_names import (
     rank_zero_warn,
 )
 from lightning_pipe.report import Comparison, comparison_table
+from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
 from lightning_pipe.strategy.data import Awaited, Feed
 from lightning_pipe.strategy.findings import findings, introduce, write_report, write_trace
 from lightning_pipe.strategy.gradient_hooks import GradientHooks
+from lightning_pipe.strategy.limit import Foreseen
 from lightning_pipe.strategy.links import Links
 from lightning_pipe.strategy.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.optimizer import Groups
@@ -47,6 +49,7 @@ from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.post_validation import PostValidation
 from lightning_pipe.strategy.precision import Clipper
 from lightning_pipe.strategy.recording import Recording
+from lightning_pipe.strategy.sharding import SharedState
 from lightning_pipe.strategy.weights import Weights
 
 _AFTER_BACKWARD = "on_after_backward"
@@ -88,7 +91,9 @@ class Session:
         self.stop: bool | None = None
         self.groups: list[Groups] = []
         self._optimizers: list[Optimizer] = []
+        self._shared_states: list[SharedState] = []  # of the optimizer; there is one at most
         self._contexts = _contexts(plugin)
+        self._limit = contextlib.ExitStack()
         self._is_early = False  # whether the plan has to wait for the first training batch
         self._clippers: list[Clipper] = []
         self._hooks = GradientHooks(self.weights, device=device)
@@ -115,9 +120,17 @@ class Session:
         """Return the plan, once it is made."""
         return None if self._pipeline.planned is None else self._pipeline.planned[0]
 
+    @property
+    def foreseen(self) -> tuple[Foreseen, ...]:
+        """Return the memory that the plan foresees, by rank; () before there is one."""
+        return self._pipeline.foreseen
+
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Train with these optimizers, over parameters of the whole module."""
         self._optimizers = optimizers
+        self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
+        for shared in self._shared_states:
+            private.call_before_step(self._plugin, shared.drop)
         if _records(self._config, ranks=self._links.control.ranks):
             self._recording = Recording(self._config, device=self._device, optimizers=optimizers)
         self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
@@ -277,8 +290,12 @@ class Session:
             groups.follow()
         self._module.example_input_array = self._example
         self._metrics.end()
+        self._limit.close()
         self._pipeline.close()
         Clipper.remove(self._plugin)
+        private.forget_before_step(self._plugin)
+        for shared in self._shared_states:
+            shared.end()
         private.call_hook_before_transfer(self._module)
         forget_traces(self._traces)
 
@@ -294,6 +311,9 @@ class Session:
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
         self.weights.move(self._device)
+        self._hold()
+        for shared in self._shared_states:
+            shared.connect()
         for groups in self.groups:
             groups.follow()
         private.optimizers_to_device(self._optimizers, self._device)
@@ -309,6 +329,12 @@ class Session:
         _warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
             _warn_of_backward_hooks(self._module)
+
+    def _hold(self) -> None:
+        """Let CUDA's allocator hold this rank to the limit that the user has set."""
+        if self._config.memory_limit is not None and self._device.type == "cuda":
+            limit = self.foreseen[self._links.control.rank].memory_bytes
+            self._limit.enter_context(held_to(self._device, limit))
 
     def _tell(self, recording: Recording) -> None:
         """Compare what was recorded with what was predicted, and say it; on all ranks together."""

@@ -46,6 +46,7 @@ from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.findings import make_room
 from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
+from lightning_pipe.strategy.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.links import Links, begin_watch, connect_ranks, join_ranks
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.network_card import choose_card
@@ -111,7 +112,9 @@ class DappleStrategy(ParallelStrategy):
         exact_ties: bool = False,
         deadline_s: float = 300.0,
         report: str | os.PathLike[str] | None = None,
-        memory: bool = False,
+        memory_limit: str | int | dict[str, str | int] | None = None,
+        shard_optimizer: str | bool = "auto",
+        measure_memory: bool = False,
         trace: str | os.PathLike[str] | None = None,
         timeline_steps: int = 5,
         start_method: str = "popen",
@@ -171,6 +174,11 @@ class DappleStrategy(ParallelStrategy):
         return self.outcome.comparison
 
     @property
+    def foreseen(self) -> tuple[Foreseen, ...]:
+        """Return the memory that the plan of the last fit foresees, by rank; () before it is made."""
+        return () if self._session is None else self._session.foreseen
+
+    @property
     def steps_taken_back(self) -> int:
         """Return how many optimizer steps of the last fit were taken back and taken again (`post_validation`)."""
         return self.outcome.steps_taken_back
@@ -224,9 +232,7 @@ class DappleStrategy(ParallelStrategy):
                 environment, self.num_processes, self.num_nodes, begin=self._begin_watch
             )
         else:
-            self._launcher = GuardedForkLauncher(
-                self, start_method=self.config.start_method, begin=self._begin_watch
-            )
+            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._begin_watch)
 
     def _begin_watch(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard this process, for one fit."""
@@ -243,6 +249,7 @@ class DappleStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
+        self._undo.append(private.hide_advice_to_synchronise())
         self._links = self._connect()
         self._feed = Feed(
             self._links.control,
@@ -276,7 +283,7 @@ class DappleStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Links | None]:
-        """Have connections inside: those of the fit, or, after it, new ones. None before, or where a rank has failed."""
+        """Have connections inside: those of the fit, or new ones after it; None before, or where a rank has failed."""
         if self._links is not None or self._failed or not self._has_met:
             yield self._links
             return
@@ -396,9 +403,15 @@ class DappleStrategy(ParallelStrategy):
         assert self._session is not None, "set up by the trainer"
         turn = turn or {"number": arguments[0] if arguments else 0, "weight": 1.0, "synchronise": False}
         try:
-            return self._session.step(method, batch, arguments, **turn)
+            with shortage_told(method, self.foreseen, self.global_rank):
+                return self._session.step(method, batch, arguments, **turn)
         except StopIteration as error:  # which Lightning would take for the end of the data
             raise RuntimeError(f"{method} raised StopIteration") from error
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
+        """Step as Lightning does; where memory does not suffice, say so as programs do."""
+        with shortage_told("the optimizer's step", self.foreseen, self.global_rank):
+            return super().optimizer_step(*arguments, **options)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -541,7 +554,7 @@ class DappleStrategy(ParallelStrategy):
     def _disconnect(self) -> None:
         links, self._links, self._feed = self._links, None, None
         if links is not None:
-            links.close()
+            links.close(healthy=not self._failed)
 
     def _restore_trainer(self) -> None:
         while self._undo:

@@ -25,6 +25,7 @@ from torch import nn
 from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.stage_program import Split
 from lightning_pipe.core.program import Layout
+from lightning_pipe.core.sharding import owners
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.gradient_stand_ins import show_gradient
@@ -57,6 +58,7 @@ class Weights:
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
         self._holders: dict[str, tuple[int, ...]] = {}
+        self._owners: dict[str, int] = {}  # of parameters that several ranks hold, where these share optimizer state
         self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
         self._is_whole = True
         self._is_filled = False  # every rank has all values for a while
@@ -70,7 +72,7 @@ class Weights:
         for name, tensor in tensors.items():
             _assign(tensor, self._control.copy(_on_host(tensor), source=0, what=f"the initial value of {name}"))
 
-    def place(self, split: Split, layout: Layout, *, device: torch.device) -> None:
+    def place(self, split: Split, layout: Layout, *, device: torch.device, shard_optimizer: bool = False) -> None:
         """Keep what the stages of this rank need, and give up the memory of parameters that other ranks hold.
 
         Parameters that no stage uses stay everywhere.
@@ -79,6 +81,7 @@ class Weights:
             split: the stages.
             layout: their ranks.
             device: where this rank computes.
+            shard_optimizer: whether ranks that hold the same parameters share their optimizer state.
         """
         holders: dict[str, set[int]] = {}
         for program in split.stages:
@@ -89,6 +92,10 @@ class Weights:
                     self._moving[name] = tuple(sorted(layout.stages[program.stage]))
         # in model order, since values are exchanged in this order; a set's order differs from process to process
         self._holders = {name: tuple(sorted(holders[name])) for name in self._real if name in holders}
+        if shard_optimizer:
+            trained = {name for program in split.stages for name in program.gradients.values()}
+            sizes = {name: self._real[name].nbytes * (name in trained) for name in self._holders}
+            self._owners = owners(sizes, self._holders)
         self._is_whole, self._device = False, device
         self._vacate(self._elsewhere())
         self._hide_buffers()
@@ -121,6 +128,18 @@ class Weights:
     def speaker(self, name: str) -> int:
         """Return the rank whose value of a parameter counts."""
         return self._holders[name][0] if name in self._holders else 0
+
+    def owner(self, name: str) -> int:
+        """Return the rank whose gradient and optimizer state of a parameter count."""
+        return self._owners.get(name, self.speaker(name))
+
+    def steps(self, name: str) -> bool:
+        """Return whether the optimizer of this rank steps a parameter."""
+        return self.holds(name) and (self._is_whole or self._owners.get(name, self._control.rank) == self._control.rank)
+
+    def sharing(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the holders of every parameter whose optimizer state only one of several keeps, in model order."""
+        return {name: self._holders[name] for name in self._owners if len(self._holders[name]) > 1}
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Return the canonical name of a parameter; None if the module does not have it."""
@@ -198,6 +217,7 @@ class Weights:
             occupy(parameter, None)
         self.buffers.show()
         self._is_whole = True
+        self._owners = {}
 
     def move(self, device: torch.device) -> None:
         """Move what is here to a device."""

@@ -62,7 +62,7 @@ def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
     return kept[-1], replayed, run_plainly(found)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_units_in_a_checkpoint_keep_their_inputs(use_reentrant, monkeypatch):
     most, (losses, gradients), _ = kept_and_numbers(None, monkeypatch)
     least, (same_losses, same_gradients), (plain_losses, plain_gradients) = kept_and_numbers(use_reentrant, monkeypatch)

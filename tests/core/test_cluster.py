@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipe.config import conf_dir
-from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction
+from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction, limited
 from lightning_pipe.core.cluster_file import (
     check_ranks,
     cluster_from_text,
@@ -200,3 +200,18 @@ def test_the_document_shows_a_cluster_and_all_presets() -> None:
     assert cluster_from_text(cluster_to_text(cluster)) == cluster
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(rows) == list(preset_names(PRESETS))
+
+
+def test_a_limit_lowers_the_memory_of_its_kind_and_never_raises_it():
+    devices = (Device("Tesla V100", 16), Device("Tesla T4", 14), Device("Tesla T4", 5))
+    cluster = Cluster((Host("a", devices, inside=NO_LINK, network=NO_LINK),))
+
+    def found(limits):
+        return [limited(cluster, limits).device(rank).memory_bytes for rank in range(3)]
+
+    assert found({}) == [16, 14, 5]
+    assert found({"": 10}) == [10, 10, 5]
+    assert found({"t4": 7}) == [16, 7, 5]
+    assert found({"V100": 99, "T4": 7}) == [16, 7, 5]
+    with pytest.raises(ClusterError, match=r"H100.*Tesla V100; Tesla T4"):
+        limited(cluster, {"H100": 7})

@@ -144,7 +144,7 @@ def reliefs_of(graph, work, share: float, dice: random.Random) -> Reliefs:
     return Reliefs(frozenset(dice.sample(found, round(share * len(found)))), frozenset())
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.4, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_what_stages_hold_and_need_is_what_was_predicted(zoo, share):
     """Also when they recompute, some of what they save or all that they can."""
     name, capture, module, batch = zoo

@@ -9,7 +9,7 @@ import pytest
 
 from cost.captures import zoo_capture
 from cost.sketches import WIDTH, chain
-from lightning_pipe.core.cluster import Link
+from lightning_pipe.core.cluster import NO_SWAP, Link
 from lightning_pipe.core.graph import Node
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Evict, Fetch
@@ -113,8 +113,7 @@ def test_whole_modules_are_named_as_such():
 
 def problem(*, swap: bool = False) -> Problem:
     graph, cluster = named(), nominal_cluster(3)
-    if swap:
-        cluster = replace(cluster, hosts=(replace(cluster.hosts[0], swap=SWAP),))
+    cluster = replace(cluster, hosts=(replace(cluster.hosts[0], swap=SWAP if swap else NO_SWAP),))
     return Problem(graph, counted(graph), cluster, samples=8)
 
 

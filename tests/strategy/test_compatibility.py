@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_pipe.errors import PipeError
 from ranks.world import Raised, World
-from strategy.compat_project import state_of
+from strategy.compat_project import loader, state_of
 from strategy.compatibility import PAGE, ROWS, page, row_of
 from strategy.fits import dapple, make_trainer
 
@@ -59,6 +59,13 @@ def test_the_page_says_what_is_tested() -> None:
     assert len(NAMES) == len(set(NAMES)) > 80
 
 
-def test_rows_compare_something() -> None:
-    left = state_of(make_trainer("auto", max_epochs=1), row_of("max_epochs=2").module(), None)
-    assert left["weights"] and isinstance(pl.__version__, str)
+def warned() -> list[str]:
+    trainer = make_trainer(dapple(layout="1-1"), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(row_of("max_epochs=2").module(), loader(), loader())
+    return [str(warning.message) for warning in caught]
+
+
+def test_nobody_is_told_to_synchronise_what_is_logged() -> None:
+    assert not [text for texts in World(2).run(warned) for text in texts if "sync_dist" in text]

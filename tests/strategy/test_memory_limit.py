@@ -1,0 +1,115 @@
+"""A limit is kept: plans are made for it, a rank that is held to it trains, and where it cannot it says so."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipe.errors import PlanError
+from lightning_pipe.runtime.memory import held_to, is_out_of_memory, private_bytes
+from ranks.world import Raised, World
+from strategy.fits import dapple, make_trainer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds private memory on Linux only")
+
+WIDTH = 2560  # 26 MB for a layer, so that five per cent of the peak are more than what Python takes
+NARROW = 64
+CPU = torch.device("cpu")
+
+
+def test_what_is_beyond_a_limit_is_refused_and_what_is_freed_can_be_had_again():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with held_to(CPU, 200 << 20):
+        first = torch.zeros(100 << 20, dtype=torch.uint8)
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(150 << 20, dtype=torch.uint8)
+        assert is_out_of_memory(caught.value)
+        del first
+        torch.zeros(150 << 20, dtype=torch.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+class Wide(pl.LightningModule):
+    """Layers with many parameters and few samples, so that the optimizer's state is most of what there is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2)))
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+
+class Held(pl.Callback):
+    """Hold a rank to a limit from the first batch on, in which there are parameters and nothing else yet."""
+
+    def __init__(self, limit: int, stack: contextlib.ExitStack) -> None:
+        self._limit, self._stack = limit, stack
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        there = sum(parameter.nbytes for parameter in module.parameters())
+        self._stack.enter_context(held_to(CPU, self._limit, there_bytes=there))
+
+
+def trained(width: int, limit: int | None, shard_optimizer: str, steps: int = 1) -> int:
+    """Fit on two replicas that are held to a limit; return the peak that was foreseen here."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(2 * steps, width))
+    strategy = dapple(layout="2", microbatches=1, check=False, shard_optimizer=shard_optimizer)
+    with contextlib.ExitStack() as stack:
+        callbacks = [] if limit is None else [Held(limit, stack)]
+        make_trainer(strategy, max_epochs=1, callbacks=callbacks).fit(Wide(width), DataLoader(data, 2))
+    return strategy.foreseen[torch.distributed.get_rank()].peak_bytes
+
+
+@pytest.mark.slow
+def test_shared_optimizer_state_trains_under_a_limit_that_unshared_state_exceeds():
+    world = World(2)
+    whole = max(world.run(trained, WIDTH, None, "off"))
+    peaks = world.run(trained, WIDTH, None, "on")
+    limit = round(1.05 * max(peaks))
+    assert limit < whole
+    assert world.run(trained, WIDTH, limit, "on", 20) == peaks
+    for result in world.results(trained, WIDTH, limit, "off"):
+        assert isinstance(result, Raised)
+        assert result.kind in ("OutOfMemoryError", "PipelineError"), result.traceback
+        assert "out of memory" in result.text, result.text
+
+
+def planned(limit: str, shard_optimizer: str = "auto") -> bool:
+    """Fit one step under a limit that plans keep to; return whether they share optimizer state."""
+    torch.manual_seed(0)
+    strategy = dapple(layout="2", microbatches=1, check=False, memory_limit=limit, shard_optimizer=shard_optimizer)
+    data = DataLoader(TensorDataset(torch.randn(2, NARROW)), 2)
+    make_trainer(strategy, max_epochs=1).fit(Wide(NARROW), data)
+    return strategy.plan.shard_optimizer
+
+
+def test_plans_share_optimizer_state_where_they_do_not_fit_otherwise():
+    world = World(2)
+    whole = max(world.run(trained, NARROW, None, "off"))
+    shared = max(world.run(trained, NARROW, None, "on"))
+    assert world.run(planned, f"{whole}B") == [False, False]
+    assert world.run(planned, f"{shared}B") == [True, True]
+    for result in world.results(planned, f"{shared}B", "off"):
+        assert isinstance(result, Raised) and result.kind == PlanError.__name__
+        assert "too little" in result.text and "shard_optimizer" in result.text
+
+
+def test_private_bytes_are_those_that_tensors_take():
+    before = private_bytes()
+    tensor = torch.zeros(64 << 20, dtype=torch.uint8)
+    assert private_bytes() - before == pytest.approx(tensor.nbytes, rel=0.01)
