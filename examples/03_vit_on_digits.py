@@ -59,7 +59,7 @@ def main() -> None:
     data = TensorDataset(images, torch.tensor(digits.target))
     train, val = torch.utils.data.random_split(data, [1500, len(data) - 1500])
     trainer = pl.Trainer(
-        strategy="dapple", devices=2, accelerator="cpu", max_epochs=3, logger=False,
+        strategy="dapple", devices=2, accelerator="cpu", max_epochs=8, logger=False,
         callbacks=[ModelCheckpoint("runs/vit_on_digits", monitor="accuracy", mode="max")],
     )  # fmt: skip
     trainer.fit(ViT(), DataLoader(train, 50, shuffle=True), DataLoader(val, 99))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import load_json, load_yaml
 from lightning_pipe.errors import ClusterError
 from lightning_pipe.strategy.strategy import DappleStrategy
+from lightning_pipe.units import format_seconds, format_share
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
@@ -77,6 +79,17 @@ def test_a_report_holds_what_other_runs_can_use(reported):
     assert "one device" in said and "DDP" in said
     for picture in ("timeline.png", "memory.png"):
         assert (report / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_of_a_run_has_the_figures_of_its_comparison(reported):
+    folder, figures = reported
+    page = (folder / "report" / "report.html").read_text()
+    (data,) = re.findall(r'type="application/json">(.*?)</script>', page)
+    drawn = {run["name"]: run["seconds"] for run in json.loads(data)["runs"]}
+    assert (drawn["predicted"], drawn["measured"]) == pytest.approx(figures["step"])
+    for seconds, bubble in zip(figures["step"], figures["bubble"], strict=True):
+        assert format_seconds(seconds) in page and format_share(bubble) in page
+    assert "measured peak" in page and len(page) < 2_000_000
 
 
 def compared(options: dict[str, object]) -> bool:
