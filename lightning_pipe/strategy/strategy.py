@@ -534,9 +534,9 @@ class DappleStrategy(ParallelStrategy):
             return bool(said == self.world_size) if all else bool(said > 0)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, so that they do not wait for this one; all of them know of a SIGTERM to one."""
+        """Tell the other ranks, so that they do not wait for this one."""
         self._failed = True
-        if self._watch is not None and not isinstance(exception, private.SIGTERMException):
+        if self._watch is not None:
             self._watch.report(exception)
 
     def teardown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -63,7 +64,7 @@ class Does(pl.Callback):
             return
         match self.what:
             case "saves":
-                trainer.save_checkpoint("unused.ckpt")
+                trainer.save_checkpoint(Path(tempfile.mkdtemp(), "unused.ckpt"))
             case "stops the training":
                 trainer.should_stop = True
             case "is stopped":
@@ -133,13 +134,14 @@ def test_a_hook_that_never_returns_does_not_keep_its_process():
 def fit_terminated() -> str:
     try:
         fit(Two(), Does("is terminated", 1))
-    except SystemExit as error:
-        return type(error).__name__
+    except (SystemExit, PipelineError) as error:
+        return f"{type(error).__name__} {error}"
     return "went on"
 
 
 def test_sigterm_to_one_rank_stops_all_before_the_next_batch():
-    assert World(2).run(fit_terminated, deadline_s=SOON) == ["SIGTERMException"] * 2
+    other, terminated = World(2).run(fit_terminated, deadline_s=SOON)
+    assert terminated.startswith("SIGTERMException") and "SIGTERM" in other, (other, terminated)
 
 
 class Hangs(Dataset[torch.Tensor]):
@@ -264,7 +266,7 @@ def warnings_of(layers: int, batch_dim: int) -> list[str]:
 def test_stages_without_work_are_told():
     first, _ = World(2).run(warnings_of, 1, 0, deadline_s=SOON)
     assert any("hold no parameters and compute next to nothing" in text for text in first), first
-    first, _ = World(2).run(warnings_of, 2, 0, deadline_s=SOON)
+    first, _ = World(2).run(warnings_of, 8, 0, deadline_s=SOON)
     assert not any("hold no parameters" in text for text in first), first
 
 
