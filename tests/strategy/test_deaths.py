@@ -15,16 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipe import DappleStrategy
 from lightning_pipe.capture import allocations
 from lightning_pipe.config import read_config
 from lightning_pipe.errors import ConfigError, PipelineError
 from lightning_pipe.strategy.findings import make_room
 from lightning_pipe.strategy.links import begin_watch, join_ranks
 from ranks.world import Died, Raised, World
-from strategy.fits import QUIET, dapple, make_trainer
+from strategy.fits import dapple, make_trainer
 
 SOON = 60.0  # seconds; the default deadline is 300
 
@@ -144,47 +143,6 @@ def test_sigterm_to_one_rank_stops_all_before_the_next_batch():
     assert terminated.startswith("SIGTERMException") and "SIGTERM" in other, (other, terminated)
 
 
-class Hangs(Dataset[torch.Tensor]):
-    """Blocks the worker that loads its last samples."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index > 24:
-            threading.Event().wait()
-        return torch.ones(4)
-
-
-def fit_loading(folder: str) -> None:
-    trainer = make_trainer(dapple(layout="1-1", microbatches=2, deadline_s=5.0), max_epochs=1)
-    data = DataLoader(Hangs(), 8, num_workers=1, collate_fn=lambda samples: [torch.stack(samples)])
-    note = WritesWorkers(folder)
-    trainer.callbacks.append(note)
-    trainer.fit(Two(), data)
-
-
-class WritesWorkers(pl.Callback):
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        import multiprocessing
-
-        for child in multiprocessing.active_children():
-            Path(self.folder, str(child.pid)).touch()
-
-
-def test_a_worker_that_hangs_ends_with_its_rank(tmp_path: Path):
-    loading, other = World(2).results(fit_loading, str(tmp_path), deadline_s=SOON)
-    assert isinstance(loading, (Died, Raised)) and isinstance(other, Raised), (loading, other)
-    assert "the loading of a batch" in other.text or "the next batch" in other.text
-    workers = [int(file.name) for file in tmp_path.iterdir()]
-    assert workers
-    for worker in workers:
-        assert not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
-
-
 def held_after(fits: int) -> list[tuple[int, int]]:
     """Return descriptors and threads after every fit; the third fails on one rank."""
     found = []
@@ -291,31 +249,3 @@ def fit_with_failing_profiler(folder: str) -> bool:
 
 def test_a_profiler_that_fails_ends_no_training(tmp_path: Path):
     assert World(2).run(fit_with_failing_profiler, str(tmp_path), deadline_s=SOON) == [True, True]
-
-
-def forked_fit(what: str) -> None:
-    strategy = DappleStrategy(
-        layout="1-1", planner="uniform", microbatches=2, costs="counted", warmup="pa", start_method="fork"
-    )
-    trainer = pl.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, callbacks=[Does(what, 1)])
-    module = Two("training_step" if what == "raises" else "")
-    trainer.fit(module, loader(), loader())
-
-
-def forked(what: str) -> str:
-    """Fit from a process in which nothing was computed yet, as a notebook does."""
-    os.environ.pop("LOCAL_RANK", None)
-    try:
-        forked_fit(what)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [("is killed", "PipelineError: Rank 1 died outside a program, after "), ("raises", "the user's mistake")],
-)
-def test_the_failure_of_a_forked_rank_is_the_error_of_the_notebook(what: str, words: str):
-    (text,) = World(1).run(forked, what, deadline_s=SOON)
-    assert words in text and "not attached" not in text, text
