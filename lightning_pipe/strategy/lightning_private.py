@@ -21,7 +21,7 @@ _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
 _call_children_scripts              runs the script again; not followed by Lightning's own observer, which kills all
                                     ranks of the host before anybody can say why
 _set_num_threads_if_needed          shares the cores of the host among its ranks
-_signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broadcasts inside the signal handler, and
+_signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broadcasts inside the signal handler and
                                     never returns where one rank alone got the signal
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours

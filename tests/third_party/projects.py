@@ -168,25 +168,17 @@ def litgpt() -> Made:
     return _user_module(model, step), DataLoader(TensorDataset(ids), 8)
 
 
-def scvi() -> Made:
-    from scvi.module import VAE
-    from scvi.train import TrainingPlan
-
-    module = VAE(n_input=20, n_hidden=16, n_latent=4, dropout_rate=0.0, use_batch_norm="none", use_layer_norm="both")
-    counts = torch.poisson(torch.full((64, 20), 3.0), generator=torch.Generator().manual_seed(1))
-    rows = [{"X": row, "batch": torch.zeros(1), "labels": torch.zeros(1)} for row in counts]
-    return TrainingPlan(module, n_epochs_kl_warmup=None, n_steps_kl_warmup=None), DataLoader(rows, 16)
-
-
 def pytorch_lifestream() -> Made:
     from functools import partial
 
     from ptls.frames.supervised import SequenceToTarget
+    from torchmetrics.classification import MulticlassAccuracy
 
     encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
     encoder.embedding_size, encoder.is_reduce_sequence = 16, True
     module = SequenceToTarget(
         encoder, nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3), nn.LogSoftmax(dim=1)), nn.NLLLoss(),
+        metric_list=MulticlassAccuracy(3),
         optimizer_partial=partial(torch.optim.Adam, lr=1e-3),
         lr_scheduler_partial=partial(torch.optim.lr_scheduler.StepLR, step_size=5),
     )  # fmt: skip
@@ -218,7 +210,7 @@ def torch_geometric() -> Made:
             return self.out(torch.relu(self.second(torch.relu(self.first(x, adjacency)), adjacency)).mean(1))
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0], (batch[1] > 0).float()), batch[2])
+        return nn.functional.cross_entropy(model(batch[0], (batch[1] > 0).to(batch[0].dtype)), batch[2])
 
     return _user_module(Net(), step, "pytorch_lightning"), _tensors((64, 6, 4), (64, 6, 6), classes=3)
 
@@ -286,7 +278,7 @@ PROJECTS: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
         pytorch_forecasting, pytorch_forecasting_tft, gluonts, pytorch_tabular, deeptab, pina, neuralforecast, litgpt,
-        scvi, pytorch_lifestream, chemprop, torch_geometric, monai, x_transformers, tab_transformer_pytorch,
+        pytorch_lifestream, chemprop, torch_geometric, monai, x_transformers, tab_transformer_pytorch,
         pytorch_tcn, pytorch_metric_learning,
     )
 }  # fmt: skip

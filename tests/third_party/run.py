@@ -49,7 +49,9 @@ def train(name: str, *, pipeline: bool, microbatches: int) -> dict[str, torch.Te
     if name == "pina":
         import pina
 
-        trainer = pina.Trainer(module, batch_size=16, **options)
+        trainer = pina.Trainer(
+            module, batch_size=16, shuffle=False, **options
+        )  # it shuffles otherwise where it sees ranks
         trainer.train()
     else:
         package = _package_of(module)

@@ -1,0 +1,28 @@
+"""Modules of third-party projects train split over two ranks as on one device (extra `projects`; slow)."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from third_party.projects import PROJECTS, SINGLE
+
+PACKAGES = {"pytorch_lifestream": "ptls"}
+TOLERANCE = {True: 1e-4, False: 1e-9}  # 20 steps of Adam amplify the rounding of float32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_project_trains_split_as_on_one_device(name: str) -> None:
+    package = PACKAGES.get(name, name)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, of the extra `projects`")
+    command = [sys.executable, "-m", "third_party.run", name]
+    found = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert float(found.stdout.split()[-1]) < TOLERANCE[name in SINGLE]
