@@ -7,10 +7,11 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 LINTERS := $(VENV)/linters
+WRITERS := $(VENV)/writers
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint docs clean
 
 demo: $(INSTALLED) ## Train a small GPT on two ranks, as a pipeline.
 	$(BIN)/python examples/01_gpt_on_real_text.py --strategy dapple --devices 2 \
@@ -27,6 +28,10 @@ lint: $(LINTERS) ## Check format, style and types.
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(WRITERS) ## Draw the pictures of the site, build it into build/site, and check its links.
+	$(BIN)/python -m benchmarks.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## Remove the virtual environment and caches.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
 
@@ -34,6 +39,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+$(WRITERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(LINTERS): $(INSTALLED)

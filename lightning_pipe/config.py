@@ -59,7 +59,8 @@ class DappleConfig:
         exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
             micro-batch, in the order of one device, instead of once per step: bit-equal results for more traffic.
         deadline_s: seconds after which a wait for another rank is reported as an error.
-        report: directory for plan, profile, cluster, predicted and measured timeline and memory; None writes none.
+        report: HTML page (`.html`) of plan, timelines, memory and alternatives, or a directory for it and for plan,
+            profile, cluster, trace and pictures; None writes none.
         memory_limit: most memory that a rank may take, such as "16GiB", or by kind of device, such as
             "V100: 15GiB, T4: 14GiB" (or a mapping); None lets it take what its device has free. Plans keep to it, and
             CUDA's allocator is held to it.
@@ -265,7 +266,7 @@ _RULES = {
     "seed": _Rule(int, "an integer of at least 0", least=0),
     "exact_ties": _Rule(bool, "true or false"),
     "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
-    "report": _Rule(str, "the path of a directory to write"),
+    "report": _Rule(str, "the path of an .html file, or of a directory, to write"),
     "memory_limit": _Rule(str, LIMITS),
     "shard_optimizer": _choice(("auto", "on", "off")),
     "measure_memory": _Rule(bool, "true or false"),

@@ -7,7 +7,7 @@ those of networks, binary prefixes (KiB) those of memory. Case matters only betw
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lightning_pipe.errors import ConfigError
 
@@ -64,6 +64,28 @@ def format_seconds(seconds: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate with the largest unit of bits that fits, e.g. `10 Gbit/s`."""
     return _format(bytes_per_s, {unit: RATES[unit] for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")})
+
+
+def format_share(share: float, digits: int = 1) -> str:
+    """Return a share in percent, e.g. `12.5%`; one that rounds to nothing has no sign."""
+    return f"{round(100 * share, digits) + 0.0:.{digits}f}%"
+
+
+def counted_noun(count: int, noun: str) -> str:
+    """Return a number with its noun in singular or plural, e.g. `1 micro-batch`, `8 micro-batches`."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Return rising numbers with runs of three or more as ranges, e.g. `0-3,6,7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 def spell_bytes(count: int) -> str:

@@ -18,6 +18,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 import lightning_pipe
+from benchmarks.schedule_docs import own_schedules
+from benchmarks.site import DRAWN, schedule_pages
 from lightning_pipe.cli.command_line import COMMANDS
 from lightning_pipe.cli.options import StepOptions, read_options
 from lightning_pipe.config import DappleConfig, conf_dir, read_config
@@ -33,7 +35,8 @@ from lightning_pipe.simulator import UnitPrices, simulate
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.py"))
+NEEDS = {"02_lora_llama": "transformers", "03_vit_on_digits": "sklearn", "07_lightning_cli": "jsonargparse"}
 PRESETS = sorted(path.stem for path in (conf_dir() / "strategy").glob("*.yaml"))
 TRAINER = "{_target_: lightning.pytorch.Trainer, strategy: auto, accelerator: cpu, devices: 1, logger: false}"
 APPLICATION = """
@@ -141,8 +144,24 @@ def test_the_table_of_options_is_complete():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
+    drawn = {f"pictures/{name}" for name in DRAWN} | {f"schedule/{name}.md" for name in own_schedules()}
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
-        assert (document.parent / target).is_file(), target
+        assert target in drawn or (document.parent / target).is_file(), target
+
+
+def test_every_page_and_every_schedule_has_its_place_in_the_site():
+    """The navigation is complete, and names nothing that neither is there nor is written by the build."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE)
+    schedules = [f"schedule/{name}.md" for name in own_schedules()]
+    assert sorted(pages) == sorted([*(path.name for path in (ROOT / "docs").glob("*.md")), *schedules])
+    assert schedule_pages().keys() == set(own_schedules())
+
+
+@pytest.mark.parametrize("name", ["replicas.png", "memory.png"])
+def test_pictures_of_the_site_can_be_drawn(name, tmp_path):
+    DRAWN[name](tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -177,7 +196,24 @@ def test_an_unmodified_hydra_application_gets_the_strategy(override, application
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_say_how_they_are_run(path):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    assert f"python examples/{path.name}" in docstring
+    assert f"python examples/{path.relative_to(ROOT / 'examples')}" in docstring
+    assert path == EXAMPLES[0] or "For real size: " in docstring.replace("\n", " ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES[1:], ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_examples_run_by_the_command_that_they_name(path, tmp_path):
+    if path.stem in NEEDS:
+        pytest.importorskip(NEEDS[path.stem])
+    name = str(path.relative_to(ROOT))
+    text = path.read_text(encoding="utf-8")
+    words = shlex.split(next(line for line in text.splitlines() if f"python {name}" in line))
+    command = [sys.executable, str(path), *words[2:]]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"^(trained \d+ steps|Wrote the plan)", found.stdout, re.MULTILINE), found.stdout
+    if path.stem == "08_unequal_replication":
+        assert (tmp_path / "runs" / "unequal_replication" / "report.html").is_file()
 
 
 def test_the_gpt_example_trains_on_one_device_and_as_a_pipeline(tmp_path):
@@ -190,3 +226,10 @@ def test_the_gpt_example_trains_on_one_device_and_as_a_pipeline(tmp_path):
         assert found.stdout.count("after 3 steps, nats per byte") == 1
     events = json.loads((tmp_path / "runs" / "new" / "timeline.json").read_text())
     assert events, "the timeline is empty"
+    lines = (found.stdout + found.stderr).splitlines()
+    first = next(number for number, line in enumerate(lines) if "micro-batch" in line)
+    told = lines[first : next(number for number, line in enumerate(lines) if line.startswith("Wrote the timeline"))]
+    ours = [line for line in told if "Warning" not in line and "site-packages" not in line]
+    assert len(ours) <= 25, "\n".join(ours)
+    for noise in ("USDT:", "sync_dist", "-0.0%", "1 micro-batches"):
+        assert not [line for line in lines if re.search(rf"(?<!\d){noise}", line)], noise

@@ -9,6 +9,7 @@ devices of unequal speed; memory from too little to plenty. Where all planners s
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planners.exhaustive import SAME, Size, random_problem
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import PLANNERS, propose
 
@@ -59,21 +61,21 @@ def verdict(seed: int, size: Size = SIZE) -> Verdict:
     """
     problem = any_problem(seed, size)
     start = time.process_time()
-    steps, over = {}, []
-    step_s = seconds = None
-    for planner in ("auto", *PLANNERS):
-        try:
-            best = propose(problem, planner)[0]
-        except PlanError:
-            best = None
-        if planner == "auto":
-            seconds, step_s = time.process_time() - start, best and best.step_s
-        elif best is not None:
-            steps[planner] = best.step_s
-        if best is not None and best.overflow(problem.cluster) > 0:
-            over.append(planner)
-    ahead = {name: s for name, s in steps.items() if step_s is None or s < step_s * (1 - SAME)}
-    return Verdict(seed, step_s, ahead, over, seconds or 0.0)
+    best = _best(problem, "auto")
+    seconds = time.process_time() - start
+    found = {"auto": best} | {planner: _best(problem, planner) for planner in PLANNERS}
+    plans = {planner: one for planner, one in found.items() if one is not None}
+    step_s = math.inf if best is None else best.step_s
+    ahead = {planner: one.step_s for planner, one in plans.items() if one.step_s < step_s * (1 - SAME)}
+    over = [planner for planner, one in plans.items() if one.overflow(problem.cluster) > 0]
+    return Verdict(seed, None if best is None else step_s, ahead, over, seconds)
+
+
+def _best(problem: Problem, planner: str) -> Judged | None:
+    try:
+        return propose(problem, planner)[0]
+    except PlanError:
+        return None
 
 
 def main(arguments: Sequence[str] = ()) -> None:

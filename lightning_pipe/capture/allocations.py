@@ -12,6 +12,7 @@ of what was allocated outside any such block, nor of what another thread release
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -24,6 +25,7 @@ from torch.autograd.profiler import profile
 
 from lightning_pipe.capture.torch_private import recorded_events
 
+_SILENT = "99"  # above all levels of torch's profiler, which else prints lines beginning with USDT at start and end
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +47,7 @@ class Allocations:
     """
 
     def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         self._profile = profile(use_cpu=True, profile_memory=True)
         self.failed = False
         self.changes: tuple[Change, ...] = ()

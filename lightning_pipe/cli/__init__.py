@@ -1,4 +1,4 @@
-"""Plan on a laptop for a cluster that is not there: `lightning-pipe plan | compare | simulate | explain | schedules`.
+"""Plan on a laptop for a cluster that is not there, with the commands of `lightning-pipe`.
 
 lightning-pipe plan profile=vgg16.txt cluster=dapple_a samples=256
 lightning-pipe explain model=package.module:Net batch=package.module:batch cluster=my_cluster.yaml

@@ -12,12 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 import lightning_pipe
-from lightning_pipe.cli.commands import run_compare, run_explain, run_plan, run_simulate
+from lightning_pipe.cli.commands import run_compare, run_explain, run_plan, run_report, run_simulate
 from lightning_pipe.cli.max_batch import MaxBatchOptions, run_max_batch
 from lightning_pipe.cli.options import (
     CompareOptions,
     ExplainOptions,
     PlanOptions,
+    ReportOptions,
     SimulateOptions,
     meanings,
     read_options,
@@ -35,6 +36,7 @@ COMMANDS: dict[str, tuple[type[Dataclass], Any]] = {
     "compare": (CompareOptions, run_compare),
     "simulate": (SimulateOptions, run_simulate),
     "explain": (ExplainOptions, run_explain),
+    "report": (ReportOptions, run_report),
     "schedules": (SchedulesOptions, run_schedules),
     "max-batch": (MaxBatchOptions, run_max_batch),
 }

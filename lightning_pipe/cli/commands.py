@@ -12,22 +12,24 @@ from lightning_pipe.cli.options import (
     Drawn,
     ExplainOptions,
     PlanOptions,
+    ReportOptions,
     SimulateOptions,
     StepOptions,
     WishedOptions,
 )
 from lightning_pipe.cli.problem import problem_of
-from lightning_pipe.cli.tables import Attempt, attempts_table, rank_table, stage_table
+from lightning_pipe.cli.tables import Attempt, attempts_table, rank_table
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.judge import Judged, judge, unfolded
+from lightning_pipe.planner.pages import page_of, stages_table
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.planner.resolve import check_weights
-from lightning_pipe.report import chrome_trace, explain, plot_memory, plot_timeline
+from lightning_pipe.report import chrome_trace, explain, html_page, plot_memory, plot_timeline
 from lightning_pipe.strategy.planning import check_samples
 from lightning_pipe.units import format_bytes, format_seconds
 
@@ -74,14 +76,30 @@ def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
 
 def run_explain(options: ExplainOptions, width: int) -> Iterator[str]:
     """Plan, or judge a given plan, and yield what speaks for and against it."""
-    if options.plan is None:
-        planned = _planned(options, options.planner)
-    else:
-        problem = problem_of(options)
-        planned = _Planned(problem, _given(options.plan, problem), _attempted(problem), 0.0)
-    yield stage_table(planned.best, planned.problem, width=width)
+    planned = _explained(options)
+    yield stages_table(planned.best, planned.problem, width=width)
     yield _reasons(planned, width)
     yield _costs(planned.problem, options)
+
+
+def run_report(options: ReportOptions, width: int) -> Iterator[str]:
+    """Plan, or judge a given plan, and write what is predicted of it as one HTML page."""
+    planned = _explained(options)
+    page = page_of(planned.problem, planned.best, planned.others)
+    path = Path(options.out)
+    try:
+        path.write_text(html_page(page), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the report: {error}. Change out=.") from None
+    yield f"{page.title}: {format_seconds(planned.best.step_s)} per step."
+    yield f"Wrote the report to {path}; open it in a browser."
+
+
+def _explained(options: ExplainOptions) -> _Planned:
+    if options.plan is None:
+        return _planned(options, options.planner)
+    problem = problem_of(options)
+    return _Planned(problem, _given(options.plan, problem), _attempted(problem), 0.0)
 
 
 def _planned(options: WishedOptions, planner: str) -> _Planned:
@@ -116,7 +134,7 @@ def _attempt(problem: Problem, planner: str) -> Attempt:
 
 
 def _tables(judged: Judged, problem: Problem, width: int) -> Iterator[str]:
-    yield stage_table(judged, problem, width=width)
+    yield stages_table(judged, problem, width=width)
     yield rank_table(judged, problem, width=width)
 
 
@@ -170,7 +188,9 @@ def _drawn(options: Drawn, judged: Judged, problem: Problem) -> Iterator[str]:
             plot_memory(curves, memory, limits=limits, title="predicted")
             yield f"Drew {picture} and {memory}."
         if options.trace is not None:
-            Path(options.trace).write_text(chrome_trace(judged.timeline, memory=curves), encoding="utf-8")
+            Path(options.trace).write_text(
+                chrome_trace(judged.timeline, memory=curves, traffic=judged.program.traffic), encoding="utf-8"
+            )
             yield f"Wrote the timeline to {options.trace}; open it in ui.perfetto.dev."
     except OSError as error:
         raise ConfigError(f"cannot write the timeline: {error}. Change draw= or trace=.") from None

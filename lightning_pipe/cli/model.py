@@ -29,7 +29,9 @@ from lightning_pipe.cost.counted import counted
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError
 from lightning_pipe.lightning_names import is_overridden, pl
 from lightning_pipe.profiler.operators import profile_capture
+from lightning_pipe.schedule.options import hint
 
+SHIPPED = {f"gpt-{size}": f"lightning_pipe.examples.gpt:gpt_{size}" for size in ("125m", "1b3", "13b", "175b")}
 _MOST_PER_RANK = 8  # micro-batches per rank for which operations are timed
 
 
@@ -119,9 +121,12 @@ def _own_batch(module: pl.LightningModule, options: StepOptions) -> Any:
 
 def _imported(name: str, option: str) -> Callable[..., Any]:
     """Import a function or class, also from the directory in which the command runs."""
-    path, colon, attribute = name.partition(":")
+    path, colon, attribute = SHIPPED.get(name, name).partition(":")
     if not (path and colon and attribute):
-        raise ConfigError(f"found {option}={name!r}; expected package.module:name, e.g. {option}=project.nets:Net")
+        raise ConfigError(
+            f"found {option}={name!r}; expected package.module:name, e.g. {option}=project.nets:Net, or, as a model, "
+            f"one that ships with the package: {', '.join(SHIPPED)}{hint(name, SHIPPED)}"
+        )
     if "" not in sys.path and os.getcwd() not in sys.path:  # a console script does not see where it is started
         sys.path.insert(0, os.getcwd())
     module = _called(partial(importlib.import_module, path), f"the import of {path} for {option}={name}")

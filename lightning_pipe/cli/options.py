@@ -39,7 +39,10 @@ def option(default: Any, meaning: str) -> Any:
 class StepOptions:
     """Which step is planned for which devices."""
 
-    model: str | None = option(None, "package.module:name of a LightningModule, or of a function that returns one")
+    model: str | None = option(
+        None,
+        "package.module:name of a LightningModule, or of a function that returns one; or gpt-13b",
+    )
     model_args: dict[str, Any] = field(
         default_factory=dict,
         metadata={"meaning": "what the model is called with: model_args={width: 64}, +model_args.width=64"},
@@ -199,6 +202,13 @@ class ExplainOptions(WishedOptions):
 
     plan: str | None = option(None, "file of the plan; null lets the planner make one")
     planner: str = option("auto", _PLANNER)
+
+
+@dataclass(frozen=True)
+class ReportOptions(ExplainOptions):
+    """Write a plan, given or made, with its predicted timeline, memory and alternatives as one HTML page."""
+
+    out: str = option("report.html", "file for the page")
 
 
 Options = TypeVar("Options", bound=Dataclass)

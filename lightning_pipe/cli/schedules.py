@@ -38,6 +38,7 @@ from lightning_pipe.schedule.torch_csv import (
 )
 from lightning_pipe.schedule.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, period, simulate
+from lightning_pipe.units import counted_noun, format_share
 
 _MOST_COLUMNS = 10_000
 # Broken into lines, so that there is room for why there is none.
@@ -244,7 +245,7 @@ def _summary(found: Mapping[str, Shown | str], width: int) -> str:
     some = next(one for one in found.values() if isinstance(one, Shown))
     devices, microbatches = some.layout.ranks, len(some.program.sizes)
     work_s = sum(map(some.timeline.busy, some.timeline.ranks)) / devices
-    title = f"{devices} devices, {microbatches} micro-batches: {work_s:.4g} s of work per device"
+    title = f"{devices} devices, {counted_noun(microbatches, 'micro-batch')}: {work_s:.4g} s of work per device"
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
     table.add_column("schedule", no_wrap=True)
     for heading in _HEADINGS:
@@ -261,7 +262,7 @@ def _summary(found: Mapping[str, Shown | str], width: int) -> str:
             f"{one.timeline.makespan:.4g} s",
             f"{one.ahead_s:.4g} s",
             f"{one.idle:.4g} s",
-            f"{one.bubble:.1%}",
+            format_share(one.bubble),
             " ".join(map(str, one.kept)),
             f"{max(one.shares):.4g}",
             f"{one.copies:g}x",
@@ -280,7 +281,7 @@ def _drawn(one: Shown, width: int) -> Iterator[str]:
             str(rank),
             ",".join(map(str, one.stages(rank))),
             f"{timeline.busy(rank):.4g} s",
-            f"{timeline.bubble(rank):.1%}",
+            format_share(timeline.bubble(rank)),
             f"{timeline.idle_with_flush(rank):.4g} s",
             str(one.kept[rank]),
             f"{one.shares[rank]:.4g}",

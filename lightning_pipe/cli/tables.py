@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.report import plan_table
 from lightning_pipe.report.table import WIDTH, text_of
-from lightning_pipe.schedule.registry import planned_join
-from lightning_pipe.units import format_bytes, format_seconds
+from lightning_pipe.units import format_bytes, format_seconds, format_share, numbers_text
 
 _NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
 
 
-def stage_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
-    """Return the stages of a plan with their shares of the seconds."""
-    largest = max(microbatch_sizes(problem.samples, judged.plan.microbatches))
-    seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
-    joinable = judged.program.traffic.joinable if planned_join(judged.plan) > 1 else None
-    graph = replace(problem.graph, samples=problem.samples)
-    return plan_table(judged.plan, graph, seconds=seconds, joinable=joinable, width=width)
-
-
 def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
-    """Return what is predicted of the step, and of every rank: seconds, bubble, and memory against its limit."""
+    """Return what is predicted of the step, and of every rank: seconds, bubble, and memory against its limit.
+
+    Ranks of which the same is predicted share a row.
+    """
     headline = (
         f"step {format_seconds(judged.step_s)}, {problem.samples / judged.step_s:.4g} samples/s, "
-        f"bubble {judged.bubble:.1%}"
+        f"bubble {format_share(judged.bubble)}"
     )
     table = Table(box=box.SIMPLE, title=headline, title_justify="left")
     for heading in ("rank", "device", "stages"):
@@ -42,20 +32,23 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
     for heading in ("computes", "waits", "bubble", "memory", "of", "fits"):
         table.add_column(heading, justify="right", no_wrap=True)
     timeline = judged.timeline
+    rows: dict[tuple[str, ...], list[int]] = {}  # ranks of which the same is predicted
     for rank, (timed, peak) in enumerate(zip(judged.representatives, judged.peak_bytes, strict=True)):
         device, busy = problem.cluster.device(rank), timeline.busy(timed)
         stages = [str(s) for s, stage in enumerate(judged.plan.stages) if rank in stage.ranks]
-        table.add_row(
-            str(rank),
+        cells = (
             device.kind,
             ",".join(stages),
             format_seconds(busy),
             format_seconds(max(0.0, timeline.span(timed) - busy)),
-            f"{timeline.bubble(timed):.1%}",
+            format_share(timeline.bubble(timed)),
             format_bytes(peak),
             format_bytes(device.memory_bytes) if device.memory_bytes < _NO_LIMIT else "any",
             "yes" if peak <= device.memory_bytes else "no",
         )
+        rows.setdefault(cells, []).append(rank)
+    for figures, ranks in rows.items():
+        table.add_row(numbers_text(ranks), *figures)
     return text_of(table, width)
 
 
@@ -102,7 +95,7 @@ def _cells(attempt: Attempt, base: Judged | None) -> tuple[str, ...]:
     return (
         format_seconds(judged.step_s),
         f"{judged.step_s / base.step_s:.3f}",
-        f"{judged.bubble:.1%}",
+        format_share(judged.bubble),
         format_bytes(max(judged.peak_bytes)),
         "-".join(str(len(stage.ranks)) for stage in judged.plan.stages),
         str(judged.plan.microbatches),

@@ -8,6 +8,7 @@ are made of: every operation of forward and backward, and every tensor that one 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 Phase = Literal["forward", "backward", "repeated"]
@@ -153,6 +154,11 @@ class Graph:
     results: tuple[int, ...] = ()
     updates: tuple[tuple[int, str], ...] = ()
     buffer_bytes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def has_checkpoints(self) -> bool:
+        """Return whether some operation runs in a call of `torch.utils.checkpoint.checkpoint`."""
+        return any(operation.checkpoint >= 0 for operation in self.operations)
 
     def position(self, at: str) -> int:
         """Return the position of a node, or of the first node inside a module; -1 if neither exists."""

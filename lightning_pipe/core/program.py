@@ -278,6 +278,12 @@ class Traffic:
     offloads: tuple[int, ...] = ()
     joinable: tuple[int, ...] = ()
 
+    def bytes_of(self, message: Message) -> int:
+        """Return the bytes that a message carries."""
+        way = (message.direction, message.source, message.target)
+        edges = [edge for edge in self.edges if (edge.direction, edge.source, edge.target) == way]
+        return sum(round(edge.bytes_per_sample * len(message.samples)) + edge.fixed_bytes for edge in edges)
+
 
 @dataclass(frozen=True)
 class Program:

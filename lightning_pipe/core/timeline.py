@@ -66,7 +66,7 @@ class Timeline:
     def bubble(self, rank: int) -> float:
         """Return the idle share of a rank's own span, between 0 and 1."""
         span = self.span(rank)
-        return 1 - self.busy(rank) / span if span else 0.0
+        return max(0.0, 1 - self.busy(rank) / span) if span else 0.0  # sums of seconds round
 
     def idle_with_flush(self, rank: int) -> float:
         """Return makespan minus busy time of a rank, in seconds: the measure of the published bubble formulas."""

@@ -81,7 +81,7 @@ def checkpointed(graph: Graph, work: StageWork) -> frozenset[int]:
         graph: with its operations and tensors.
         work: the stage when all is kept.
     """
-    if all(operation.checkpoint < 0 for operation in graph.operations):
+    if not graph.has_checkpoints:
         return frozenset()
     memories = Memories(graph, work)
     seen: dict[int, set[int]] = {m: {graph.operations[graph.tensors[m].maker].checkpoint} for m in memories.remakeable}

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -332,10 +332,10 @@ class StageMemory:
         return self.workspace(kind, samples) - self._backward(kind, samples, *self.first)
 
 
-def state_bytes(parameter_bytes: int, *, trained_bytes: int, optimizer_bytes: int, buffer_bytes: int) -> int:
-    """Return the bytes that a rank holds whatever it computes.
+class StateBytes(NamedTuple):
+    """Bytes that a rank holds whatever it computes; gradients are as big as the trained parameters."""
 
-    Formula:
-        parameters + gradients (as big as the trained parameters) + state of the optimizer + buffers
-    """
-    return parameter_bytes + trained_bytes + optimizer_bytes + buffer_bytes
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int

@@ -34,7 +34,7 @@ from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout,
 from lightning_pipe.core.sharding import gather_bytes, owners
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
-from lightning_pipe.cost.memory import Amount, Live, Memory, StageMemory, state_bytes
+from lightning_pipe.cost.memory import Amount, Live, Memory, StageMemory, StateBytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
@@ -326,15 +326,17 @@ class PlanPrices:
 
     def state_bytes(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimizer state of a rank's stages, and of all buffers."""
+        return sum(self.state_parts(rank))
+
+    def state_parts(self, rank: int) -> StateBytes:
+        """Return the same by what they are for."""
         sizes = self._pricer.graph.parameter_bytes
         trained = [sizes[name] for name in self._parameters(rank, trained=True)]
-        return state_bytes(
-            sum(sizes[name] for name in self._parameters(rank)),
-            trained_bytes=sum(trained),
-            optimizer_bytes=optimizer_state_bytes(
-                self._profile.optimizer, [sizes[name] for name in self._stepped(rank)]
-            ),
-            buffer_bytes=sum(self._pricer.graph.buffer_bytes.values()),
+        return StateBytes(
+            parameters=sum(sizes[name] for name in self._parameters(rank)),
+            gradients=sum(trained),
+            optimizer=optimizer_state_bytes(self._profile.optimizer, [sizes[name] for name in self._stepped(rank)]),
+            buffers=sum(self._pricer.graph.buffer_bytes.values()),
         )
 
     def memory(self, stage: int) -> StageMemory:

@@ -17,6 +17,7 @@ from lightning_pipe.core.program import AnyCompute, Reduce, Send
 from lightning_pipe.planner.judge import Judge, Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.explain import Alternative, Kind
+from lightning_pipe.units import counted_noun
 
 _DDP_BUCKET_BYTES = 25 * 2**20
 
@@ -48,6 +49,7 @@ def _alternative(name: str, kind: Kind, judged: Judged, cluster: Cluster) -> Alt
         fits=judged.overflow(cluster) <= 0,
         bubble=judged.bubble,
         bytes_sent=_bytes_sent(judged),
+        stages=len(judged.plan.stages),
     )
 
 
@@ -107,7 +109,7 @@ def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iter
         if (other.cuts, other.plan.layout) != (best.cuts, best.plan.layout):
             replicas = "-".join(str(len(stage.ranks)) for stage in other.plan.stages)
             starts = "".join(f", cut before {stage.at}" for stage in other.plan.stages[1:])
-            name = f"runner-up: {replicas}, {other.plan.microbatches} micro-batches{starts}"
+            name = f"runner-up: {replicas}, {counted_noun(other.plan.microbatches, 'micro-batch')}{starts}"
             yield _alternative(name, "runner-up", other, problem.cluster)
             return
 
@@ -119,4 +121,4 @@ def _variants(problem: Problem, best: Judged, others: Sequence[Judged]) -> Itera
         count = other.plan.microbatches
         if (other.cuts, other.plan.layout) == (best.cuts, best.plan.layout) and count not in seen:
             seen.add(count)
-            yield _alternative(f"{count} micro-batches", "variant", other, problem.cluster)
+            yield _alternative(counted_noun(count, "micro-batch"), "variant", other, problem.cluster)

@@ -16,7 +16,6 @@ from functools import cached_property
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import Layout, Order, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import Reliefs
@@ -53,7 +52,7 @@ class Judged:
     plan: Plan
     cuts: tuple[int, ...]
     program: VerifiedProgram
-    prices: Prices
+    prices: PlanPrices
     timeline: Timeline
     curves: tuple[MemoryCurve, ...]
     representatives: tuple[int, ...]

@@ -7,7 +7,7 @@ as nothing. So
     all plans    state of the whole step + saved bytes of a micro-batch  <=  memory of all devices, less a copy of the
                  buffers each
     rows         of stages that are one part of the graph each: as many as there are devices, each filled up in turn as
-                 if it were the largest, hold all of it
+                 if it were the largest, hold all of it, but for optimizer state that replicas may share
 
 Where these fail, plans that lack least are looked at instead of the results of a search: every device gets a part that
 exceeds its memory as little as the parts of the others exceed theirs (`planner.balance.least_largest`).
@@ -16,6 +16,8 @@ Legend: a, b bounds as in `planner.segments`, n samples, s stage.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,7 +41,12 @@ class LeastMemory:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._segments = Segments(problem, worthwhile(problem, sliced=False))
+        bounds = worthwhile(problem, sliced=False)
+        self._segments = self._of_rows = Segments(problem, bounds)
+        if problem.wishes.shard_optimizer != "off":
+            optimizer = replace(problem.profile.optimizer, state_bytes_per_byte=0.0)
+            stateless = replace(problem, profile=replace(problem.profile, optimizer=optimizer))
+            self._of_rows = Segments(stateless, bounds)
         self._memories = [problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)]
         self._samples = problem.samples // problem.wishes.microbatches if problem.wishes.microbatches else 1
 
@@ -53,7 +60,7 @@ class LeastMemory:
 
         Cuts may be between the bounds that are known; of a stage that begins there, the rest of that unit is left out.
         """
-        segments, most = self._segments, len(self._memories)
+        segments, most = self._of_rows, len(self._memories)
         needed = _needed(segments, max(1, self._samples // most))
         begun = 0 if segments.units > len(cuttable(self._problem.graph, sliced=False)) else 1
         a = 0

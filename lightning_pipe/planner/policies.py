@@ -35,7 +35,7 @@ def policies_of(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Activati
 
 def keeps_everything(plan: Plan, graph: Graph) -> bool:
     """Return whether nothing that is saved is given up, by the plan or by checkpoints in the module."""
-    is_plain = plan.ignore_checkpoints or all(operation.checkpoint < 0 for operation in graph.operations)
+    is_plain = plan.ignore_checkpoints or not graph.has_checkpoints
     return is_plain and all(keeps_all(stage) for stage in plan.stages)
 
 

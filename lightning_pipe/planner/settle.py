@@ -104,16 +104,16 @@ def check_fits(problem: Problem, judged: Sequence[Judged]) -> None:
         raise PlanError("The planner found no plan at all; use planner='auto'.")
     least = min(judged, key=lambda found: found.overflow(problem.cluster))
     if least.overflow(problem.cluster) > 0:
-        raise PlanError(f"No plan fits into memory. The nearest: {shortage(problem, least)}")
+        raise PlanError(f"No plan fits into memory. The nearest {shortage(problem, least)}")
 
 
 def shortage(problem: Problem, judged: Judged) -> str:
-    """Return by how much a plan exceeds memory, what takes it, and what would help, for people."""
+    """Return by how much a plan exceeds memory, what takes it, and what would help: a sentence without its subject."""
     rank = max(range(problem.cluster.ranks), key=lambda r: judged.peak_bytes[r] - _memory(problem, r))
     curve, peak, plan = judged.curves[rank], judged.peak_bytes[rank], judged.plan
     stages, count = (counted(n, word) for n, word in ((len(plan.stages), "stage"), (plan.microbatches, "micro-batch")))
     return (
-        f"With {stages} and {count} rank {rank} needs {format_bytes(peak)} "
+        f"has {stages} and {count}; rank {rank} needs {format_bytes(peak)} "
         f"({format_bytes(curve.state_bytes)} of it parameters, gradients and optimizer, at most "
         f"{format_bytes(curve.peak_bytes)} saved tensors), and has {format_bytes(_memory(problem, rank))}: "
         f"{format_bytes(peak - _memory(problem, rank))} too little. What would help: "
@@ -127,22 +127,22 @@ def counted(count: int, word: str) -> str:
 
 
 def _helps(problem: Problem, judged: Judged, rank: int) -> Iterator[str]:
-    """Yield what would make a plan smaller on its fullest rank, what is easiest first."""
+    """Yield what would make a plan fit on its fullest rank."""
     wishes, plan, state = problem.wishes, judged.plan, judged.curves[rank].state_bytes
-    missing = {"recompute", "offload"} - wishes.reliefs if problem.training and state < _memory(problem, rank) else ()
-    if missing:
-        yield f"{' or '.join(sorted(missing, reverse=True))} of saved tensors"
-    shared = replace(plan, shard_optimizer=True)
-    if wishes.shard_optimizer == "off" and problem.training and not plan.shard_optimizer:
-        less = judged.curves[rank].state_bytes - Judge(problem).judge(shared).curves[rank].state_bytes
-        if less > 0:
-            yield f"optimizer state shared by replicas (shard_optimizer), {format_bytes(less)} less"
+    holds_state = state < _memory(problem, rank)
+    yield f"devices with {format_bytes(judged.peak_bytes[rank])}"
+    yield "more devices"
+    if holds_state:
+        yield "a smaller batch"
     if wishes.microbatches is not None and wishes.microbatches < problem.samples:
         yield "more micro-batches"
-    if state < _memory(problem, rank):
-        yield "a smaller batch"
-    yield f"devices (or a memory_limit) with {format_bytes(judged.peak_bytes[rank])}"
-    yield "more devices"
+    missing = {"recompute", "offload"} - wishes.reliefs if problem.training and holds_state else set()
+    if missing:
+        yield f"{' or '.join(sorted(missing))} of saved tensors"
+    if wishes.shard_optimizer == "off" and problem.training and not plan.shard_optimizer:
+        less = state - Judge(problem).judge(replace(plan, shard_optimizer=True)).curves[rank].state_bytes
+        if less > 0:
+            yield f"optimizer state shared by replicas (shard_optimizer), {format_bytes(less)} less"
 
 
 def _memory(problem: Problem, rank: int) -> int:

@@ -1,10 +1,11 @@
 """Show plans and timelines to people: tables, traces, plots, explanations."""
 
-from lightning_pipe.report.account import Account, accounts, mean_bubble, step_seconds
+from lightning_pipe.report.account import Account, Flight, accounts, flights, mean_bubble, mean_computing, step_seconds
 from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, Memory, compare
 from lightning_pipe.report.comparison_table import comparison_table
-from lightning_pipe.report.explain import Alternative, explain
+from lightning_pipe.report.explain import Alternative, explain, main_sentences, sentences
+from lightning_pipe.report.page import Page, html_page
 from lightning_pipe.report.plot import plot_memory, plot_timeline
 from lightning_pipe.report.table import idle_stages, plan_table, timeline_table
 from lightning_pipe.report.trace import Curve, Curves, chrome_trace, draw
@@ -15,7 +16,9 @@ __all__ = [
     "Comparison",
     "Curve",
     "Curves",
+    "Flight",
     "Memory",
+    "Page",
     "accounts",
     "aligned",
     "chrome_trace",
@@ -24,11 +27,16 @@ __all__ = [
     "comparison_table",
     "draw",
     "explain",
+    "flights",
+    "html_page",
     "idle_stages",
+    "main_sentences",
     "mean_bubble",
+    "mean_computing",
     "plan_table",
     "plot_memory",
     "plot_timeline",
+    "sentences",
     "step_seconds",
     "timeline_table",
 ]

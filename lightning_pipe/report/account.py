@@ -29,8 +29,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_pipe.core.program import AnyCompute, Compute, ComputeKind, Fetch, Pass, Recv, Step
+from lightning_pipe.core.program import AnyCompute, Compute, ComputeKind, Fetch, Message, Pass, Recv, Step
 from lightning_pipe.core.timeline import Event, Timeline
+from lightning_pipe.units import format_seconds, format_share
 
 Link: TypeAlias = tuple[int, int]  # stage that sends, stage that receives
 
@@ -94,10 +95,47 @@ def step_seconds(timeline: Timeline) -> float:
     return end - start
 
 
+@dataclass(frozen=True)
+class Flight:
+    """A message on its way: from the end of the compute that made it to its arrival, in seconds."""
+
+    message: Message
+    sender: int
+    receiver: int
+    start: float
+    end: float
+
+
+def flights(timeline: Timeline) -> tuple[Flight, ...]:
+    """Return the messages of a timeline of one step, by arrival; one that was late to be seen began with what made it.
+
+    A message whose making is not in the timeline has no seconds.
+    """
+    messages = _Messages(timeline)
+    found = [
+        Flight(event.instruction.message, event.instruction.peer, event.rank, messages.made_at(event), event.end)
+        for event in timeline.events
+        if isinstance(event.instruction, Recv)
+    ]
+    return tuple(sorted(found, key=lambda flight: flight.end))
+
+
 def mean_bubble(timeline: Timeline) -> float:
     """Return the mean bubble of the ranks that compute."""
     bubbles = [timeline.bubble(rank) for rank in timeline.ranks if timeline.computes(rank)]
     return sum(bubbles) / len(bubbles) if bubbles else 0.0
+
+
+def mean_computing(timeline: Timeline) -> float:
+    """Return the share of the step, of all ranks together, in which something is computed."""
+    seconds = step_seconds(timeline) * len(timeline.ranks)
+    return sum(map(timeline.busy, timeline.ranks)) / seconds if seconds else 0.0
+
+
+def run_facts(timeline: Timeline) -> str:
+    """Return seconds of a step, the share in which ranks compute, and the bubble, as a heading."""
+    computing, bubble = format_share(mean_computing(timeline), 0), format_share(mean_bubble(timeline))
+    return f"{format_seconds(step_seconds(timeline))}, ranks compute {computing} of it, bubble {bubble} of their spans"
 
 
 def accounts(timeline: Timeline) -> tuple[Account, ...]:
@@ -150,7 +188,7 @@ class _Messages:
         compute, start = event.instruction, event.start
         assert isinstance(compute, AnyCompute)
         received = self._needed_by(compute, event.rank)
-        made, link = max(((self._made_at(receive), _link(receive)) for receive in received), default=(since, None))
+        made, link = max(((self.made_at(receive), _link(receive)) for receive in received), default=(since, None))
         arrived = max((receive.end for receive in received), default=since)
         ready = min(max(made, since), start)
         there = min(max(arrived, ready), start)
@@ -168,7 +206,7 @@ class _Messages:
             return []
         return self._received.get((rank, compute.stage, compute.direction, compute.microbatch), [])
 
-    def _made_at(self, receive: Event) -> float:
+    def made_at(self, receive: Event) -> float:
         """Return when the compute that made a message ended; a message of a rank without events was made on arrival."""
         assert isinstance(receive.instruction, Recv)
         message, peer = receive.instruction.message, receive.instruction.peer

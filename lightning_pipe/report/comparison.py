@@ -1,7 +1,8 @@
 """How well was a step predicted? Every quantity of the simulated timeline beside that of the recorded ones.
 
 Quantities are those of `report.account`, in seconds per step, by the same definitions on both sides; of several
-recorded steps the median is taken, each quantity for itself (so medians need not add up).
+recorded steps the (lower) median is taken, each quantity for itself (so medians need not add up). Seconds and bubble of
+the whole step are those of one step, the typical one, whose seconds are the median: the one to draw.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import median
+from statistics import median_low
 
 from lightning_pipe.core.program import ComputeKind, Layout
 from lightning_pipe.core.timeline import Timeline
@@ -114,6 +115,7 @@ class Comparison:
         step: seconds of the step, from its first load or compute to the last end of any rank.
         bubble: mean over the ranks.
         steps: number of recorded steps.
+        typical: number of the recorded step whose seconds are the median.
     """
 
     stages: tuple[StageFigures, ...]
@@ -123,6 +125,7 @@ class Comparison:
     step: Figure
     bubble: Figure
     steps: int
+    typical: int
 
 
 def compare(
@@ -151,15 +154,18 @@ def compare(
     if not measured:
         raise PlanError("found no recorded step; expected at least one to compare with the prediction")
     steps = _Steps(accounts(predicted), [accounts(timeline) for timeline in measured])
+    seconds = [step_seconds(timeline) for timeline in measured]
+    typical = seconds.index(median_low(seconds))
     pairs = zip(predicted_memory, measured_memory, strict=True)
     return Comparison(
         stages=tuple(_stage(s, rank, steps) for s, ranks in enumerate(layout.stages) for rank in ranks),
         ranks=tuple(_rank(rank, predicted, measured, steps) for rank in range(layout.ranks)),
         links=tuple(_links(steps)),
         memory=tuple(MemoryFigures(rank, *_memory(before, after)) for rank, (before, after) in enumerate(pairs)),
-        step=_figure(step_seconds, predicted, measured),
-        bubble=_figure(mean_bubble, predicted, measured),
+        step=Figure(step_seconds(predicted), seconds[typical]),
+        bubble=Figure(mean_bubble(predicted), mean_bubble(measured[typical])),
         steps=len(measured),
+        typical=typical,
     )
 
 
@@ -171,19 +177,19 @@ class _Steps:
     measured: list[tuple[Account, ...]]
 
     def of_rank(self, rank: int, quantity: Callable[[Account], float]) -> Figure:
-        return Figure(quantity(self.predicted[rank]), median(quantity(step[rank]) for step in self.measured))
+        return Figure(quantity(self.predicted[rank]), median_low(quantity(step[rank]) for step in self.measured))
 
     def of_all(self, quantity: Callable[[Account], float]) -> Figure:
         """Return a quantity summed over the ranks."""
         sums = [sum(quantity(account) for account in step) for step in (self.predicted, *self.measured)]
-        return Figure(sums[0], median(sums[1:]))
+        return Figure(sums[0], median_low(sums[1:]))
 
     def all(self) -> Iterable[Account]:
         return chain(self.predicted, *self.measured)
 
 
 def _figure(quantity: Callable[[Timeline], float], predicted: Timeline, measured: Sequence[Timeline]) -> Figure:
-    return Figure(quantity(predicted), median(quantity(timeline) for timeline in measured))
+    return Figure(quantity(predicted), median_low(quantity(timeline) for timeline in measured))
 
 
 def _stage(stage: int, rank: int, steps: _Steps) -> StageFigures:

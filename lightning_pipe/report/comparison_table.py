@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
 
 from rich import box
 from rich.table import Table
 
 from lightning_pipe.report.comparison import KINDS, Comparison, Figure, MemoryFigures, RankFigures, StageFigures
 from lightning_pipe.report.table import WIDTH, text_of
-from lightning_pipe.units import format_bytes, format_seconds
+from lightning_pipe.units import format_bytes, format_seconds, format_share, numbers_text
 
 THRESHOLD = 0.25  # share by which a step may differ from its prediction before it is worth a sentence
 
 
-def comparison_table(comparison: Comparison, *, threshold: float = THRESHOLD, width: int = WIDTH) -> str:
+def comparison_table(
+    comparison: Comparison, *, threshold: float = THRESHOLD, width: int = WIDTH, brief: bool = False
+) -> str:
     """Return predicted and measured seconds and bytes of every stage and rank as a table, with a verdict below.
 
     Quantities that are nowhere predicted nor measured have no column. What belongs to a rank (reduction, step, memory)
@@ -26,6 +30,7 @@ def comparison_table(comparison: Comparison, *, threshold: float = THRESHOLD, wi
         comparison: what to show.
         threshold: share by which step time or memory may differ before a sentence says where most of it comes from.
         width: characters per line.
+        brief: whether replicas of a stage share a row, with the median of each figure, and ratios are left out.
     """
     columns = list(_columns(comparison))
     steps = "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
@@ -35,13 +40,24 @@ def comparison_table(comparison: Comparison, *, threshold: float = THRESHOLD, wi
     table.add_column("")
     for column in columns:
         table.add_column(column.heading, justify="right")
+    names = "predicted\nmeasured" if brief else "predicted\nmeasured\nratio"
     seen: set[int] = set()
-    for line in comparison.stages:
-        of_rank = line.rank not in seen
-        seen.add(line.rank)
-        cells = [column.cell(line) if of_rank or not column.of_rank else "" for column in columns]
-        table.add_row(str(line.stage), str(line.rank), "predicted\nmeasured\nratio", *cells, end_section=True)
+    for lines in _rows(comparison.stages, folded=brief):
+        ranks = [line.rank for line in lines]
+        of_rank = seen.isdisjoint(ranks)
+        seen.update(ranks)
+        cells = [column.cell(lines, brief=brief) if of_rank or not column.of_rank else "" for column in columns]
+        table.add_row(str(lines[0].stage), numbers_text(ranks), names, *cells, end_section=not brief)
     return "\n".join([text_of(table, width), "", *_footer(comparison), *verdict(comparison, threshold=threshold)])
+
+
+def _rows(stages: Sequence[StageFigures], *, folded: bool) -> Iterator[list[StageFigures]]:
+    """Yield what shares a row: the replicas of a stage, or each of them."""
+    if not folded:
+        yield from ([line] for line in stages)
+        return
+    for _, replicas in groupby(stages, key=lambda line: line.stage):
+        yield list(replicas)
 
 
 @dataclass(frozen=True)
@@ -53,11 +69,13 @@ class _Column:
     write: Callable[[float], str]
     of_rank: bool
 
-    def cell(self, line: StageFigures) -> str:
-        figure = self.figure(line)
-        if figure is None:
+    def cell(self, lines: Sequence[StageFigures], *, brief: bool) -> str:
+        figures = [figure for figure in map(self.figure, lines) if figure is not None]
+        if not figures:
             return ""
-        return "\n".join((self.write(figure.predicted), self.write(figure.measured), _ratio(figure)))
+        figure = Figure(median(f.predicted for f in figures), median(f.measured for f in figures))
+        cells = (self.write(figure.predicted), self.write(figure.measured), _ratio(figure))
+        return "\n".join(cells[:2] if brief else cells)
 
 
 def _columns(comparison: Comparison) -> Iterator[_Column]:
@@ -95,7 +113,7 @@ def _footer(comparison: Comparison) -> Iterator[str]:
     yield f"step    predicted {format_seconds(step.predicted)}, measured {format_seconds(step.measured)}" + (
         f", ratio {_ratio(step)}"
     )
-    yield f"bubble  predicted {bubble.predicted:.1%}, measured {bubble.measured:.1%}"
+    yield f"bubble  predicted {format_share(bubble.predicted)}, measured {format_share(bubble.measured)}"
 
 
 def verdict(comparison: Comparison, *, threshold: float = THRESHOLD) -> list[str]:

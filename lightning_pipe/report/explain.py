@@ -16,7 +16,7 @@ from rich.table import Table
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report.account import Account, accounts
 from lightning_pipe.report.table import WIDTH, text_of
-from lightning_pipe.units import format_bytes, format_seconds
+from lightning_pipe.units import format_bytes, format_seconds, format_share
 
 Kind = Literal["plan", "one device", "data parallel", "runner-up", "variant"]
 
@@ -37,6 +37,7 @@ class Alternative:
         fits: whether every rank stays below its limit.
         bubble: mean over the ranks.
         bytes_sent: bytes that all ranks together send per step, sums of gradients included.
+        stages: stages of the model; 1 on several ranks is data parallel training.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Alternative:
     fits: bool
     bubble: float
     bytes_sent: int
+    stages: int
 
 
 def explain(alternatives: Sequence[Alternative], *, timeline: Timeline, width: int = WIDTH) -> str:
@@ -57,15 +59,31 @@ def explain(alternatives: Sequence[Alternative], *, timeline: Timeline, width: i
         timeline: the plan's simulated step.
         width: characters per line of the table.
     """
-    (plan,) = [alternative for alternative in alternatives if alternative.kind == "plan"]
-    others = [alternative for alternative in alternatives if alternative.kind != "plan"]
-    sentences = [
+    return "\n".join([*sentences(alternatives, timeline=timeline), "", alternatives_table(alternatives, width=width)])
+
+
+def sentences(alternatives: Sequence[Alternative], *, timeline: Timeline) -> list[str]:
+    """Return all that is worth saying for and against a plan; arguments as for `explain`."""
+    plan, others = _plan_and_others(alternatives)
+    return [
         *(sentence for other in others for sentence in _against(plan, other)),
         *_microbatches(plan, [other for other in others if other.kind == "variant"]),
         *_losses(timeline),
         _memory(plan),
     ]
-    return "\n".join([*sentences, "", _table(plan, alternatives, width)])
+
+
+def main_sentences(alternatives: Sequence[Alternative], *, timeline: Timeline) -> list[str]:
+    """Return the at most three sentences that matter most: against one device, data parallel, and what limits it."""
+    plan, others = _plan_and_others(alternatives)
+    baselines = [other for other in others if other.kind in ("one device", "data parallel")]
+    against = [sentence for other in baselines for sentence in _against(plan, other)]
+    return [*against, *list(_losses(timeline))[-1:]]
+
+
+def _plan_and_others(alternatives: Sequence[Alternative]) -> tuple[Alternative, list[Alternative]]:
+    (plan,) = [alternative for alternative in alternatives if alternative.kind == "plan"]
+    return plan, [alternative for alternative in alternatives if alternative.kind != "plan"]
 
 
 def _against(plan: Alternative, other: Alternative) -> Iterator[str]:
@@ -74,11 +92,16 @@ def _against(plan: Alternative, other: Alternative) -> Iterator[str]:
             yield _against_one_device(plan, other)
         case "data parallel":
             yield _against_data_parallel(plan, other)
-        case "runner-up":
+        case "runner-up" if _differs(other, plan):
             takes = f"would take {_times(other.step_s / plan.step_s)} the time"
             yield f"Another plan ({other.name}) {takes}{'' if other.fits else ', but does not fit'}."
-        case "plan" | "variant":
+        case "plan" | "runner-up" | "variant":
             pass
+
+
+def _differs(other: Alternative, plan: Alternative) -> bool:
+    """Return whether there is anything to say about the seconds, or the memory, of another way."""
+    return abs(other.step_s / plan.step_s - 1) >= NOTICEABLE or other.fits != plan.fits
 
 
 def _against_one_device(plan: Alternative, one: Alternative) -> str:
@@ -86,19 +109,29 @@ def _against_one_device(plan: Alternative, one: Alternative) -> str:
     if not one.fits:
         return f"One device is too small: it would need {format_bytes(max(one.peak_bytes))}."
     if gain < 1 + NOTICEABLE:
-        return f"One device is enough, and takes {_times(gain)} the time of this plan: use devices=1."
+        takes = f"takes {_times(gain)} the time of this plan" if gain < 1 - NOTICEABLE else "is as fast as this plan"
+        return f"One device is enough, and {takes}: use devices=1."
     ideal = f"{devices} devices are not {devices} times as fast: {_why_not(plan)}" if gain < devices else ""
-    return f"{_times(gain)} as fast as one device, on {devices} ({gain / devices:.0%} of the ideal). {ideal}".strip()
+    share = format_share(gain / devices, 0)
+    return f"{_times(gain)} as fast as one device, on {devices} ({share} of the ideal). {ideal}".strip()
 
 
 def _why_not(plan: Alternative) -> str:
+    if plan.stages == 1:
+        return "sums of gradients and the optimizer step take their share."
     if plan.bubble < NOTICEABLE:
         return "stages are uneven, or the runtime and the links take their share."
-    return f"ranks are idle for {plan.bubble:.0%} of their span, at both ends of the step or waiting for each other."
+    idle = format_share(plan.bubble, 0)
+    return f"ranks are idle for {idle} of their span, at both ends of the step or waiting for each other."
 
 
 def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
     ratio = replicas.step_s / plan.step_s
+    if plan.stages == 1:
+        already = "This is data parallel training: every device holds the whole model"
+        if ratio < 1 - NOTICEABLE:
+            return f"{already}. DDP on whole batches would take {_times(ratio)} the time: use strategy='ddp'."
+        return f"{already}."
     if not replicas.fits:
         return f"Data parallel training does not fit: every device would need {format_bytes(max(replicas.peak_bytes))}."
     if ratio < 1 - NOTICEABLE:
@@ -111,12 +144,17 @@ def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
 
 
 def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterator[str]:
-    """Say what more or fewer micro-batches would do."""
-    for variant in sorted(variants, key=lambda variant: variant.microbatches):
+    """Say what more or fewer micro-batches would do: the next larger and the next smaller number that was judged."""
+    ordered = sorted(variants, key=lambda variant: variant.microbatches)
+    fewer = [variant for variant in ordered if variant.microbatches < plan.microbatches][-1:]
+    more = [variant for variant in ordered if variant.microbatches > plan.microbatches][:1]
+    for variant in (*fewer, *more):
+        if not _differs(variant, plan):
+            continue
         amount = "more" if variant.microbatches > plan.microbatches else "fewer"
         yield (
             f"With {amount} micro-batches ({variant.microbatches} instead of {plan.microbatches}) the bubble would be "
-            f"{variant.bubble:.0%} instead of {plan.bubble:.0%}, and the step take "
+            f"{format_share(variant.bubble, 0)} instead of {format_share(plan.bubble, 0)}, and the step take "
             f"{_times(variant.step_s / plan.step_s)} the time{'' if variant.fits else '; that does not fit'}."
         )
 
@@ -125,7 +163,7 @@ def _losses(timeline: Timeline) -> Iterator[str]:
     """Say on what the ranks spend their time, and which of them computes longest."""
     found = accounts(timeline)
     shares = _shares(found)
-    parts = [f"{share:.0%} {what}" for what, share in shares if share >= NOTICEABLE]
+    parts = [f"{format_share(share, 0)} {what}" for what, share in shares if share >= NOTICEABLE]
     if parts:
         yield f"The ranks spend {', '.join(parts)}."
     busy = [sum(account.computes.values()) for account in found]
@@ -169,7 +207,9 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f} times"
 
 
-def _table(plan: Alternative, alternatives: Sequence[Alternative], width: int) -> str:
+def alternatives_table(alternatives: Sequence[Alternative], *, width: int = WIDTH) -> str:
+    """Return the alternatives as a table, with seconds as ratios to those of the plan."""
+    plan, _ = _plan_and_others(alternatives)
     table = Table(box=box.SIMPLE)
     table.add_column("", overflow="fold")
     for heading in ("step", "ratio", "bubble", "peak per device", "sent per step", "fits"):
@@ -179,7 +219,7 @@ def _table(plan: Alternative, alternatives: Sequence[Alternative], width: int) -
             other.name,
             format_seconds(other.step_s),
             f"{other.step_s / plan.step_s:.2f}",
-            f"{other.bubble:.1%}",
+            format_share(other.bubble),
             _range(other.peak_bytes),
             format_bytes(other.bytes_sent),
             "yes" if other.fits else "no",

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Joined, Reduce, Step
+from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Joined, Recv, Reduce, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.report.account import mean_bubble, step_interval
+from lightning_pipe.report.account import flights, run_facts, step_interval
 from lightning_pipe.report.trace import NO_CURVES, Curve, Curves
-from lightning_pipe.units import BYTES, SECONDS, format_bytes, format_seconds
+from lightning_pipe.units import BYTES, SECONDS, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 COLOURS = {"F": "#56B4E9", "I": "#E69F00", "W": "#009E73", "B": "#D55E00"}
 MEANINGS = {"F": "forward", "I": "backward, inputs", "W": "backward, weights", "B": "backward"}
 REDUCE, STEP = "#CC79A7", "#7F7F7F"
+MESSAGE = "#999999"
 EVICT, FETCH = "#0072B2", "#F0E442"
 MEASURED, PREDICTED = "#0072B2", "#D55E00"
 INK, PALE = "#333333", "#F2F2F2"
@@ -36,11 +37,12 @@ PANEL_IN = 1.1  # height of a rank's memory
 HEADROOM = 1.3  # above the highest curve, for the text
 MARGIN_IN = 1.35  # title, axis and legend
 BAR = 0.78  # of the height of a lane
-Row = Literal["compute", "sum", "out", "back"]
+Row = Literal["compute", "sum", "out", "back", "message"]
 # Where bars begin, from the middle of their lane downwards, and their height.
 ROWS: dict[Row, tuple[float, float]] = {
     "compute": (-BAR / 2, BAR),
     "sum": (0.4, 0.1),
+    "message": (0.42, 0.05),
     "out": (-0.5, 0.05),
     "back": (-0.45, 0.05),
 }
@@ -154,6 +156,11 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: float) -> None:
         axes.axhspan(lane - 0.5, lane + 0.5, color=PALE if lane % 2 else "white", zorder=0)
         events = [event for event in timeline.events if event.rank == rank]
         bars = list(_bars(events, _stages(timeline, rank), start=start, scale=scale))
+        bars += [
+            _Bar((flight.start - start) * scale, (flight.end - flight.start) * scale, MESSAGE, row="message")
+            for flight in flights(timeline)
+            if flight.receiver == rank
+        ]
         for row, (top, height) in ROWS.items():
             chosen = [bar for bar in bars if bar.row == row]
             extents, colours = [(bar.left, bar.width) for bar in chosen], [bar.colour for bar in chosen]
@@ -226,9 +233,7 @@ def _paler(colour: str, times: int) -> str:
 
 
 def _heading(timeline: Timeline, title: str, name: str) -> str:
-    start, end = step_interval(timeline)
-    facts = f"{format_seconds(end - start)}, bubble {mean_bubble(timeline):.1%}"
-    return ": ".join(part for part in (title, name, facts) if part)
+    return ": ".join(part for part in (title, name, run_facts(timeline)) if part)
 
 
 def _legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> None:
@@ -240,6 +245,8 @@ def _legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> None:
     patches = [Patch(color=COLOURS[kind], label=f"{kind}  {MEANINGS[kind]}") for kind in COLOURS if kind in kinds]
     if any(isinstance(instruction, Reduce) for instruction in instructions):
         patches.append(Patch(color=REDUCE, label="sum of gradients"))
+    if any(isinstance(instruction, Recv) for instruction in instructions):
+        patches.append(Patch(color=MESSAGE, label="message on its way"))
     if any(isinstance(instruction, Evict) for instruction in instructions):
         patches.append(Patch(color=EVICT, label="copy to the host"))
         patches.append(Patch(color=FETCH, label="copy back"))

@@ -15,7 +15,7 @@ from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import AnyCompute
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PlanError
-from lightning_pipe.units import format_bytes, format_seconds
+from lightning_pipe.units import counted_noun, format_bytes, format_seconds, format_share, numbers_text
 
 WIDTH = 140  # characters; long names are cut to fit
 _NOTHING = 0.001  # of the cost of a graph
@@ -58,11 +58,11 @@ def plan_table(
         nodes = graph.nodes[start:stop]
         table.add_row(
             str(stage),
-            ",".join(map(str, plan.stages[stage].ranks)),
+            numbers_text(plan.stages[stage].ranks),
             nodes[0].name,
             _modules(nodes),
             format_bytes(_parameter_bytes(nodes, graph)),
-            f"{sum(costs[start:stop]) / (sum(costs) or 1.0):.1%}",
+            format_share(sum(costs[start:stop]) / (sum(costs) or 1.0)),
             _samples(plan, stage, graph.samples),
             *([_not_kept(plan.stages[stage])] if relieved else []),
             *(["joined" if stage in joinable else "one by one"] if joinable is not None else []),
@@ -88,7 +88,11 @@ def idle_stages(plan: Plan, graph: Graph) -> tuple[int, ...]:
 
 def _headline(plan: Plan, graph: Graph) -> str:
     options = "".join(f", {name} {value}" for name, value in plan.options.items())
-    return f"{plan.schedule}{options}: {graph.samples} samples in {plan.microbatches} micro-batches"
+    batch = f"{graph.samples} samples in {counted_noun(plan.microbatches, 'micro-batch')}"
+    if len(plan.stages) == 1:
+        ranks = len(plan.stages[0].ranks)
+        return f"data parallel on {ranks} ranks: {batch}" if ranks > 1 else f"one device: {batch}"
+    return f"{plan.schedule}{options}: {batch}"
 
 
 def _cuts(plan: Plan, graph: Graph) -> list[int]:
@@ -127,7 +131,10 @@ def _samples(plan: Plan, stage: int, samples: int) -> str:
     if plan.stages[stage].share == "microbatches":
         return f"{size} in turn"
     layout, replicas = plan.layout, range(len(plan.stages[stage].ranks))
-    return " + ".join(str(len(layout.samples(stage, replica, 0, size))) for replica in replicas)
+    sizes = [len(layout.samples(stage, replica, 0, size)) for replica in replicas]
+    if len(sizes) > 2 and len(set(sizes)) == 1:
+        return f"{len(sizes)} x {sizes[0]}"
+    return " + ".join(map(str, sizes))
 
 
 def _not_kept(stage: StagePlan) -> str:
@@ -151,7 +158,7 @@ def timeline_table(timeline: Timeline, *, width: int = WIDTH) -> str:
             str(rank),
             *(format_seconds(_seconds(timeline, rank, kind)) for kind in kinds),
             format_seconds(max(0.0, timeline.span(rank) - timeline.busy(rank))),
-            f"{timeline.bubble(rank):.1%}",
+            format_share(timeline.bubble(rank)),
             format_seconds(timeline.idle_with_flush(rank)),
         )
     return text_of(table, width)

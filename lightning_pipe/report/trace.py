@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from typing import TypeAlias
 
@@ -20,16 +21,18 @@ from lightning_pipe.core.program import (
     Reduce,
     Send,
     Step,
+    Traffic,
 )
 from lightning_pipe.core.timeline import Event, Timeline
-from lightning_pipe.report.account import step_interval
+from lightning_pipe.report.account import Flight, flights, step_interval
 
-TraceEvent: TypeAlias = dict[str, str | int | float | dict[str, str] | dict[str, int]]
+TraceEvent: TypeAlias = dict[str, str | int | float | dict[str, str] | dict[str, int] | dict[str, int | float]]
 Curve: TypeAlias = Sequence[tuple[float, int]]  # seconds at which an amount changes, bytes from then on
 Curves: TypeAlias = Mapping[int, Curve]  # by rank
 
 NO_CURVES: Curves = {}
 MICROSECONDS = 1e6  # the trace format counts in microseconds
+INSIDE_US = 0.01  # by so much an arrow begins and ends before the end of its bars
 MIDDLE = 0.5  # of a column of a drawing
 # Overlapping kinds of one rank lie on lanes of their own.
 LANES = ("compute", "send", "receive", "reduce", "evict", "fetch")
@@ -43,29 +46,71 @@ def chrome_trace(
     memory: Curves = NO_CURVES,
     predicted: Timeline | None = None,
     predicted_memory: Curves = NO_CURVES,
+    messages: Sequence[Flight] | None = None,
+    traffic: Traffic | None = None,
 ) -> str:
     """Return a timeline as JSON that https://ui.perfetto.dev and chrome://tracing open.
 
     Every rank is a process; its computes, messages and reductions are threads of it, and its memory a counter. Names
-    are those of the instructions (`2F0`), categories their kinds (`F`).
+    are those of the instructions (`2F0`), categories their kinds (`F`). An arrow leads from the compute that made a
+    message to its receipt; arguments of an event are its peer, its bytes and its predicted seconds, as far as they are
+    known; the begin of each optimizer step is marked.
 
     Args:
         timeline: simulated or recorded times.
         memory: bytes over time, by rank, on the clock of the timeline.
         predicted: a simulated timeline to lay beside a recorded one: each rank is shown twice, and both begin together.
         predicted_memory: bytes over time, by rank, on the clock of `predicted`.
+        messages: those of the timeline; found in it if it is of one step, to be given if it is of several.
+        traffic: what messages carry, for their bytes.
     """
+    arrows = flights(timeline) if messages is None else messages
     if predicted is None:
-        events = list(_run_events(timeline, memory, suffix=""))
+        events = [*_run_events(timeline, memory, _Facts(traffic, {}), suffix=""), *_arrows(arrows)]
     else:
         shift = step_interval(timeline)[0] - step_interval(predicted)[0]
-        before = _run_events(predicted, predicted_memory, suffix=" predicted", pid=PREDICTED_PID, shift=shift)
-        events = [*before, *_run_events(timeline, memory, suffix=" measured")]
+        seconds = {(event.rank, event.instruction): event.end - event.start for event in predicted.events}
+        plain, facts = _Facts(traffic, {}), _Facts(traffic, seconds)
+        before = _run_events(predicted, predicted_memory, plain, suffix=" predicted", pid=PREDICTED_PID, shift=shift)
+        events = [*before, *_run_events(timeline, memory, facts, suffix=" measured")]
+        events += [*_arrows(flights(predicted), pid=PREDICTED_PID, shift=shift), *_arrows(arrows)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of the instructions of a run besides their times: traffic, and predicted seconds by rank."""
+
+    traffic: Traffic | None
+    seconds: Mapping[tuple[int, Instruction], float]
+
+    def of(self, event: Event) -> dict[str, int | float]:
+        """Return the arguments of an event."""
+        found: dict[str, int | float] = {}
+        if isinstance(event.instruction, (Send, Recv)):
+            found["peer"] = event.instruction.peer
+            if self.traffic is not None:
+                found["bytes"] = self.traffic.bytes_of(event.instruction.message)
+        elif isinstance(event.instruction, Reduce) and self.traffic is not None:
+            found["bytes"] = self.traffic.buckets[event.instruction.bucket].bytes
+        if (seconds := self.seconds.get((event.rank, event.instruction))) is not None:
+            found["predicted seconds"] = seconds
+        return found
+
+
+def _arrows(messages: Iterable[Flight], *, pid: int = 0, shift: float = 0.0) -> Iterator[TraceEvent]:
+    """Yield an arrow for each message: from its sender's lane of computes to its receiver's of receipts."""
+    for number, flight in enumerate(messages):
+        arrow: TraceEvent = {"name": "message", "cat": "message", "id": f"{pid}:{number}"}
+        begin, end = (flight.start + shift) * MICROSECONDS, (flight.end + shift) * MICROSECONDS
+        inside = begin - INSIDE_US  # at its very end nothing encloses the arrow's begin
+        yield {**arrow, "ph": "s", "pid": pid + flight.sender, "tid": 0, "ts": inside}
+        tid = LANES.index("receive") * MOST_ABREAST
+        yield {**arrow, "ph": "f", "bp": "e", "pid": pid + flight.receiver, "tid": tid, "ts": end - INSIDE_US}
+
+
 def _run_events(
-    timeline: Timeline, memory: Curves, *, suffix: str, pid: int = 0, shift: float = 0.0
+    timeline: Timeline, memory: Curves, facts: _Facts, *, suffix: str, pid: int = 0, shift: float = 0.0
 ) -> Iterator[TraceEvent]:
     """Yield the events of one run; the process of rank r is `pid` + r, and `shift` seconds are added to its times."""
     for rank in timeline.ranks:
@@ -73,12 +118,12 @@ def _run_events(
         yield {"ph": "M", "name": "process_name", **own, "args": {"name": f"rank {rank}{suffix}"}}
         yield {"ph": "M", "name": "process_sort_index", **own, "args": {"sort_index": 2 * rank + (pid == 0)}}
         events = [event for event in timeline.events if event.rank == rank]
-        yield from (own | found for found in _rank_events(events, shift))
+        yield from (own | found for found in _rank_events(events, facts, shift))
         for time, count in memory.get(rank, ()):
             yield {"ph": "C", "name": "memory", **own, "ts": (time + shift) * MICROSECONDS, "args": {"bytes": count}}
 
 
-def _rank_events(events: Sequence[Event], shift: float) -> Iterator[TraceEvent]:
+def _rank_events(events: Sequence[Event], facts: _Facts, shift: float) -> Iterator[TraceEvent]:
     """Yield the threads of a rank and what happens on them."""
     lanes: dict[str, list[Event]] = {lane: [] for lane in LANES}
     for event in events:
@@ -96,7 +141,11 @@ def _rank_events(events: Sequence[Event], shift: float) -> Iterator[TraceEvent]:
                     "tid": tid,
                     "ts": (event.start + shift) * MICROSECONDS,
                     "dur": (event.end - event.start) * MICROSECONDS,
+                    "args": facts.of(event),
                 }
+                if isinstance(event.instruction, Step):
+                    at = (event.start + shift) * MICROSECONDS
+                    yield {"ph": "i", "s": "p", "name": "optimizer step", "tid": tid, "ts": at}
 
 
 def _threads(events: Sequence[Event]) -> list[list[Event]]:

@@ -19,15 +19,21 @@ from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.alternatives import alternatives
+from lightning_pipe.planner.judge import Judged
+from lightning_pipe.planner.pages import page_of
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
     Memory,
+    Page,
     chrome_trace,
     compare,
     comparison_table,
     explain,
+    flights,
+    html_page,
     idle_stages,
+    main_sentences,
     plan_table,
     plot_memory,
     plot_timeline,
@@ -36,7 +42,7 @@ from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
 from lightning_pipe.strategy.planning import Planned
 from lightning_pipe.strategy.recording import Recorded
-from lightning_pipe.units import format_bytes
+from lightning_pipe.units import format_bytes, format_seconds, format_share
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Findings:
 
 
 def make_room(config: DappleConfig) -> None:
-    """Make the directories that report and timeline will be written to, before training rather than after its first steps.
+    """Make the directories of report and timeline, before training rather than after its first steps.
 
     Raises:
         ConfigError: if that is not possible.
@@ -64,7 +70,8 @@ def make_room(config: DappleConfig) -> None:
     for option, path in wanted.items():
         if path is None:
             continue
-        folder = Path(path) if option == "report" else Path(path).parent
+        is_folder = option == "report" and Path(path).suffix != ".html"
+        folder = Path(path) if is_folder else Path(path).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -97,13 +104,21 @@ def introduce(planned: Planned, graph: Graph) -> None:
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
-    rank_zero_info(f"{table}\n\n{reasons(planned)}")
+    rank_zero_info("\n".join([table, "", _predicted(planned.judged[0]), *main_reasons(planned)]))
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(
             f"The plan is predicted to exceed the memory of a device by {format_bytes(missing)}. Use more devices, "
             "smaller batches, or more micro-batches with schedule='1f1b' and warmup='pa'."
         )
+
+
+def _predicted(judged: Judged) -> str:
+    """Return what is predicted of a plan in one line."""
+    return (
+        f"Predicted: {format_seconds(judged.step_s)} per step, bubble {format_share(judged.bubble)}, at most "
+        f"{format_bytes(max(judged.peak_bytes))} per device."
+    )
 
 
 def _joinable(planned: Planned) -> tuple[int, ...] | None:
@@ -146,22 +161,39 @@ def reasons(planned: Planned) -> str:
     return explain(alternatives(planned.problem, best, others), timeline=best.timeline)
 
 
+def main_reasons(planned: Planned) -> list[str]:
+    """Return the sentences of `reasons` that matter most."""
+    best, *others = planned.judged
+    return main_sentences(alternatives(planned.problem, best, others), timeline=best.timeline)
+
+
 def write_trace(path: Path, recorded: Recorded, found: Findings | None) -> None:
     """Write the recorded steps, and the predicted one, for Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
     events = Timeline(tuple(event for timeline in recorded.timelines for event in timeline.events))
     predicted = found.predicted if found is not None else None
-    path.write_text(chrome_trace(events, memory=recorded.held, predicted=predicted), encoding="utf-8")
+    messages = [flight for timeline in recorded.timelines for flight in flights(timeline)]
+    trace = chrome_trace(
+        events, memory=recorded.held, predicted=predicted, messages=messages, traffic=recorded.program.traffic
+    )
+    path.write_text(trace, encoding="utf-8")
     rank_zero_info(f"Wrote the timeline of {len(recorded.timelines)} steps to {path}; open it in ui.perfetto.dev.")
 
 
-def write_report(folder: Path, planned: Planned, recorded: Recorded, found: Findings | None) -> None:
-    """Write everything that is known to a directory.
+def write_report(path: Path, planned: Planned, recorded: Recorded, found: Findings | None) -> None:
+    """Write everything that is known: as one HTML page if the path ends so, else to a directory, with the page in it.
 
     `plan.yaml`, `cluster.yaml` and `profile.json` can be given to other runs; `report.txt` is what the log says;
     `timeline.json` is for Perfetto. With matplotlib there are `timeline.png` and `memory.png` too.
     """
+    is_page = path.suffix == ".html"
+    folder = path.parent if is_page else path
     folder.mkdir(parents=True, exist_ok=True)
+    page = path if is_page else path / "report.html"
+    page.write_text(html_page(_page(planned, recorded, found)), encoding="utf-8")
+    rank_zero_info(f"Wrote the report to {page}; open it in a browser.")
+    if is_page:
+        return
     save_yaml(planned.plan, folder / "plan.yaml")
     save_cluster(planned.problem.cluster, folder / "cluster.yaml")
     save_json(planned.problem.profile, folder / "profile.json")
@@ -178,8 +210,24 @@ def write_report(folder: Path, planned: Planned, recorded: Recorded, found: Find
         _write_plots(folder, planned.problem, recorded, found)
 
 
+def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
+    best, *others = planned.judged
+    if found is None:
+        return page_of(planned.problem, best, others, measured=recorded.comparable[-1])
+    return page_of(
+        planned.problem,
+        best,
+        others,
+        predicted=found.predicted,
+        curves=found.curves,
+        measured=recorded.comparable[found.comparison.typical],
+        comparison=found.comparison,
+        held=recorded.held,
+    )
+
+
 def _write_plots(folder: Path, problem: Problem, recorded: Recorded, found: Findings) -> None:
-    plot_timeline(recorded.comparable[-1], folder / "timeline.png", predicted=found.predicted)
+    plot_timeline(recorded.comparable[found.comparison.typical], folder / "timeline.png", predicted=found.predicted)
     limits = {rank: problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)}
     plot_memory(_totals(found.curves), folder / "memory.png", limits=limits, title="predicted")
 

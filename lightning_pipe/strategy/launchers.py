@@ -1,7 +1,9 @@
 """Start the ranks of this host, as Lightning does, under guard from the beginning.
 
-script      runs the script again for every other rank; a thread looks how they end
-fork...     ranks are children of this process, which gets the first failure through a file
+    script      runs the script again for every other rank; a thread looks how they end
+    fork...     ranks are children of this process, which gets the first failure through a file
+
+Nobody is killed here before the guards had time to say why.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
     begin_watch      a guard watches over this process; from here on no death goes unheard
     join_ranks       the rendezvous: who comes, who is missing, where the guards meet
     connect_ranks    messages of programs, and everything else on the host
+
+Every wait in here ends by the deadline.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _SAY_AFTER_S = 10.0  # that not all ranks have come
 _ADDRESS_OF_CARD = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
+_CONNECT_S = 5.0  # of one attempt
+_CLOSE_S = 2.0  # after a failure
 _KEY = "lightning_pipe/{}"
 
 
@@ -51,8 +56,20 @@ class Links:
     control: Control
     watch: GuardedWatch | Unwatched
 
-    def close(self) -> None:
-        """Release everything but the watch. On all ranks, with nothing under way."""
+    def close(self, *, healthy: bool = True) -> None:
+        """Release everything but the watch. On all ranks, with nothing under way; after a failure, with whatever is.
+
+        A group of gloo that still waits for another rank cannot be destroyed before torch's own time-out, so after a
+        failure a thread does that, which nobody waits for longer than a moment.
+        """
+        if healthy:
+            self._close()
+            return
+        closing = threading.Thread(target=self._close, name="closing", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _close(self) -> None:
         self.transport.close()
         self.control.close()
 
@@ -81,6 +98,8 @@ def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  
     timeout = timedelta(seconds=patience.deadline_s)
     with watch.opening(f"the rendezvous at {address}:{port}"):
         try:
+            if watch.rank:
+                _await_host(watch, address, port)
             store = _store(address, port, ranks=watch.ranks, hosts=watch.rank == 0, timeout=timeout)
         except RuntimeError as error:
             watch.raise_failure()
@@ -92,6 +111,21 @@ def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  
         store.set(_KEY.format(f"here/{watch.rank}"), socket.gethostname())
         _wait_for_all(watch, store)
     return store
+
+
+def _await_host(watch: GuardedWatch, address: str, port: int) -> None:
+    """Wait until somebody listens at an address. Torch would do so too, for twice its time-out and with much noise."""
+    end = time.monotonic() + watch.patience.deadline_s
+    while True:
+        watch.raise_failure()
+        try:
+            socket.create_connection((address, port), timeout=min(_CONNECT_S, watch.patience.deadline_s)).close()
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RuntimeError(f"nobody listens there after {watch.patience.deadline_s:g} s: {error}") from None
+            time.sleep(POLL_S)
+        else:
+            return
 
 
 def _store(address: str, port: int, *, ranks: int, hosts: bool, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
@@ -179,5 +213,3 @@ def connect_ranks(
         watch.guard.on_failure(transport.abort)
         host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)
         return Links(transport, Control(host, rank=rank, ranks=ranks, wait=watch.wait), watch)
-
-

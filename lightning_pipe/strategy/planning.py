@@ -88,7 +88,7 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, repla
 def warn_of_overflow(problem: Problem, judged: Judged) -> None:
     """Warn that the user's own plan does not fit into memory; it may run all the same, as predictions are not exact."""
     if judged.overflow(problem.cluster) > 0:
-        rank_zero_warn(f"The given plan is run although it does not fit into memory. {shortage(problem, judged)}")
+        rank_zero_warn(f"The given plan is run although it does not fit into memory: it {shortage(problem, judged)}")
 
 
 def in_turns(plan: Plan) -> Plan:

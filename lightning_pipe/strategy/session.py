@@ -345,7 +345,7 @@ class Session:
         found = findings(planned, recorded)
         if found is not None:
             self.comparison = found.comparison
-            rank_zero_info(comparison_table(found.comparison))
+            rank_zero_info(comparison_table(found.comparison, brief=True))
         if self._config.trace is not None:
             write_trace(Path(self._config.trace), recorded, found)
         if self._config.report is not None:

@@ -43,6 +43,7 @@ from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.advice import WrongAdvice
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.findings import make_room
 from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
@@ -141,6 +142,7 @@ class DappleStrategy(ParallelStrategy):
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._world_size_reads = WorldSizeReads()
+        self._advice = WrongAdvice()
 
     def __repr__(self) -> str:
         """Say for whose Trainer this is: Lightning shows it where a Trainer of the other package is given it."""
@@ -232,9 +234,7 @@ class DappleStrategy(ParallelStrategy):
                 environment, self.num_processes, self.num_nodes, begin=self._begin_watch
             )
         else:
-            self._launcher = GuardedForkLauncher(
-                self, start_method=self.config.start_method, begin=self._begin_watch
-            )
+            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._begin_watch)
 
     def _begin_watch(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard this process, for one fit."""
@@ -247,6 +247,7 @@ class DappleStrategy(ParallelStrategy):
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
         assert self.lightning_module is not None, "connected by the trainer"
         self._failed, self._session = False, None
+        self._advice.ignore()
         refuse(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
@@ -285,7 +286,7 @@ class DappleStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Links | None]:
-        """Have connections inside: those of the fit or, after it, new ones. None before, or where a rank has failed."""
+        """Have connections inside: those of the fit, or new ones after it; None before, or where a rank has failed."""
         if self._links is not None or self._failed or not self._has_met:
             yield self._links
             return
@@ -547,6 +548,7 @@ class DappleStrategy(ParallelStrategy):
             undo.callback(self._end_watch)
             undo.callback(self._disconnect)
             undo.callback(self._restore_trainer)
+            undo.callback(self._advice.allow)
             if self._session is not None:
                 self._session.end(healthy=not self._failed)
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
@@ -556,7 +558,7 @@ class DappleStrategy(ParallelStrategy):
     def _disconnect(self) -> None:
         links, self._links, self._feed = self._links, None, None
         if links is not None:
-            links.close()
+            links.close(healthy=not self._failed)
 
     def _restore_trainer(self) -> None:
         while self._undo:

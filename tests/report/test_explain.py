@@ -11,10 +11,10 @@ from lightning_pipe.report.explain import Alternative, explain
 from report.runs import Shaped, run_of
 
 GIB = 2**30
-PLAN = Alternative("this plan", "plan", 4, 1.0, (3 * GIB, 2 * GIB), True, 0.2, 10 * 2**20)
-ONE = Alternative("one device", "one device", 1, 1.6, (5 * GIB,), True, 0.0, 0)
-DDP = Alternative("data parallel", "data parallel", 1, 1.3, (6 * GIB, 6 * GIB), True, 0.0, GIB)
-OTHER = Alternative("gpipe, 8 micro-batches", "runner-up", 8, 1.05, (4 * GIB, 3 * GIB), True, 0.2, 10 * 2**20)
+PLAN = Alternative("this plan", "plan", 4, 1.0, (3 * GIB, 2 * GIB), True, 0.2, 10 * 2**20, 2)
+ONE = Alternative("one device", "one device", 1, 1.6, (5 * GIB,), True, 0.0, 0, 1)
+DDP = Alternative("data parallel", "data parallel", 1, 1.3, (6 * GIB, 6 * GIB), True, 0.0, GIB, 1)
+OTHER = Alternative("gpipe, 8 micro-batches", "runner-up", 8, 1.05, (4 * GIB, 3 * GIB), True, 0.2, 10 * 2**20, 2)
 MORE = replace(PLAN, name="8 micro-batches", kind="variant", microbatches=8, step_s=0.95, bubble=0.1)
 FEWER = replace(PLAN, name="2 micro-batches", kind="variant", microbatches=2, step_s=1.2, bubble=0.33)
 RUN = run_of(((0,), (1,)), Shaped(1.0, 1.3, 0.7, latency=0.4, reduction=0.5, step=0.5))

@@ -12,8 +12,8 @@ import pytest
 from lightning_pipe.core.program import Compute, Free, Load, Message, Recv, Reduce, Samples, Send, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report import chrome_trace, draw
-from lightning_pipe.simulator import UnitPrices
-from report.runs import as_recorded, run_of
+from lightning_pipe.simulator import UnitPrices, simulate
+from report.runs import as_recorded, program_of, run_of
 
 MESSAGE = Message("F", 0, 1, 0, Samples(0, 2))
 TIMELINE = Timeline(
@@ -125,3 +125,29 @@ def test_a_drawing_names_stages_where_a_rank_has_several():
 @pytest.mark.parametrize("timeline", [Timeline(()), Timeline((Event(0, Step(), 0.0, 1.0),))])
 def test_a_timeline_without_computes_draws_nothing(timeline):
     assert draw(timeline) == ""
+
+
+def test_arrows_lead_from_the_compute_that_made_a_message_to_its_receipt():
+    run = run_of(((0,), (1,)), UnitPrices(latency=0.5))
+    events = json.loads(chrome_trace(run, predicted=run))["traceEvents"]
+    begins = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert begins.keys() == ends.keys() and len(begins) == 2 * 2 * 4, "predicted and measured, F and B, 4 micro-batches"
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for number, begin in begins.items():
+        assert threads[begin["pid"], begin["tid"]] == "compute"
+        assert threads[ends[number]["pid"], ends[number]["tid"]] == "receive"
+        assert ends[number]["ts"] - begin["ts"] == pytest.approx(0.5e6)
+        around = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (begin["pid"], 0)]
+        assert any(e["ts"] <= begin["ts"] < e["ts"] + e["dur"] for e in around), "a compute encloses its begin"
+
+
+def test_arguments_are_peer_bytes_and_predicted_seconds():
+    program = program_of(((0,), (1,)))
+    run = simulate(program, UnitPrices(latency=0.5))
+    trace = chrome_trace(as_recorded(run), predicted=run, traffic=program.traffic)
+    found = {(e["pid"], e["name"]): e["args"] for e in slices(trace)}
+    assert found[0, "0F0"] == {"predicted seconds": 1.0}
+    assert found[1, "1RECV_F0<0@0[0:6]"] == {"peer": 0, "bytes": 6, "predicted seconds": 0.5}
+    marks = [e for e in json.loads(trace)["traceEvents"] if e["ph"] == "i"]
+    assert {(e["pid"], e["name"]) for e in marks} >= {(0, "optimizer step"), (1, "optimizer step")}

@@ -194,9 +194,13 @@ def test_the_failure_of_another_rank_is_raised_instead_of_its_consequence(guard:
 
 
 def test_an_error_is_told_with_the_instruction_and_the_users_line(guard: Told, watch: GuardedWatch):
-    with pytest.raises(KeyError), watch.program(3):
-        watch.at(Compute(0, "F", 1))
-        raise KeyError("mine")
+    def fail() -> None:
+        with watch.program(3):
+            watch.at(Compute(0, "F", 1))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        fail()
     (told,) = guard.own
     assert (told.where, told.cause, told.raised) == ("at 0F1 of step 3", "KeyError: 'mine'", True)
     assert "test_guard.py" in told.lines

@@ -54,3 +54,14 @@ def test_a_plan_that_recomputes_and_offloads_trains_as_one_device_does(name, lay
     for found, evicted in World(plan.layout.ranks).run(fit_counting, case):
         assert_same(found, on_one_device(name, dropout), rtol=ROUNDING)
         assert evicted == 3 * 3, "every micro-batch of every step"
+
+
+@pytest.mark.slow
+def test_so_does_one_whose_ranks_run_ahead_and_take_steps_back(tmp_path: Path):
+    save_yaml(plan_for("gpt_tied", "1-1", dropout=0.3), tmp_path / "plan.yaml")
+    clipped = {**SHORT, "max_steps": 6, "gradient_clip_val": 0.05}
+    expected = fit(Case("gpt_tied", {}, clipped, dropout=0.3), dapple(microbatches=3))
+    case = Case("gpt_tied", {"plan": str(tmp_path / "plan.yaml"), "post_validation": True}, clipped, dropout=0.3)
+    for found, evicted in World(2).run(fit_counting, case):
+        assert_same(found, expected, rtol=ROUNDING)
+        assert evicted >= 6 * 3, "those of programs that were given up are evicted again"

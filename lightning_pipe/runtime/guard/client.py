@@ -215,5 +215,3 @@ def guard_of_this_process(*, verdict: str = "") -> GuardClient:
 def has_guard() -> bool:
     """Return whether this process has a guard."""
     return bool(_mine) and _mine[0].owner == os.getpid()
-
-

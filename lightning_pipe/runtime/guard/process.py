@@ -6,6 +6,7 @@ with its rank when a shell suspends the job (they share a process group), and it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import selectors
@@ -14,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, Failure, State, unpacked
@@ -249,7 +251,7 @@ class Guard:
 
     def _welcome(self) -> None:
         guest = Lines(self._listener.accept()[0])
-        self._selector.register(guest, selectors.EVENT_READ, lambda: self._from_guest(guest, None))
+        self._selector.register(guest, selectors.EVENT_READ, partial(self._from_guest, guest, None))
 
     def _from_guest(self, guest: Lines, rank: int | None) -> None:
         assert self._hub is not None, "guests come to the hub"
@@ -271,7 +273,7 @@ class Guard:
                 self._guests[rank] = guest
                 self._hub.join(rank, self._awake)
                 guest.send({"say": "welcome", "token": self._token})
-                self._selector.modify(guest, selectors.EVENT_READ, lambda: self._from_guest(guest, rank))
+                self._selector.modify(guest, selectors.EVENT_READ, partial(self._from_guest, guest, rank))
 
     def _join(self, addresses: list[str], port: int, token: str) -> str:
         """Connect with the hub; return why that is not possible, "" if it is."""
@@ -285,12 +287,14 @@ class Guard:
                 reasons.append(f"{address}:{port} ({error})")
                 continue
             line.connection.settimeout(_CONNECT_S)
-            if line.send({"rank": self._rank, "token": token}) and (answers := line.read()):
-                if answers[0].get("token") == token:
-                    self._upstream, self._heard_at = line, self._awake
-                    self._selector.register(line, selectors.EVENT_READ, self._from_hub)
-                    self._to_hub({"do": "session", "number": self._session})
-                    return ""
+            answers = line.read() if line.send({"rank": self._rank, "token": token}) else None
+            if answers and answers[0].get("token") == token:
+                self._upstream, self._heard_at = line, self._awake
+                self._selector.register(line, selectors.EVENT_READ, self._from_hub)
+                for message in answers[1:]:
+                    self._hear(message)
+                self._to_hub({"do": "session", "number": self._session})
+                return ""
             line.close()
             reasons.append(f"{address}:{port} (another program answers)")
         return "; ".join(reasons)
@@ -322,10 +326,8 @@ class Guard:
 
 def say(text: str) -> None:
     """Show a text in the terminal of the job."""
-    try:
+    with contextlib.suppress(OSError):  # the terminal is gone
         os.write(2, f"lightning_pipe: {text}\n".encode())
-    except OSError:  # the terminal is gone
-        pass
 
 
 def _open_process(pid: int) -> int | None:
@@ -339,13 +341,11 @@ def _open_process(pid: int) -> int | None:
 
 
 def _kill(process: int | None, pid: int | None = None) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it has ended
         if process is not None and hasattr(signal, "pidfd_send_signal"):
             signal.pidfd_send_signal(process, signal.SIGKILL)
         elif pid is not None:
             os.kill(pid, signal.SIGKILL)
-    except OSError:  # it has ended
-        pass
 
 
 def _is_stopped(pid: int) -> bool:

@@ -1,0 +1,121 @@
+"""Draw what the pages of docs/ show, and write a page for each schedule, before the site is built.
+
+    python -m benchmarks.site          # make docs runs it, then mkdocs
+
+Everything goes to docs/pictures/ and docs/schedule/, which git ignores. All pictures come from the simulator and the
+plots that runs use; the report is that of a plan on a cluster preset.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.schedule_docs import own_schedules
+from lightning_pipe.cli.schedules import SchedulesOptions, shown
+from lightning_pipe.core.program import AnyCompute, Bucket, Edge, Layout, Traffic, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.errors import PipeError
+from lightning_pipe.report import plot_memory, plot_timeline
+from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verify import verify
+from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
+
+DOCS = Path(__file__).parent.parent / "docs"
+PICTURES, PAGES = DOCS / "pictures", DOCS / "schedule"
+FOUR = ((0,), (1,), (2,), (3,))
+UNIT = UnitPrices(reduction=0.5, step=0.5, saved=2**20)
+
+
+def program(stages: tuple[tuple[int, ...], ...], schedule: str, microbatches: int) -> VerifiedProgram:
+    """Return a verified program of equal stages."""
+    edges = [e for s in range(len(stages) - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
+    traffic = Traffic(tuple(edges), tuple(Bucket((s,), 1) for s in range(len(stages))))
+    layout = Layout(stages)
+    order = order_of(schedule, layout=layout, microbatches=microbatches)
+    return verify(lower(order, layout=layout, sizes=(6,) * microbatches, traffic=traffic))
+
+
+def run(stages: tuple[tuple[int, ...], ...], schedule: str, microbatches: int, prices: UnitPrices = UNIT) -> Timeline:
+    """Return a simulated step."""
+    return simulate(program(stages, schedule, microbatches), prices)
+
+
+@dataclass(frozen=True)
+class Shared(UnitPrices):
+    """Prices where two replicas share the work of the first stage."""
+
+    def compute_s(self, compute: AnyCompute, rank: int, samples: int) -> float:
+        """Return half the seconds for the first stage."""
+        return super().compute_s(compute, rank, samples) * (0.5 if compute.stage == 0 else 1.0)
+
+
+def draw_memory(path: Path) -> None:
+    """Draw what GPipe and 1F1B keep on the first of four ranks."""
+    curves = {}
+    for name, schedule in enumerate(("gpipe", "1f1b")):
+        written = program(FOUR, schedule, 8)
+        curve = memory_curves(simulate(written, UNIT), program=written, prices=UNIT)[0]
+        curves[name] = tuple(zip(curve.times, curve.held_bytes, strict=True))
+    plot_memory(curves, path, title="saved tensors of the first rank: gpipe above, 1f1b below")
+
+
+DRAWN: dict[str, Callable[[Path], None]] = {
+    "naive.png": lambda path: plot_timeline(run(FOUR, "gpipe", 1), path, title="one micro-batch"),
+    "gpipe.png": lambda path: plot_timeline(run(FOUR, "gpipe", 8), path, title="gpipe, 8 micro-batches"),
+    "1f1b.png": lambda path: plot_timeline(run(FOUR, "1f1b", 8), path, title="1f1b, 8 micro-batches"),
+    "zero_bubble.png": lambda path: plot_timeline(run(FOUR, "zb_h2", 8), path, title="zb_h2, 8 micro-batches"),
+    "slow_links.png": lambda path: plot_timeline(
+        run(FOUR, "1f1b", 8, UnitPrices(latency=1.0, reduction=0.5, step=0.5)), path, title="1f1b, slow links"
+    ),
+    "replicas.png": lambda path: plot_timeline(
+        run(((0, 1), (2,)), "1f1b", 6, Shared(reduction=1.0, step=0.5)), path, title="layout 2-1"
+    ),
+    "memory.png": draw_memory,
+}
+
+
+def schedule_pages() -> dict[str, str]:
+    """Return a page for each schedule: its section of schedules.md, with a picture where its text drawing is."""
+    text = (DOCS / "schedules.md").read_text(encoding="utf-8")
+    pages = {}
+    for name in own_schedules():
+        found = re.search(rf"^## {re.escape(name)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert found is not None, f"docs/schedules.md has no section {name}"
+        picture = f"![{name} on 4 devices](../pictures/schedule_{name}.png)"
+        body = (
+            found[1]
+            .strip()
+            .replace("](", "](../")
+            .replace("](../http", "](http")
+            .replace("](../#", "](../schedules.md#")
+        )
+        pages[name] = f"# {name}\n\n{picture}\n\n{body}\n\n[All schedules](../schedules.md)\n"
+    return pages
+
+
+def draw_schedule(name: str, path: Path) -> None:
+    """Draw a schedule on four devices with eight micro-batches; one that cannot be made for them raises."""
+    plot_timeline(shown(name, SchedulesOptions()).timeline, path, title=f"{name}, 4 devices, 8 micro-batches")
+
+
+def main() -> None:
+    """Draw all pictures and write all pages."""
+    PICTURES.mkdir(exist_ok=True)
+    PAGES.mkdir(exist_ok=True)
+    for name, draw in DRAWN.items():
+        draw(PICTURES / name)
+    for name, page in schedule_pages().items():
+        try:
+            draw_schedule(name, PICTURES / f"schedule_{name}.png")
+        except PipeError as error:
+            page = re.sub(r"!\[.*?\]\(.*?\)\n", f"No picture: {error}\n", page, count=1)
+        (PAGES / f"{name}.md").write_text(page, encoding="utf-8")
+    print(f"{len(DRAWN)} pictures, and a page and a picture for each of {len(schedule_pages())} schedules")
+
+
+if __name__ == "__main__":
+    main()

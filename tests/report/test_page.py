@@ -1,0 +1,110 @@
+"""A page says what the tables say, needs nothing but itself, and opens in a browser without an error."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipe.core.program import Layout
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.report import compare, html_page, mean_bubble, step_seconds
+from lightning_pipe.report.page import MOST_EVENTS, STACK, Candidate, Page, Stack, thinned
+from lightning_pipe.units import format_bytes, format_seconds, format_share
+from report.runs import Shaped, as_recorded, run_of
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+STAGES = ((0, 1), (2,))
+PREDICTED = run_of(STAGES, Shaped(1.0, 1.3, 0.7, latency=0.4, reduction=0.5, step=0.5))
+MEASURED = [as_recorded(run_of(STAGES, Shaped(f, 1.3, 0.7, latency=0.4, step=0.5))) for f in (1.5, 1.2, 1.9)]
+KINDS = dict.fromkeys(STACK, (10 * 2**20, 20 * 2**20))
+MEMORY = Stack("0-2", (0.0, 5.0), KINDS, 2**28, measured_saved=((7.0, 2**20), (9.0, 2**21)), measured_peak=2**27)
+PAGE = Page(
+    title="two <stages>",
+    costs="Costs are measured.",
+    samples=24,
+    tables=(("The plan", "a table & more"),),
+    sentences=("It is fast. </script><b>",),
+    predicted=PREDICTED,
+    memory=(MEMORY,),
+    candidates=(
+        Candidate("2-1", "1f1b", 4, 1.0, 0.1, 2**30, True),
+        Candidate("2-1", "1f1b", 8, 1.5, 0.05, 2**31, False),
+    ),
+    plan="stages: []",
+    measured=MEASURED[0],
+    comparison=compare(PREDICTED, MEASURED, layout=Layout(STAGES)),
+)
+
+
+def data_of(text: str) -> dict:
+    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found)
+
+
+def test_figures_are_those_of_the_comparison_and_of_the_drawn_step():
+    comparison = PAGE.comparison
+    assert comparison is not None
+    text = html_page(replace(PAGE, measured=MEASURED[comparison.typical]))
+    assert f"<b>{format_seconds(comparison.step.measured)}</b>" in text
+    assert f"predicted {format_seconds(comparison.step.predicted)}" in text
+    assert f"<b>{format_share(comparison.bubble.measured)}</b>" in text
+    drawn, predicted = data_of(text)["runs"]
+    assert drawn["seconds"] == comparison.step.measured and format_seconds(drawn["seconds"]) in drawn["heading"]
+    assert predicted["seconds"] == step_seconds(PREDICTED)
+    assert f"bubble {format_share(mean_bubble(PREDICTED))} of" in predicted["heading"]
+    assert f"predicted peak {format_bytes(MEMORY.peak)}" in data_of(text)["memory"][0]["heading"]
+
+
+def test_bars_have_the_seconds_of_the_computes():
+    measured, _ = data_of(html_page(PAGE))["runs"]
+    for rank in MEASURED[0].ranks:
+        computed = [bar[3] for bar in measured["bars"] if bar[0] == rank and bar[1] in "FIWB"]
+        assert sum(computed) == pytest.approx(MEASURED[0].busy(rank))
+    assert measured["messages"], "messages on their way are drawn"
+
+
+def test_a_page_needs_nothing_but_itself():
+    text = html_page(PAGE)
+    assert not re.findall(r"(?:src|href)=[\"'](?!data:)", text)
+    assert "import(" not in text and "fetch(" not in text and "@import" not in text
+    assert "two &lt;stages&gt;" in text and html.escape(PAGE.sentences[0]) in text
+
+
+def test_a_page_of_many_ranks_stays_small_and_says_what_it_leaves_out():
+    stages = tuple((rank,) for rank in range(48))
+    run = run_of(stages, Shaped(1.0, 1.3, 0.7), microbatches=96)
+    text = html_page(replace(PAGE, predicted=run, measured=None, comparison=None))
+    data = data_of(text)
+    assert len(text) < 2_000_000
+    assert len(data["ranks"]) + data["left_out"] == 48 and data["left_out"] > 0
+    assert len(run.events) > MOST_EVENTS
+
+
+def test_thinned_curves_keep_their_peak():
+    times, (series,) = thinned(range(10_000), [[k % 977 for k in range(10_000)]], most=100)
+    assert len(times) <= 100 and max(series) == 976
+
+
+def test_nothing_recorded_and_nothing_predicted_make_a_page_too():
+    text = html_page(replace(PAGE, predicted=None, measured=MEASURED[0], comparison=None, memory=(), candidates=()))
+    assert f"<b>{format_seconds(step_seconds(MEASURED[0]))}</b>" in text
+    assert data_of(html_page(replace(PAGE, predicted=Timeline(()), measured=None, comparison=None)))["runs"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("page", [PAGE, replace(PAGE, measured=None, comparison=None, memory=(), candidates=())])
+def test_a_browser_draws_the_page_without_an_error(page, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(html_page(page), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=3000"]
+    command = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", path.as_uri()]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert ":CONSOLE" not in found.stderr, found.stderr
+    assert "<canvas" in found.stdout and ("<svg" in found.stdout) == bool(page.memory)
+    assert ("<th>of this plan's" in found.stdout) == (len(page.candidates) > 1)

@@ -1,0 +1,320 @@
+"""Nobody waits in vain, and nothing is left behind: deaths, hangs and habits that ranks do not share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_pipe import DappleStrategy
+from lightning_pipe.capture import allocations
+from lightning_pipe.config import read_config
+from lightning_pipe.errors import ConfigError, PipelineError
+from lightning_pipe.strategy.findings import make_room
+from lightning_pipe.strategy.links import begin_watch, join_ranks
+from ranks.world import Died, Raised, World
+from strategy.fits import QUIET, dapple, make_trainer
+
+SOON = 60.0  # seconds; the default deadline is 300
+
+
+class Two(pl.LightningModule):
+    """Two layers; fails on rank 1 where it is told to."""
+
+    def __init__(self, fails: str = "", layers: int = 2) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        self.fails = fails
+
+    def fail(self, where: str) -> None:
+        if self.fails == where and self.trainer.global_rank == 1:
+            raise ZeroDivisionError("the user's mistake")
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.fail("training_step")
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.fail("validation_step")
+        self.log("validation", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Does(pl.Callback):
+    """Do something after the second batch, on one rank."""
+
+    def __init__(self, what: str, rank: int = 0) -> None:
+        self.what, self.rank = what, rank
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx != 1 or trainer.global_rank != self.rank:
+            return
+        match self.what:
+            case "saves":
+                trainer.save_checkpoint("unused.ckpt")
+            case "stops the training":
+                trainer.should_stop = True
+            case "is stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "is terminated":
+                signal.raise_signal(signal.SIGTERM)
+            case "never returns":
+                threading.Event().wait()
+
+
+def loader(samples: int = 32) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(samples, 4)), 8)
+
+
+def fit(module: pl.LightningModule, *callbacks: pl.Callback, **options: Any) -> None:
+    trainer = make_trainer(
+        dapple(**{"layout": "1-1", "microbatches": 2, **options}), max_epochs=1, callbacks=list(callbacks)
+    )
+    trainer.fit(module, loader(), loader())
+
+
+def fit_doing(what: str, rank: int, options: dict[str, Any]) -> None:
+    fit(Two(), Does(what, rank), **options)
+
+
+def fit_failing(where: str) -> None:
+    fit(Two(where))
+
+
+@pytest.mark.parametrize("where", ["training_step", "validation_step"])
+def test_an_error_in_a_step_of_one_rank_comes_first_wherever_it_is_captured(where: str):
+    first, second = World(2).results(fit_failing, where, deadline_s=SOON)
+    assert isinstance(second, Raised) and "the user's mistake" in second.text, second
+    assert isinstance(first, Raised) and "the user's mistake" in first.text and "Rank 1 failed" in first.text, first
+
+
+@pytest.mark.parametrize("what", ["saves", "stops the training"])
+def test_what_all_ranks_must_do_is_missed_at_once_where_one_does_it(what: str):
+    for result in World(2).results(fit_doing, what, 0, {}, deadline_s=SOON):
+        assert isinstance(result, Raised)
+        assert "Ranks wait for different things" in result.text and "is_global_zero" in result.text, result.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_ends_all_and_is_named(rank: int):
+    results = World(2).results(fit_doing, "is stopped", rank, {"deadline_s": 10.0}, deadline_s=SOON)
+    stopped, other = results[rank], results[1 - rank]
+    assert isinstance(stopped, Died) and stopped.exitcode == -signal.SIGKILL
+    assert isinstance(other, Raised) and f"Rank {rank} failed outside a program" in other.text, other
+    assert "stopped (SIGSTOP)" in other.text
+
+
+def test_a_rank_that_is_killed_in_a_hook_is_named_with_its_last_instruction():
+    killed, other = World(2).results(fit_doing, "is killed", 0, {}, deadline_s=SOON)
+    assert isinstance(killed, Died) and isinstance(other, Raised)
+    assert "Rank 0 died outside a program, after " in other.text and "of step 1" in other.text, other.text
+    assert "Rank 0 died" in killed.stderr
+
+
+def test_a_hook_that_never_returns_does_not_keep_its_process():
+    stuck, other = World(2).results(fit_doing, "never returns", 0, {"deadline_s": 5.0}, deadline_s=SOON)
+    assert isinstance(other, Raised) and "Rank 1 waits for" in other.text
+    assert isinstance(stuck, Died) and "Rank 0 is ended outside a program" in stuck.stderr
+
+
+def fit_terminated() -> str:
+    try:
+        fit(Two(), Does("is terminated", 1))
+    except SystemExit as error:
+        return type(error).__name__
+    return "went on"
+
+
+def test_sigterm_to_one_rank_stops_all_before_the_next_batch():
+    assert World(2).run(fit_terminated, deadline_s=SOON) == ["SIGTERMException"] * 2
+
+
+class Hangs(Dataset[torch.Tensor]):
+    """Blocks the worker that loads its last samples."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index > 24:
+            threading.Event().wait()
+        return torch.ones(4)
+
+
+def fit_loading(folder: str) -> None:
+    trainer = make_trainer(dapple(layout="1-1", microbatches=2, deadline_s=5.0), max_epochs=1)
+    data = DataLoader(Hangs(), 8, num_workers=1, collate_fn=lambda samples: [torch.stack(samples)])
+    note = WritesWorkers(folder)
+    trainer.callbacks.append(note)
+    trainer.fit(Two(), data)
+
+
+class WritesWorkers(pl.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        import multiprocessing
+
+        for child in multiprocessing.active_children():
+            Path(self.folder, str(child.pid)).touch()
+
+
+def test_a_worker_that_hangs_ends_with_its_rank(tmp_path: Path):
+    loading, other = World(2).results(fit_loading, str(tmp_path), deadline_s=SOON)
+    assert isinstance(loading, (Died, Raised)) and isinstance(other, Raised), (loading, other)
+    assert "the loading of a batch" in other.text or "the next batch" in other.text
+    workers = [int(file.name) for file in tmp_path.iterdir()]
+    assert workers
+    for worker in workers:
+        assert not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
+
+
+def held_after(fits: int) -> list[tuple[int, int]]:
+    """Return descriptors and threads after every fit; the third fails on one rank."""
+    found = []
+    for number in range(fits):
+        try:
+            fit(Two(), *([FailsAtEnd()] if number == 2 else []))
+        except (ZeroDivisionError, PipelineError):
+            assert number == 2
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found
+
+
+class FailsAtEnd(pl.Callback):
+    def on_validation_end(self, trainer, module):
+        if trainer.global_rank == 1:
+            raise ZeroDivisionError
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
+def test_fits_leave_no_descriptors_and_no_threads():
+    for found in World(2).run(held_after, 5, deadline_s=2 * SOON):
+        (before, _), (after, _) = found[1], found[-1]
+        assert after <= before and found[-1][1] <= found[1][1], found
+
+
+def save_after_fit(path: str) -> list[str]:
+    module = Two()
+    trainer = make_trainer(dapple(layout="1-1", microbatches=2), max_epochs=1)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    return [name for name, value in saved["state_dict"].items() if torch.equal(value, module.state_dict()[name])]
+
+
+def test_checkpoints_are_saved_after_a_fit_has_closed_its_connections(tmp_path: Path):
+    names = [f"net.{layer}.{kind}" for layer in range(2) for kind in ("weight", "bias")]
+    assert World(2).run(save_after_fit, str(tmp_path / "a.ckpt"), deadline_s=SOON) == [names, names]
+
+
+def test_a_rank_that_never_comes_is_named(unused_port: int):
+    watch = begin_watch(0, 2, deadline_s=1.0)
+    with pytest.raises(PipelineError, match=r"Of 2 ranks, rank 1 did not come .* within 1 s.*num_nodes"):
+        join_ranks(watch, address="127.0.0.1", port=unused_port)
+    watch.close()
+
+
+def test_a_first_rank_that_never_comes_is_named(unused_port: int):
+    watch = begin_watch(1, 2, deadline_s=1.0)
+    with pytest.raises(PipelineError, match=r"Rank 0, which hosts it, has not come"):
+        join_ranks(watch, address="127.0.0.1", port=unused_port)
+    watch.close()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("option", ["report", "trace"])
+def test_a_report_that_cannot_be_written_is_refused_before_training(option: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"found {option}='.*file/under.*nothing can be written"):
+        make_room(read_config({option: str(tmp_path / "file" / "under" / "it")}))
+    make_room(read_config({option: str(tmp_path / "new" / "it")}))
+
+
+def warnings_of(layers: int, batch_dim: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        trainer = make_trainer(dapple(layout="1-1", microbatches=1, batch_dim=batch_dim), max_epochs=1)
+        warnings.simplefilter("always")
+        trainer.fit(Two(layers=layers), loader())
+    return [str(warning.message) for warning in seen]
+
+
+def test_stages_without_work_are_told():
+    first, _ = World(2).run(warnings_of, 1, 0, deadline_s=SOON)
+    assert any("hold no parameters and compute next to nothing" in text for text in first), first
+    first, _ = World(2).run(warnings_of, 2, 0, deadline_s=SOON)
+    assert not any("hold no parameters" in text for text in first), first
+
+
+def fit_with_failing_profiler(folder: str) -> bool:
+    """Measure memory with a profiler that fails once in this step."""
+    events, failures = allocations.recorded_events, [MemoryError("std::bad_alloc")]
+
+    def recorded(finished: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return events(finished)
+
+    strategy = dapple(layout="1-1", microbatches=2, memory=True, report=folder)
+    allocations.recorded_events = recorded
+    try:
+        trainer = make_trainer(strategy, max_epochs=2)
+        trainer.fit(Two(), loader())
+    finally:
+        allocations.recorded_events = events
+    return dist.get_rank() != 0 or Path(folder, "plan.yaml").exists()
+
+
+def test_a_profiler_that_fails_ends_no_training(tmp_path: Path):
+    assert World(2).run(fit_with_failing_profiler, str(tmp_path), deadline_s=SOON) == [True, True]
+
+
+def forked_fit(what: str) -> None:
+    strategy = DappleStrategy(
+        layout="1-1", planner="uniform", microbatches=2, costs="counted", warmup="pa", start_method="fork"
+    )
+    trainer = pl.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, callbacks=[Does(what, 1)])
+    module = Two("training_step" if what == "raises" else "")
+    trainer.fit(module, loader(), loader())
+
+
+def forked(what: str) -> str:
+    """Fit from a process in which nothing was computed yet, as a notebook does."""
+    os.environ.pop("LOCAL_RANK", None)
+    try:
+        forked_fit(what)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("is killed", "PipelineError: Rank 1 died outside a program, after "), ("raises", "the user's mistake")],
+)
+def test_the_failure_of_a_forked_rank_is_the_error_of_the_notebook(what: str, words: str):
+    (text,) = World(1).run(forked, what, deadline_s=SOON)
+    assert words in text and "not attached" not in text, text
