@@ -226,6 +226,16 @@ def test_a_given_plan_is_explained_against_what_auto_would_do(run):
     assert "one device" in told and "data parallel (DDP)" in told and "runner-up" in told
 
 
+def test_a_report_is_one_page_with_the_figures_of_the_plan(run, refused, here):
+    run("plan", *ON_TWO)
+    told = run("report", *CHAIN, "ranks=2", "plan=plan.yaml", "out=page.html")
+    page = (here / "page.html").read_text()
+    seconds = re.search(r": ([\d.]+ m?s) per step", told)
+    assert seconds is not None and f"<b>{seconds[1]}</b>" in page
+    assert "this plan" in page and "</html>" in page
+    assert "cannot write the report" in refused("report", *ON_TWO, "out=no/such/folder/page.html")
+
+
 def test_explaining_without_a_plan_plans_and_writes_nothing(run, here):
     assert "this plan" in run("explain", *ON_TWO)
     assert not (here / "plan.yaml").exists()
