@@ -20,8 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe.capture import allocations
 from lightning_pipe.config import read_config
 from lightning_pipe.errors import ConfigError, PipelineError
+from lightning_pipe.runtime.guard.client import GuardClient
+from lightning_pipe.runtime.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.watch import patience_until
 from lightning_pipe.strategy.findings import make_room
-from lightning_pipe.strategy.links import begin_watch, join_ranks
+from lightning_pipe.strategy.links import join_ranks
 from ranks.world import Died, Raised, World
 from strategy.fits import dapple, make_trainer
 
@@ -182,15 +185,21 @@ def test_checkpoints_are_saved_after_a_fit_has_closed_its_connections(tmp_path: 
     assert World(2).run(save_after_fit, str(tmp_path / "a.ckpt"), deadline_s=SOON) == [names, names]
 
 
+def alone(rank: int) -> GuardedWatch:
+    guard, patience = GuardClient(), patience_until(5.0)
+    guard.begin(rank, patience.limits)
+    return GuardedWatch(guard, rank=rank, ranks=2, patience=patience)
+
+
 def test_a_rank_that_never_comes_is_named(unused_port: int):
-    watch = begin_watch(0, 2, deadline_s=1.0)
-    with pytest.raises(PipelineError, match=r"Of 2 ranks, rank 1 did not come .* within 1 s.*num_nodes"):
+    watch = alone(0)
+    with pytest.raises(PipelineError, match=r"Of 2 ranks, rank 1 did not come .* within 5 s.*num_nodes"):
         join_ranks(watch, address="127.0.0.1", port=unused_port)
     watch.close()
 
 
 def test_a_first_rank_that_never_comes_is_named(unused_port: int):
-    watch = begin_watch(1, 2, deadline_s=1.0)
+    watch = alone(1)
     with pytest.raises(PipelineError, match=r"Rank 0, which hosts it, has not come"):
         join_ranks(watch, address="127.0.0.1", port=unused_port)
     watch.close()
