@@ -320,7 +320,12 @@ def _peak_of(schedule: str, count: int) -> int:
     torch.manual_seed(0)
     text = torch.randint(500, (8 * count * 3, TABLE5_MODEL["context"] + 1))
     strategy = DappleStrategy(
-        planner="uniform", schedule=schedule, microbatches=count, costs="counted", check=False, report=None
+        planner="uniform",
+        schedule=schedule,
+        warmup="pa" if schedule == "1f1b" else None,
+        microbatches=count,
+        costs="counted",
+        check=False,
     )
     held: list[int] = []
     fit_module(GPT(**TABLE5_MODEL), DataLoader(TensorDataset(text), 8 * count), strategy, callback=_Peaks(held))

@@ -80,7 +80,7 @@ def composed(conf: Path, overrides: list[str]):
 
 def first_command(path: Path) -> list[str]:
     """Return the overrides of the command that a preset opens with."""
-    line = path.read_text(encoding="utf-8").splitlines()[0]
+    line = path.read_text(encoding="utf-8").splitlines()[1]  # after the line for Hydra
     assert line.startswith("# python train.py "), f"{path} does not open with the command that uses it"
     return shlex.split(line)[3:]
 

@@ -28,7 +28,7 @@ from lightning_pipe.runtime.watch import PATIENCE, POLL_S, MismatchError, Overdu
 
 _LAST_LINES = 6  # of a traceback, as much as names the user's line and the operation
 _LOOK_S = 2.0  # after which a wait beside programs asks what the others wait for, and again
-_MARGIN_S = 1.0  # after our deadline, the guard's
+_MARGIN_S = 3.0  # after our deadline, the guard's
 _MOST_WORDS = 4096  # instructions whose text is kept
 NOWHERE = "the preparation of a step"
 
@@ -121,7 +121,7 @@ class GuardedWatch:
         start = time.monotonic()
         end, look = start + self.patience.deadline_s, start + _LOOK_S
         page = self.guard.page
-        page.wait(wait.kind, self._word(wait.what), count=self._met, limit=end + 2 * _MARGIN_S)
+        page.wait(wait.kind, self._word(wait.what), count=self._met, limit=end + _MARGIN_S)
         before: dict[int, State] = {}
         try:
             while not wait.handle.wait(POLL_S):

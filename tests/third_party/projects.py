@@ -26,14 +26,6 @@ def _series(rows: int = 400) -> Any:
     return pd.DataFrame({"time": time, "group": np.repeat(list("abcd"), rows // 4), "value": values})
 
 
-def _table(rows: int = 256) -> Any:
-    import pandas as pd
-
-    random = np.random.default_rng(0)
-    x = random.normal(size=(rows, 4)).astype("float32")
-    return pd.DataFrame({**{f"x{k}": x[:, k] for k in range(4)}, "y": (x.sum(1) > 0).astype("int64")})
-
-
 def _tensors(*shapes: tuple[int, ...], classes: int | None = None, batch_size: int = 8) -> DataLoader:
     random = torch.Generator().manual_seed(1)
     data = [torch.randn(*shape, generator=random) for shape in shapes]
@@ -64,29 +56,6 @@ def _user_module(model: nn.Module, step: Callable[[nn.Module, Any], torch.Tensor
     return Users()
 
 
-def pytorch_forecasting() -> Made:
-    from pytorch_forecasting import NHiTS, TimeSeriesDataSet
-
-    data = TimeSeriesDataSet(
-        _series(), time_idx="time", target="value", group_ids=["group"], min_encoder_length=16, max_encoder_length=16,
-        min_prediction_length=4, max_prediction_length=4, time_varying_unknown_reals=["value"],
-    )  # fmt: skip
-    module = NHiTS.from_dataset(data, hidden_size=16, dropout=0.0, learning_rate=1e-3)
-    return module, data.to_dataloader(train=True, batch_size=16, num_workers=0, shuffle=False)
-
-
-def pytorch_forecasting_tft() -> Made:
-    from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
-
-    data = TimeSeriesDataSet(
-        _series(), time_idx="time", target="value", group_ids=["group"], min_encoder_length=16, max_encoder_length=16,
-        min_prediction_length=4, max_prediction_length=4, time_varying_unknown_reals=["value"],
-        time_varying_known_reals=["time"],
-    )  # fmt: skip
-    module = TemporalFusionTransformer.from_dataset(data, hidden_size=8, dropout=0.0, learning_rate=1e-3)
-    return module, data.to_dataloader(train=True, batch_size=16, num_workers=0, shuffle=False)
-
-
 def gluonts() -> Made:
     from gluonts.torch.model.simple_feedforward.lightning_module import SimpleFeedForwardLightningModule
 
@@ -102,46 +71,6 @@ def gluonts() -> Made:
     for row in rows:
         row["future_observed_values"] = torch.ones(4)
     return module, DataLoader(rows, 8)
-
-
-def pytorch_tabular() -> Made:
-    from pytorch_tabular import TabularModel
-    from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
-    from pytorch_tabular.models import GANDALFConfig
-
-    model = TabularModel(
-        data_config=DataConfig(
-            target=["y"], continuous_cols=[f"x{k}" for k in range(4)], normalize_continuous_features=False
-        ),
-        model_config=GANDALFConfig(task="classification", gflu_stages=2, batch_norm_continuous_input=False),
-        optimizer_config=OptimizerConfig(), trainer_config=TrainerConfig(batch_size=16, accelerator="cpu"),
-    )  # fmt: skip
-    data = model.prepare_dataloader(train=_table(), seed=1)
-    module = model.prepare_model(data)
-    rows = [data.train_dataset[k] for k in range(64)]
-    return module, DataLoader(rows, 16)
-
-
-def deeptab() -> Made:
-    from deeptab.models import FTTransformerClassifier
-
-    table = _table()
-    model = FTTransformerClassifier()
-    model.build_model(table.drop(columns="y"), table["y"].to_numpy(), batch_size=16)
-    module = model.task_model if hasattr(model, "task_model") else model._task_model
-    data = model.data_module if hasattr(model, "data_module") else model._data_module
-    data.setup("fit")
-    return module, list(data.train_dataloader())
-
-
-def pina() -> Made:
-    from pina.problem.zoo import SupervisedProblem
-    from pina.solver import SupervisedSingleModelSolver
-
-    random = torch.Generator().manual_seed(1)
-    problem = SupervisedProblem(torch.randn(64, 2, generator=random), torch.randn(64, 1, generator=random))
-    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-    return SupervisedSingleModelSolver(problem, model, use_lt=False), problem
 
 
 def neuralforecast() -> Made:
@@ -185,19 +114,6 @@ def pytorch_lifestream() -> Made:
     return module, _tensors((64, 8), classes=3)
 
 
-def chemprop() -> Made:
-    from chemprop import data, models
-    from chemprop import nn as chem
-
-    smiles = ["CCO", "CCN", "CCC", "c1ccccc1", "CC(=O)O", "CCCl", "CCBr", "COC"] * 4
-    points = [data.MoleculeDatapoint.from_smi(s, [float(k % 5)]) for k, s in enumerate(smiles)]
-    loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=8, shuffle=False)
-    module = models.MPNN(
-        chem.BondMessagePassing(d_h=16), chem.MeanAggregation(), chem.RegressionFFN(input_dim=16, hidden_dim=16)
-    )
-    return module, loader
-
-
 def torch_geometric() -> Made:
     from torch_geometric.nn import DenseGCNConv
 
@@ -237,20 +153,6 @@ def x_transformers() -> Made:
     return _user_module(model, lambda model, batch: model(batch[0])), DataLoader(TensorDataset(ids), 8)
 
 
-def tab_transformer_pytorch() -> Made:
-    from tab_transformer_pytorch import FTTransformer
-
-    model = FTTransformer(
-        categories=(), num_continuous=6, dim=16, dim_out=1, depth=2, heads=2, attn_dropout=0.0, ff_dropout=0.0
-    )
-
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
-        nothing = torch.empty(len(batch[0]), 0, dtype=torch.long)
-        return nn.functional.mse_loss(model(nothing, batch[0]), batch[1])
-
-    return _user_module(model, step), _tensors((64, 6), (64, 1))
-
-
 def pytorch_tcn() -> Made:
     from pytorch_tcn import TCN
 
@@ -271,14 +173,13 @@ def pytorch_metric_learning() -> Made:
     return _user_module(Net(), lambda m, batch: m.loss(m.net(batch[0]), batch[1])), _tensors((64, 8), classes=4)
 
 
-SINGLE = {"pytorch_tabular", "pytorch_forecasting", "pytorch_forecasting_tft", "deeptab", "neuralforecast", "chemprop"}
+SINGLE = {"neuralforecast"}
 """Projects whose own data are float32; all others train in float64."""
 
 PROJECTS: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
-        pytorch_forecasting, pytorch_forecasting_tft, gluonts, pytorch_tabular, deeptab, pina, neuralforecast, litgpt,
-        pytorch_lifestream, chemprop, torch_geometric, monai, x_transformers, tab_transformer_pytorch,
-        pytorch_tcn, pytorch_metric_learning,
+        gluonts, neuralforecast, litgpt, pytorch_lifestream, torch_geometric, monai, x_transformers, pytorch_tcn,
+        pytorch_metric_learning,
     )
 }  # fmt: skip

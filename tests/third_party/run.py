@@ -46,20 +46,12 @@ def train(name: str, *, pipeline: bool, microbatches: int) -> dict[str, torch.Te
         from lightning_pipe import DappleStrategy
 
         options["strategy"] = DappleStrategy(layout="1-1", microbatches=microbatches, costs="counted", deadline_s=60)
-    if name == "pina":
-        import pina
-
-        trainer = pina.Trainer(
-            module, batch_size=16, shuffle=False, **options
-        )  # it shuffles otherwise where it sees ranks
-        trainer.train()
-    else:
-        package = _package_of(module)
-        pl = __import__(package) if package != "lightning" else __import__("lightning.pytorch").pytorch
-        logging.getLogger(pl.__name__).setLevel(logging.ERROR)
-        trainer = pl.Trainer(**options)
-        module.train()
-        trainer.fit(module, data)
+    package = _package_of(module)
+    pl = __import__(package) if package != "lightning" else __import__("lightning.pytorch").pytorch
+    logging.getLogger(pl.__name__).setLevel(logging.ERROR)
+    trainer = pl.Trainer(**options)
+    module.train()
+    trainer.fit(module, data)
     weights = {key: value.detach().clone() for key, value in module.named_parameters()}
     assert trainer.global_step == STEPS, trainer.global_step
     return {**weights, **{f"metric {key}": value for key, value in trainer.callback_metrics.items()}}
