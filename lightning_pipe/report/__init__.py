@@ -7,6 +7,7 @@ from lightning_pipe.report.comparison_table import comparison_table
 from lightning_pipe.report.explain import Alternative, explain, main_sentences, sentences
 from lightning_pipe.report.page import Page, html_page
 from lightning_pipe.report.plot import plot_memory, plot_timeline
+from lightning_pipe.report.stack_plot import plot_stacks
 from lightning_pipe.report.table import idle_stages, plan_table, timeline_table
 from lightning_pipe.report.trace import Curve, Curves, chrome_trace, draw
 
@@ -35,6 +36,7 @@ __all__ = [
     "mean_computing",
     "plan_table",
     "plot_memory",
+    "plot_stacks",
     "plot_timeline",
     "sentences",
     "step_seconds",

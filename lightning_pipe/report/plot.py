@@ -71,7 +71,7 @@ def plot_timeline(timeline: Timeline, path: str | Path, *, predicted: Timeline |
     """
     panels = [(timeline, "")] if predicted is None else [(predicted, "predicted"), (timeline, "measured")]
     lanes = sum(len(panel.ranks) for panel, _ in panels)
-    figure = _figure(LANE_IN * lanes + MARGIN_IN * len(panels))
+    figure = figure_of(LANE_IN * lanes + MARGIN_IN * len(panels))
     heights = [len(panel.ranks) or 1 for panel, _ in panels]
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     longest = max(end - start for start, end in (step_interval(panel) for panel, _ in panels))
@@ -112,7 +112,7 @@ def plot_memory(
     top = max(peak, 1, *drawn.values()) * HEADROOM
     length = max(_end(group) - _start(group) for group in (curves, predicted))
     (size, unit), (scale, time_unit) = _scale(top, BYTES, BYTE_UNITS), _scale(length, SECONDS, TIME_UNITS)
-    figure = _figure(PANEL_IN * len(curves) + MARGIN_IN)
+    figure = figure_of(PANEL_IN * len(curves) + MARGIN_IN)
     all_axes = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, rank in zip(all_axes, sorted(curves), strict=True):
         times, amounts = _steps(curves[rank], curves, scale, size)
@@ -134,7 +134,8 @@ def plot_memory(
     figure.savefig(path, dpi=DPI)
 
 
-def _figure(height: float) -> Figure:
+def figure_of(height: float) -> Figure:
+    """Return an empty figure of the common width and a height in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +20,6 @@ from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.alternatives import alternatives
 from lightning_pipe.planner.judge import Judged
 from lightning_pipe.planner.pages import page_of
-from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
     Memory,
@@ -35,7 +33,7 @@ from lightning_pipe.report import (
     idle_stages,
     main_sentences,
     plan_table,
-    plot_memory,
+    plot_stacks,
     plot_timeline,
 )
 from lightning_pipe.schedule.registry import planned_join
@@ -190,7 +188,8 @@ def write_report(path: Path, planned: Planned, recorded: Recorded, found: Findin
     folder = path.parent if is_page else path
     folder.mkdir(parents=True, exist_ok=True)
     page = path if is_page else path / "report.html"
-    page.write_text(html_page(_page(planned, recorded, found)), encoding="utf-8")
+    shown = _page(planned, recorded, found)
+    page.write_text(html_page(shown), encoding="utf-8")
     rank_zero_info(f"Wrote the report to {page}; open it in a browser.")
     if is_page:
         return
@@ -206,8 +205,8 @@ def write_report(path: Path, planned: Planned, recorded: Recorded, found: Findin
         rank_zero_info(
             "matplotlib is not installed, so the report has no pictures: pip install 'lightning-pipe[plots]'."
         )
-    elif found is not None:
-        _write_plots(folder, planned.problem, recorded, found)
+    else:
+        _write_plots(folder, shown)
 
 
 def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
@@ -226,11 +225,8 @@ def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
     )
 
 
-def _write_plots(folder: Path, problem: Problem, recorded: Recorded, found: Findings) -> None:
-    plot_timeline(recorded.comparable[found.comparison.typical], folder / "timeline.png", predicted=found.predicted)
-    limits = {rank: problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)}
-    plot_memory(_totals(found.curves), folder / "memory.png", limits=limits, title="predicted")
-
-
-def _totals(curves: Sequence[MemoryCurve]) -> dict[int, tuple[tuple[float, int], ...]]:
-    return {rank: tuple(zip(curve.times, curve.total_bytes, strict=True)) for rank, curve in enumerate(curves)}
+def _write_plots(folder: Path, page: Page) -> None:
+    """Draw what the page draws."""
+    assert page.measured is not None, "a run was recorded"
+    plot_timeline(page.measured, folder / "timeline.png", predicted=page.predicted)
+    plot_stacks(page.memory, folder / "memory.png")

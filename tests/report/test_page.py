@@ -10,11 +10,13 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+from matplotlib.image import imread
 
 from lightning_pipe.core.program import Layout
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.report import compare, html_page, mean_bubble, step_seconds
+from lightning_pipe.report import compare, html_page, mean_bubble, plot_stacks, step_seconds
 from lightning_pipe.report.page import MOST_EVENTS, STACK, Candidate, Page, Stack, thinned
+from lightning_pipe.report.stack_plot import COLOURS as STACK_COLOURS
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 from report.runs import Shaped, as_recorded, run_of
 
@@ -108,3 +110,10 @@ def test_a_browser_draws_the_page_without_an_error(page, tmp_path):
     assert ":CONSOLE" not in found.stderr, found.stderr
     assert "<canvas" in found.stdout and ("<svg" in found.stdout) == bool(page.memory)
     assert ("<th>of this plan's" in found.stdout) == (len(page.candidates) > 1)
+
+
+def test_memory_is_drawn_by_kind(tmp_path):
+    plot_stacks([MEMORY, replace(MEMORY, ranks="3", measured_saved=(), limit=None)], tmp_path / "memory.png")
+    image = (imread(tmp_path / "memory.png")[:, :, :3] * 255).round().astype(int)
+    areas = [int((image == [int(colour[k : k + 2], 16) for k in (1, 3, 5)]).all(-1).sum()) for colour in STACK_COLOURS]
+    assert min(areas) > 1000 and max(areas) < 1.6 * min(areas), "kinds of equal bytes have about equal areas"
