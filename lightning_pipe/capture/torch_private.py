@@ -34,6 +34,7 @@
 * `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
   hooks on the backward of modules.
 * `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group`: what every collective asks first.
+* `distributed_c10d._get_default_group`: what `get_rank` and `get_world_size` ask.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -45,6 +46,7 @@ import itertools
 import linecache
 import re
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,6 +93,7 @@ __all__ = [
     "StatelessSymbolicContext",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "answered_alone",
     "answered_calls",
     "answered_collectives",
     "aot_export_joint_with_descriptors",
@@ -459,6 +462,36 @@ def answered_collectives(answer: Callable[[str], None]) -> Iterator[None]:
 
 _NO_COLLECTIVES = frozenset({"get_rank", "get_world_size", "get_backend", "get_backend_config"})
 _ASKED_BY_COLLECTIVES = ((distributed_c10d, "_rank_not_in_group"), (_functional_collectives, "_resolve_group"))
+
+
+class _Alone:
+    """A group of one process, as far as `get_rank` and `get_world_size` ask."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@contextlib.contextmanager
+def answered_alone(is_told: Callable[[types.FrameType], bool]) -> Iterator[None]:
+    """Let `get_rank()` and `get_world_size()` answer as in a single process, if a function says so of their caller."""
+    original = distributed_c10d._get_default_group
+
+    def group() -> Any:
+        asking = sys._getframe(1)
+        if asking.f_code.co_name == "_get_group_size" and asking.f_back is not None:
+            asking = asking.f_back
+        caller = asking.f_back
+        is_question = asking.f_code in (distributed_c10d.get_rank.__code__, distributed_c10d.get_world_size.__code__)
+        return _Alone() if is_question and caller is not None and is_told(caller) else original()
+
+    vars(distributed_c10d)["_get_default_group"] = group
+    try:
+        yield
+    finally:
+        vars(distributed_c10d)["_get_default_group"] = original
 
 
 def unguarded() -> contextlib.AbstractContextManager[None]:

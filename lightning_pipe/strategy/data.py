@@ -34,6 +34,7 @@ from lightning_pipe.runtime.watch import Unwatched
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.samplers import gather_shards
 from lightning_pipe.strategy.stand_ins import absent_batch
+from lightning_pipe.strategy.world_size import WholeData
 
 _HOST = torch.device("cpu")
 _MOST_STRUCTURES = 256
@@ -64,6 +65,7 @@ class Feed:
         watch: looks after the loading of batches, and after workers of loaders.
 
     Attributes:
+        data: answers code of loaders that asks for its rank.
         tells_indices: whether all ranks are told which samples a batch has, for writers of predictions.
     """
 
@@ -77,6 +79,7 @@ class Feed:
     ) -> None:
         self._control, self._device = control, device
         self.watch = watch or Unwatched()
+        self.data = WholeData(ranks=control.ranks)
         self._tell = control.tell if ahead else control.copy
         self._loading = tuple(range(control.ranks))
         self._assigned = False
@@ -238,7 +241,8 @@ class FedLoader:
         return self.feed.iterate(self)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        with self.feed.data.while_loading():
+            return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         if name in FedLoader._OWN or (name.startswith("__") and not name.startswith("__pl_")):
@@ -256,7 +260,8 @@ class FedLoader:
         peeked, self.peeked = self.peeked, None
         if peeked is not None:
             return peeked
-        opened = iter(self.loader)
+        with self.feed.data.while_loading():
+            opened = iter(self.loader)
         self.feed.watch.watch_processes(_workers())
         return opened
 
@@ -319,7 +324,7 @@ class FedIterator:
 
     def _next(self, own: Iterator[Any]) -> Any:
         try:
-            with self._feed.watch.limited("the loading of a batch"):
+            with self._feed.watch.limited("the loading of a batch"), self._feed.data.while_loading():
                 batch = next(own)
         except StopIteration:
             self._feed.announce(_END, 0)

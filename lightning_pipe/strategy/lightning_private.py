@@ -6,6 +6,7 @@ fit_loop.epoch_loop.automatic_optimization    where that loop hangs
 _AutomaticOptimization._training_step, trainer.call._call_strategy_hook    refuses batches that several ranks skip; ours
                                     skips them on all ranks together
 fit_loop.setup_data                 asks the user's loaders for data, as `Trainer.estimated_stepping_batches` does
+_DataLoaderSource.dataloader, loop._data_source       ask the user's hooks for loaders
 fit_loop._combined_loader           the loaders it has asked for
 fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
                                     `setup_data`, which we call earlier
@@ -35,6 +36,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -141,6 +143,19 @@ def hide_advice_to_synchronise() -> Callable[[], None]:
             cast("list[Any]", warnings.filters).remove(added)
 
     return undo
+
+
+def make_loaders_inside(trainer: pl.Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let the hooks that make loaders run inside of a context."""
+    fit = trainer.fit_loop
+    loops = (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for source in (loop._data_source for loop in loops):
+        vars(source)["dataloader"] = partial(_inside, context, partial(type(source).dataloader, source))
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], function: Callable[[], Any]) -> Any:
+    with context():
+        return function()
 
 
 def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:

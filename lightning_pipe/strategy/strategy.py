@@ -309,6 +309,7 @@ class DappleStrategy(ParallelStrategy):
         assert module is not None, "connected by the trainer"
         self.accelerator.setup(trainer)
         measure_whole_batches(trainer, ranks=self.world_size)
+        private.make_loaders_inside(trainer, self._feed.data.while_loading)
         refuse_parameters(module)
         self.model = self.precision_plugin.convert_module(module)
         self._session = Session(

@@ -8,7 +8,10 @@ and the line that reads it is named once.
 from __future__ import annotations
 
 import sys
+import types
+from contextlib import AbstractContextManager, nullcontext
 
+from lightning_pipe.capture.torch_private import answered_alone
 from lightning_pipe.capture.users_code import is_library
 from lightning_pipe.lightning_names import ThroughputMonitor, pl, rank_zero_warn
 from lightning_pipe.lightning_package import TRAINERS
@@ -37,6 +40,38 @@ class WorldSizeReads:
             f"{path}:{line} in {frame.f_code.co_name} reads world_size = {world_size}. All {world_size} ranks of a "
             "pipeline work on one batch: do not multiply learning rates or divide batches and data by it."
         )
+
+
+class WholeData:
+    """Code of loaders that divides the data by rank: it is told that there is one process, and named once.
+
+    Every batch of a pipeline is a whole batch, so whoever takes every n-th sample (`get_rank()`, `get_world_size()`)
+    would train on a part of the data.
+
+    Args:
+        ranks: number of ranks.
+    """
+
+    def __init__(self, *, ranks: int) -> None:
+        self._lines: set[str] = set()
+        self._ranks = ranks
+
+    def while_loading(self) -> AbstractContextManager[None]:
+        """Answer questions for rank and world size as on one device, inside."""
+        return answered_alone(self._is_told) if self._ranks > 1 else nullcontext()
+
+    def _is_told(self, frame: types.FrameType) -> bool:
+        path = frame.f_code.co_filename
+        if is_library(path):
+            return False
+        if (line := f"{path}:{frame.f_lineno}") not in self._lines:
+            self._lines.add(line)
+            rank_zero_warn(
+                f"{line} in {frame.f_code.co_name} asks torch.distributed for its rank or the world size while data is "
+                "loaded. It is told that there is one process, so that it does not divide the data: every batch of a "
+                "pipeline is a whole batch."
+            )
+        return True
 
 
 def measure_whole_batches(trainer: pl.Trainer, *, ranks: int) -> None:
