@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ import torch
 from lightning_pipe.capture.hazards import assignment_line, hazard
 from lightning_pipe.capture.inner_states import state_of
 from lightning_pipe.capture.kept_collections import KeptDict, KeptList, kept_collections
+from lightning_pipe.capture.metric_result import MetricResult
 from lightning_pipe.capture.python_places import ABSENT, Slot
 from lightning_pipe.capture.python_reads import Reads, attribute_slots, shared_slots
 from lightning_pipe.capture.python_state import Change, Snapshot
 from lightning_pipe.capture.record import Kept
+from lightning_pipe.capture.trees import mapped
 from lightning_pipe.lightning_names import pl
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
@@ -142,8 +145,9 @@ class ModuleState:
         self._snapshot.restore()
 
     def kept(self) -> list[Kept]:
-        """List what has changed, as what a step leaves behind."""
-        return [_as_kept(change) for change in self.changes()]
+        """List what has changed, as what a step leaves behind; classes that it made are made again where missed."""
+        kept = [_as_kept(change) for change in self.changes() if not isinstance(change.now, type)]
+        return [one if _can_be_told(one.value) else replace(one, path=(), value=None) for one in kept]
 
     def _new(self) -> list[Slot]:
         return [slot for slot in attribute_slots(self._module) if slot.place not in self._known]
@@ -161,6 +165,15 @@ def _as_kept(change: Change) -> Kept:
     if grew and len(now) >= before:
         return Kept(slot.path, slot.name, "extend", now[before:])
     return Kept(slot.path, slot.name, "refill", now)
+
+
+def _can_be_told(value: Any) -> bool:
+    """Return whether other ranks can be told a value."""
+    try:
+        pickle.dumps(mapped(value, (torch.Tensor, MetricResult), lambda _: None))
+    except Exception:  # whatever an object raises that cannot be pickled
+        return False
+    return True
 
 
 @contextlib.contextmanager
