@@ -34,7 +34,7 @@ def check_microbatches(microbatches: int) -> None:
         raise ConfigError(f"found {microbatches} micro-batches; a schedule needs at least 1")
 
 
-_CLOSE = 0.7  # of two names as difflib compares them: "stage" is not "trace" (0.6), "microbatch" is "microbatches"
+_CLOSE = 0.65  # of two names as difflib compares them: "stage" is not "trace" (0.6), "spq" is "spp" (0.67)
 
 
 def hint(found: str, known: Mapping[str, object]) -> str:

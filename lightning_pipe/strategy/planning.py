@@ -5,6 +5,7 @@ Also here: how a plan meets graphs other than the one that it was made for (vali
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
@@ -13,7 +14,6 @@ from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
-from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.planner.judge import Judged, judge
 from lightning_pipe.planner.policies import keeps_everything, known_places, policies_of
 from lightning_pipe.planner.problem import Problem
@@ -88,7 +88,8 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, repla
 def warn_of_overflow(problem: Problem, judged: Judged) -> None:
     """Warn that the user's own plan does not fit into memory; it may run all the same, as predictions are not exact."""
     if judged.overflow(problem.cluster) > 0:
-        rank_zero_warn(f"The given plan is run although it does not fit into memory: it {shortage(problem, judged)}")
+        text = f"The given plan is run although it does not fit into memory: it {shortage(problem, judged)}"
+        warnings.warn(text, stacklevel=2)
 
 
 def in_turns(plan: Plan) -> Plan:
