@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lightning_pipe.capture.torch_private import answered_alone
 from lightning_pipe.capture.users_code import is_library
-from lightning_pipe.lightning_names import ThroughputMonitor, pl, rank_zero_warn
+from lightning_pipe.lightning_names import ClusterEnvironment, ThroughputMonitor, pl, rank_zero_warn
 from lightning_pipe.lightning_package import TRAINERS
 from lightning_pipe.strategy.lightning_private import throughputs
 
@@ -62,7 +62,7 @@ class WholeData:
 
     def _is_told(self, frame: types.FrameType) -> bool:
         path = frame.f_code.co_filename
-        if is_library(path):
+        if is_library(path) or isinstance(frame.f_locals.get("self"), ClusterEnvironment):
             return False
         if (line := f"{path}:{frame.f_lineno}") not in self._lines:
             self._lines.add(line)

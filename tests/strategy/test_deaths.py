@@ -112,6 +112,7 @@ def test_what_all_ranks_must_do_is_missed_at_once_where_one_does_it(what: str):
         assert "Ranks wait for different things" in result.text and "is_global_zero" in result.text, result.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_ends_all_and_is_named(rank: int):
     results = World(2).results(fit_doing, "is stopped", rank, {"deadline_s": 10.0}, deadline_s=SOON)
@@ -121,12 +122,14 @@ def test_a_rank_that_is_stopped_ends_all_and_is_named(rank: int):
     assert "stopped (SIGSTOP)" in other.text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_a_hook_is_named_with_its_last_instruction():
     killed, other = World(2).results(fit_doing, "is killed", 0, {}, deadline_s=SOON)
     assert isinstance(killed, Died) and isinstance(other, Raised)
     assert "Rank 0 died outside a program, after " in other.text and "of step 1" in other.text, other.text
 
 
+@pytest.mark.slow
 def test_a_hook_that_never_returns_does_not_keep_its_process():
     stuck, other = World(2).results(fit_doing, "never returns", 0, {"deadline_s": 5.0}, deadline_s=SOON)
     assert isinstance(other, Raised) and "Rank 1 waits for" in other.text
@@ -141,6 +144,7 @@ def fit_terminated() -> str:
     return "went on"
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_stops_all_before_the_next_batch():
     other, terminated = World(2).run(fit_terminated, deadline_s=SOON)
     assert terminated.startswith("SIGTERMException") and "SIGTERM" in other, (other, terminated)
@@ -164,6 +168,7 @@ class FailsAtEnd(pl.Callback):
             raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
 def test_fits_leave_no_descriptors_and_no_threads():
     for found in World(2).run(held_after, 5, deadline_s=2 * SOON):
@@ -198,6 +203,7 @@ def test_a_rank_that_never_comes_is_named(unused_port: int):
     watch.close()
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_never_comes_is_named(unused_port: int):
     watch = alone(1)
     with pytest.raises(PipelineError, match=r"Rank 0, which hosts it, has not come"):
