@@ -139,7 +139,7 @@ def test_devices_of_a_file_may_hold_different_numbers_of_stages(told, tmp_path):
     path = tmp_path / "uneven.csv"
     path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     text = told(f"schedule={path}", "forward=3", "input=3", "weight=3")
-    assert "2 devices, 1 micro-batches: 9 s of work per device" in text
+    assert "2 devices, 1 micro-batch: 9 s of work per device" in text
     assert [cells(text, device)[:2] for device in "01"] == [["0,2", "12 s"], ["1", "6 s"]]
 
 
