@@ -90,11 +90,6 @@ def test_a_checkpoint_after_a_failure_is_refused_on_several_ranks(callback: type
     fit_saving_on_exception(callback, str(tmp_path / "alone"))
 
 
-def test_batch_norm_over_all_ranks_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="sync_batchnorm"):
-        fit(make_module("resnet_batchnorm"), sync_batchnorm=True)
-
-
 def test_unknown_options_are_refused_with_a_hint() -> None:
     with pytest.raises(ConfigError, match="microbatches"):
         DappleStrategy(microbatch=3)
