@@ -80,10 +80,7 @@ class Capture:
         Raises:
             CaptureError: if no graph can hold the step.
         """
-        if self.general is None:
-            return None
-        found = _captured_at_lengths(self.general, request)
-        return found if isinstance(found, Capture) else None
+        return None if self.general is None else _captured_at_lengths(self.general, request)
 
     def split(
         self,
@@ -217,17 +214,16 @@ def capture_step(request: Request) -> Capture:
     """
     if request.lengths:
         with contextlib.suppress(CaptureError):
-            general = trace(request)
-            if isinstance(found := _captured_at_lengths(general, request), Capture):
+            if (found := _captured_at_lengths(trace(request), request)) is not None:
                 return found
         request = replace(request, lengths=frozenset())
     return _captured(trace(request), request)
 
 
-def _captured_at_lengths(general: JointGraph, request: Request) -> Capture | str:
-    """Return the step for the sizes of a request from a graph with symbols for them, or the condition that fails."""
+def _captured_at_lengths(general: JointGraph, request: Request) -> Capture | None:
+    """Return the step for the sizes of a request from a graph with symbols for them; None if it does not hold there."""
     joint = at_lengths(general, request.structure.leaves)
-    return joint if isinstance(joint, str) else replace(_captured(joint, request), general=general)
+    return None if joint is None else replace(_captured(joint, request), general=general)
 
 
 def _captured(joint: JointGraph, request: Request) -> Capture:

@@ -138,9 +138,7 @@ def describe(
     _drop_detaches(graph)
     _drop_unread_numbers(graph)
     _drop_copies_into_state(graph)
-    sizes = {(i, d): leaves[i].shape[d] for i, d in lengths}
-    others = {place: private.own_symbol(size) for place, size in sizes.items() if isinstance(size, torch.SymInt)}
-    symbols = {s for leaf in leaves for s in _symbols(leaf)}
+    symbols, others = {s for leaf in leaves for s in _symbols(leaf)}, _symbols_at(leaves, lengths)
     _refuse_shapes_of_values(graph, symbols)
     symbols -= {*others.values()}
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
@@ -161,12 +159,7 @@ def describe(
         tangents=tuple(n for n, d in inputs.items() if isinstance(d, private.TangentAOTInput)),
         loss=loss,
         results=results,
-        mutations={
-            _own(desc.mutated_input.target): value.name
-            for value, desc in described
-            if isinstance(desc, private.InputMutationAOTOutput)
-            and not isinstance(desc.mutated_input, private.PlainAOTInput)  # the batch, which nobody reads afterwards
-        },
+        mutations=_mutations(described),
         gradients=gradients,
         symbol=symbols.pop() if len(symbols) == 1 else None,
         samples=samples,
@@ -210,12 +203,28 @@ def _gradients(described: list[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
     )
 
 
+def _mutations(described: list[tuple[Any, Any]]) -> dict[str, str]:
+    """Return the nodes of the new content of state, by its name."""
+    return {
+        _own(desc.mutated_input.target): value.name
+        for value, desc in described
+        if isinstance(desc, private.InputMutationAOTOutput)
+        and not isinstance(desc.mutated_input, private.PlainAOTInput)  # the batch, which nobody reads afterwards
+    }
+
+
 def _own(name: str) -> str:
     return name.removeprefix("model.")
 
 
 def _symbols(leaf: torch.Tensor) -> set[Any]:
     return {s for size in leaf.shape if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+
+
+def _symbols_at(leaves: tuple[torch.Tensor, ...], places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+    """Return the symbols that sizes at these places (leaf, dimension) were made with, where they are symbols."""
+    sizes = {(leaf, dim): leaves[leaf].shape[dim] for leaf, dim in places}
+    return {place: private.own_symbol(size) for place, size in sizes.items() if isinstance(size, torch.SymInt)}
 
 
 def _refuse_shapes_of_values(graph: fx.Graph, known: set[Any]) -> None:

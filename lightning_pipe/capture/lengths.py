@@ -2,11 +2,11 @@
 
 Sequences are as long as the longest of their batch, so a step meets new shapes all the time. The second one that it
 meets is traced with symbols in the place of the sizes that have changed. For every other one the numbers are put in
-again, in a tenth of the time of a trace; the conditions that the trace noted on its symbols say whether that is right.
+again, in a seventh of the time of a trace; conditions that the trace noted on its symbols say whether that is right.
 
     lengths = changed_sizes(one, two, batch_dim=0)
     joint = trace(replace(request, lengths=lengths))       symbols for samples and lengths
-    at_lengths(joint, structure.leaves)                    a symbol for samples only, or why not
+    at_lengths(joint, structure.leaves)                    a symbol for samples only; None if it does not hold
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def changed_sizes(one: Structure, two: Structure, *, batch_dim: int) -> Lengths 
     )
 
 
-def at_lengths(joint: JointGraph, leaves: Sequence[Leaf]) -> JointGraph | str:
-    """Return the graph for tensors of these sizes, or the condition that does not hold for them.
+def at_lengths(joint: JointGraph, leaves: Sequence[Leaf]) -> JointGraph | None:
+    """Return the graph for tensors of these sizes; None if a condition of the trace does not hold for them.
 
     Args:
         joint: a graph with symbols for lengths.
@@ -55,13 +55,13 @@ def at_lengths(joint: JointGraph, leaves: Sequence[Leaf]) -> JointGraph | str:
     for (leaf, dim), symbol in joint.lengths.items():
         size = leaves[leaf].shape[dim]
         if size < _LEAST:
-            return f"a size of {size}"
+            return None
         sizes[symbol] = sympy.Integer(size)
     conditions = []
     for condition, origin in joint.conditions:
         now = condition.xreplace(sizes)
         if now == sympy.false and not is_layout_choice(origin):
-            return f"{condition} ({origin})"
+            return None
         if now.free_symbols:
             conditions.append((now, origin))
     module = _module_at(joint, sizes)

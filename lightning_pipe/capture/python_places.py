@@ -6,10 +6,12 @@ bound method holds. Its path leads there from the module, a class, an optimizer 
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -275,3 +277,27 @@ def defaults_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the defaults of a function by position or name."""
     positional = {str(i): value for i, value in enumerate(function.__defaults__ or ())}
     return {**positional, **(function.__kwdefaults__ or {})}
+
+
+def asked_of(value: Any) -> Asked | None:
+    """Return what a weak reference or a context variable answers; None for anything else."""
+    if isinstance(value, weakref.ref):
+        return Asked({"()": value})
+    if isinstance(value, contextvars.ContextVar):
+        return Asked({"get()": lambda: value.get(ABSENT)})
+    return None
+
+
+def same(one: Any, two: Any) -> bool:
+    """Return whether two values are one object, or equal plain values of one type."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, SCALARS):
+        return bool(one == two) or (one != one and two != two)
+    if type(one) in (tuple, frozenset):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, types.MethodType):
+        return one.__self__ is two.__self__ and one.__func__ is two.__func__
+    return False

@@ -13,11 +13,9 @@ Tensors count by identity and version, NumPy arrays by content.
 
 from __future__ import annotations
 
-import contextvars
 import itertools
 import sys
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
@@ -33,16 +31,17 @@ from lightning_pipe.capture.python_places import (
     ABSENT,
     HOLDERS,
     SCALARS,
-    Asked,
     Cells,
     ClassAttributes,
     Locals,
     Slot,
     SlotAttributes,
+    asked_of,
     classes_of,
     defaults_of,
     held_by,
     identity,
+    same,
 )
 from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.capture.users_code import is_library, is_users
@@ -54,6 +53,7 @@ _MOST_OBJECTS = 100_000  # of one snapshot; what lies beyond (a tokenizer's voca
 _FOREIGN_ROOTS = frozenset(
     {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "lightning_pipe"}
 )
+_COLLECTIONS = (dict, list, deque, set)  # and classes made from them
 _FOREIGN_TYPES = (
     pl.Trainer,
     pl.LightningDataModule,
@@ -67,21 +67,6 @@ _OURS_OF_THE_LIBRARY = frozenset(
     "_thread argparse collections configparser dataclasses decimal enum fractions functools itertools multiprocessing "
     "queue random threading types weakref".split()
 )
-
-
-def same(one: Any, two: Any) -> bool:
-    """Return whether two values are one object, or equal plain values of one type."""
-    if one is two:
-        return True
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, SCALARS):
-        return bool(one == two) or (one != one and two != two)
-    if type(one) in (tuple, frozenset):
-        return len(one) == len(two) and all(map(same, one, two))
-    if isinstance(one, types.MethodType):
-        return one.__self__ is two.__self__ and one.__func__ is two.__func__
-    return False
 
 
 @dataclass(frozen=True)
@@ -337,41 +322,42 @@ class Snapshot:
             yield _Written(slot, value, copied=self._copies and value.numel() <= _COPIED_ELEMENTS)
             yield _Entries(vars(value), slot, kind="attribute")
             return
+        if isinstance(value, _COLLECTIONS):
+            yield from self._object_parts(slot, value)
+        elif isinstance(value, (tuple, frozenset)):
+            yield _Entries(types.MappingProxyType(dict(enumerate(value))), slot)
+        elif isinstance(value, types.GeneratorType):
+            yield _Entries(Locals(value), replace(slot, path=()), kind="attribute")
+        elif (state := inner_state(value)) is not None:
+            yield _Stated(slot, *state)
+        elif isinstance(value, types.MappingProxyType):
+            yield _Entries(value, replace(slot, path=()))
+        elif (asked := asked_of(value)) is not None:
+            yield _Entries(asked, replace(slot, path=()), kind="attribute")
+        elif isinstance(value, types.FunctionType):
+            yield from self._function_parts(slot, value)
+        elif isinstance(value, tuple(HOLDERS)):
+            yield _Entries(held_by(value), slot, kind="held")
+        elif not isinstance(value, Iterator):
+            yield from self._object_parts(slot, value)
+
+    def _function_parts(self, slot: Slot, function: types.FunctionType) -> Iterator[_Part]:
+        """Enter a function of the user's: its closure, its defaults and its attributes."""
+        if is_library(function.__code__.co_filename):
+            return
+        cells = Cells(function)
+        yield _Entries(cells, slot, hidden=self._ignored.get(identity(cells), frozenset()), kind="cell")
+        yield _Entries(types.MappingProxyType(defaults_of(function)), slot, kind="default")
+        yield _Entries(vars(function), slot, kind="attribute")
+
+    def _object_parts(self, slot: Slot, value: Any) -> Iterator[_Part]:
+        """Enter an object: what it contains, its attributes, and its class."""
         hidden = self._ignored.get(id(value), frozenset())
         if isinstance(value, dict):
             yield _Entries(value, slot, hidden=hidden)
         elif isinstance(value, (list, deque, set)):
             yield _Items(value, slot, hidden=hidden)
-        elif isinstance(value, (tuple, frozenset)):
-            yield _Entries(types.MappingProxyType(dict(enumerate(value))), slot)
-            return
-        elif isinstance(value, types.GeneratorType):
-            yield _Entries(Locals(value), replace(slot, path=()), kind="attribute")
-            return
-        elif (state := inner_state(value)) is not None:
-            yield _Stated(slot, *state)
-            return
-        elif isinstance(value, types.MappingProxyType):
-            yield _Entries(value, replace(slot, path=()))
-            return
-        elif (asked := _asked(value)) is not None:
-            yield _Entries(asked, replace(slot, path=()), kind="attribute")
-            return
-        elif isinstance(value, types.FunctionType):
-            if is_library(value.__code__.co_filename):
-                return
-            cells = Cells(value)
-            hidden = self._ignored.get(identity(cells), frozenset())
-            yield _Entries(cells, slot, hidden=hidden, kind="cell")
-            yield _Entries(types.MappingProxyType(defaults_of(value)), slot, kind="default")
-            yield _Entries(vars(value), slot, kind="attribute")
-            return
-        elif isinstance(value, tuple(HOLDERS)):
-            yield _Entries(held_by(value), slot, kind="held")
-            return
-        elif isinstance(value, Iterator):
-            return
-        if _is_foreign(type(value)) and not isinstance(value, (dict, list, set, deque)):
+        elif _is_foreign(type(value)):
             return
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
@@ -395,14 +381,6 @@ class Snapshot:
 
 def _version(tensor: torch.Tensor) -> Any:
     return () if tensor.is_inference() else (version_of(tensor), tensor.requires_grad)
-
-
-def _asked(value: Any) -> Asked | None:
-    if isinstance(value, weakref.ref):
-        return Asked({"()": value})
-    if isinstance(value, contextvars.ContextVar):
-        return Asked({"get()": lambda: value.get(ABSENT)})
-    return None
 
 
 def _is_foreign(cls: type) -> bool:

@@ -28,8 +28,8 @@ from lightning_pipe.capture.batch import Structure
 from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.denominators import Denominator, Denominators
 from lightning_pipe.capture.hazards import Answerer
-from lightning_pipe.capture.metric_result import MetricResult, with_loss
-from lightning_pipe.capture.record import Kept, MetricValue, Ref
+from lightning_pipe.capture.metric_result import with_loss
+from lightning_pipe.capture.record import Kept
 from lightning_pipe.capture.replay_scene import Slot, hung, keyed, seed, slots_of
 from lightning_pipe.capture.replay_state import speaks
 from lightning_pipe.capture.replay_values import filled, finish, leaf_size, replaced, size_of, tensors_in
@@ -38,7 +38,6 @@ from lightning_pipe.capture.step import Recording, metrics_in, recording_calls
 from lightning_pipe.capture.step_state import ModuleState
 from lightning_pipe.capture.tables import twin_buffers
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoints_replaced
-from lightning_pipe.capture.trees import mapped
 from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
@@ -273,11 +272,7 @@ class Player:
         left = [one for one in python.kept() if speaks(one, own=own, others=others, is_last=self._part.is_last)]
         if any(isinstance(tensor, FakeTensor) for one in left for tensor in tensors_in(one.value)):
             raise PipelineError(f"{left[0].name} keeps something that it did not keep when the step was traced.")
-
-        def said(value: torch.Tensor | MetricResult) -> Ref | MetricValue:
-            return MetricValue(value.call) if isinstance(value, MetricResult) else recording.ref(value)
-
-        return [replace(one, value=mapped(one.value, (torch.Tensor, MetricResult), said)) for one in left]
+        return [replace(one, value=recording.lift(one.value)) for one in left]
 
     def _call(self, samples: int, leaves: Mapping[int, torch.Tensor]) -> Any:
         every = range(len(self._step.structure.leaves))

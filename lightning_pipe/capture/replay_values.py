@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.batch import Leaf, Slot
-from lightning_pipe.capture.metric_result import MetricResult
-from lightning_pipe.capture.record import LogCall, MetricCall, MetricValue, Ref
+from lightning_pipe.capture.record import LogCall, MetricCall, Ref
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.trees import found_in, mapped
 from lightning_pipe.capture.units import Output
@@ -52,13 +51,7 @@ def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def finish(recording: Recording, output: Any, loss: torch.Tensor | None) -> None:
     """Complete the words of a play by what it returned; the loss is named `loss` wherever it is said."""
     original = output.get("loss") if isinstance(output, dict) and loss is not None else output
-
-    def lift(value: torch.Tensor | MetricResult) -> Ref | MetricValue:
-        if isinstance(value, MetricResult):
-            return MetricValue(value.call)
-        return Ref(LOSS) if loss is not None and value is original else recording.ref(value)
-
-    recording.returned = mapped(output, (torch.Tensor, MetricResult), lift)
+    recording.returned = recording.lift(output, None if loss is None else original)
     recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
     recording.results = [tensor.detach() for tensor in recording.results]
 

@@ -77,7 +77,8 @@ class Gradients:
         names = [name for name in self._split.bucket_parameters[reduce.bucket] if name in self._differentiated]
         if len(group) == 1:
             return
-        for parameters in self._pieces(self._state.parameters[name] for name in names):
+        own = (self._state.parameters[name] for name in names)
+        for parameters in flat_runs(own, most_bytes=self._piece_bytes):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
             handle = self._transport.all_reduce(flat, group=group)
             self._under_way.append(_Piece(parameters, flat, handle, reduce, self._recorder.mark()))
@@ -114,19 +115,19 @@ class Gradients:
         yield Wait(handle, f"buffer {name}")
         buffer.copy_(content / sum(shares) if is_mean else content)
 
-    def _pieces(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Cut parameters into runs of one type and at most `piece_bytes` (a larger parameter is a run of its own)."""
-        run: list[torch.Tensor] = []
-        run_bytes = 0
-        for parameter in parameters:
-            more = parameter.numel() * parameter.element_size()
-            if run and (run_bytes + more > self._piece_bytes or parameter.dtype != run[0].dtype):
-                yield tuple(run)
-                run, run_bytes = [], 0
-            run.append(parameter)
-            run_bytes += more
-        if run:
+
+def flat_runs(tensors: Iterable[torch.Tensor], *, most_bytes: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cut tensors into runs of one type and at most so many bytes (a larger tensor is a run of its own)."""
+    run: list[torch.Tensor] = []
+    run_bytes = 0
+    for tensor in tensors:
+        if run and (run_bytes + tensor.nbytes > most_bytes or tensor.dtype != run[0].dtype):
             yield tuple(run)
+            run, run_bytes = [], 0
+        run.append(tensor)
+        run_bytes += tensor.nbytes
+    if run:
+        yield tuple(run)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

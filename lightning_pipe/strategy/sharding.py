@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.core.sharding import GATHERED, UNDER_WAY
+from lightning_pipe.runtime.gradients import flat_runs
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.waiting import Handle, Wait
 from lightning_pipe.strategy.links import Links
@@ -70,34 +71,34 @@ class SharedState:
         """Have the parameters that other ranks have stepped."""
         under_way: deque[_Piece] = deque()
         with torch.no_grad():
-            for owner, group, names in self._runs():
-                under_way.append(self._post(owner, group, [self._weights.parameters[name] for name in names]))
+            for owner, group, run in self._runs():
+                under_way.append(self._post(owner, group, run))
                 if len(under_way) == UNDER_WAY:
                     self._finish(under_way.popleft())
             while under_way:
                 self._finish(under_way.popleft())
 
-    def _runs(self) -> Iterator[tuple[int, Group, tuple[str, ...]]]:
+    def _runs(self) -> Iterator[tuple[int, Group, tuple[torch.Tensor, ...]]]:
         """Yield owners with parameters of theirs that fit a piece, owners of a group in turns; alike on all holders."""
         parameters, rank = self._weights.parameters, self._links.control.rank
-        by_group: dict[Group, dict[int, list[str]]] = {}
+        by_group: dict[Group, dict[int, list[torch.Tensor]]] = {}
         for name, group in self._weights.sharing().items():
             if rank in group and parameters[name].requires_grad:
-                by_group.setdefault(group, {}).setdefault(self._weights.owner(name), []).append(name)
+                by_group.setdefault(group, {}).setdefault(self._weights.owner(name), []).append(parameters[name])
         for group in sorted(by_group):
             runs = [
-                [(owner, group, run) for run in _runs(names, parameters)]
-                for owner, names in sorted(by_group[group].items())
+                [(owner, group, run) for run in flat_runs(owned, most_bytes=GATHERED)]
+                for owner, owned in sorted(by_group[group].items())
             ]
             for turn in itertools.zip_longest(*runs):
                 yield from (one for one in turn if one is not None)
 
-    def _post(self, owner: int, group: Group, parameters: Sequence[torch.Tensor]) -> _Piece:
+    def _post(self, owner: int, group: Group, parameters: tuple[torch.Tensor, ...]) -> _Piece:
         is_mine = owner == self._links.control.rank
         flats = [parameter.detach().reshape(-1) for parameter in parameters] if is_mine else []
         flat = torch.cat(flats) if is_mine else parameters[0].new_empty(sum(p.numel() for p in parameters))
         handle = self._links.transport.broadcast(flat, source=owner, group=group)
-        return _Piece(tuple(parameters), flat, handle, arrives=not is_mine)
+        return _Piece(parameters, flat, handle, arrives=not is_mine)
 
     def _finish(self, piece: _Piece) -> None:
         self._links.control.wait(Wait(piece.handle, "parameters that another rank steps"))
@@ -105,16 +106,3 @@ class SharedState:
             sizes = [parameter.numel() for parameter in piece.parameters]
             for parameter, content in zip(piece.parameters, torch.split(piece.flat, sizes), strict=True):
                 parameter.copy_(content.view_as(parameter))
-
-
-def _runs(names: Sequence[str], parameters: Any) -> Iterator[tuple[str, ...]]:
-    """Cut names into runs of one type and at most a piece's bytes; a larger parameter is a run of its own."""
-    run: list[str] = []
-    for name in names:
-        size = sum(parameters[one].nbytes for one in run) + parameters[name].nbytes
-        if run and (size > GATHERED or parameters[name].dtype != parameters[run[0]].dtype):
-            yield tuple(run)
-            run = []
-        run.append(name)
-    if run:
-        yield tuple(run)

@@ -43,7 +43,6 @@ from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.advice import WrongAdvice
 from lightning_pipe.strategy.data import Feed
 from lightning_pipe.strategy.findings import make_room
 from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
@@ -142,7 +141,6 @@ class DappleStrategy(ParallelStrategy):
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._world_size_reads = WorldSizeReads()
-        self._advice = WrongAdvice()
 
     def __repr__(self) -> str:
         """Say for whose Trainer this is: Lightning shows it where a Trainer of the other package is given it."""
@@ -247,7 +245,6 @@ class DappleStrategy(ParallelStrategy):
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
         assert self.lightning_module is not None, "connected by the trainer"
         self._failed, self._session = False, None
-        self._advice.ignore()
         refuse(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
@@ -549,7 +546,6 @@ class DappleStrategy(ParallelStrategy):
             undo.callback(self._end_watch)
             undo.callback(self._disconnect)
             undo.callback(self._restore_trainer)
-            undo.callback(self._advice.allow)
             if self._session is not None:
                 self._session.end(healthy=not self._failed)
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
