@@ -6,7 +6,8 @@ split = capture.split((17, 40))      # three stages
 """
 
 from lightning_pipe.capture.batch import Structure, flatten
-from lightning_pipe.capture.capture import Capture, canonical_names, capture_step
+from lightning_pipe.capture.capture import Capture, capture_step
+from lightning_pipe.capture.tables import canonical_names
 from lightning_pipe.capture.trace import Request, real_answers
 
 __all__ = [

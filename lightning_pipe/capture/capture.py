@@ -41,7 +41,6 @@ from lightning_pipe.capture.witness import testimony
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import pl
 
 
 @dataclass(frozen=True)
@@ -287,12 +286,6 @@ def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> Join
     calls = tuple(calls_of_samples([one.calls for one in records], counts))
     returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
     return replace(joint, record=replace(record, calls=calls, returned=returned))
-
-
-def canonical_names(module: pl.LightningModule) -> dict[str, str]:
-    """Map every parameter name to the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str]) -> Graph:

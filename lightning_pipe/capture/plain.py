@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.assign import is_random
-from lightning_pipe.capture.capture import Capture, canonical_names
+from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.randomness import keyed as drawing
@@ -28,6 +28,7 @@ from lightning_pipe.capture.replay import Replay
 from lightning_pipe.capture.replay_scene import keyed, seed
 from lightning_pipe.capture.stage_program import RandomKey
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
+from lightning_pipe.capture.tables import canonical_names
 from lightning_pipe.capture.torch_private import TorchDispatchMode, checkpoint_only, operator_name
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.units import UnitTrace

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 
 from lightning_pipe.capture.assign import moved
-from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.denominators import unequal
 from lightning_pipe.capture.python_reads import shared_slots
 from lightning_pipe.capture.record import Ref, StepRecord
@@ -34,6 +33,7 @@ from lightning_pipe.capture.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.stage_program import NOT_HELD, Combine, Half, Split, StageProgram, Value
 from lightning_pipe.capture.step import Recording
 from lightning_pipe.capture.step_state import ModuleState
+from lightning_pipe.capture.tables import canonical_names
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.units import Output, Source, UnitTrace
 from lightning_pipe.core.graph import Graph

@@ -21,6 +21,12 @@ def refill(table: dict[str, Any], content: dict[str, Any]) -> None:
         table.update(content)
 
 
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """Map every parameter name to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
 def twin_buffers(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the other names of every buffer that hangs in several places, by its first one."""
     names: dict[int, list[str]] = defaultdict(list)

@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import user_line
+from lightning_pipe.capture.tables import canonical_names
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 from lightning_pipe.capture.unit_state import held_by, owners_of, tensors_in
 from lightning_pipe.capture.units import Change, Escape, Source, Sources

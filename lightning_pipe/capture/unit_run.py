@@ -16,7 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.capture.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.batch import flatten
-from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.collectives import no_collectives
 from lightning_pipe.capture.hazards import assignment_line, noticing_seeding
 from lightning_pipe.capture.joint import without_gradient
@@ -24,7 +23,7 @@ from lightning_pipe.capture.metric_result import with_loss
 from lightning_pipe.capture.numbers import Place, numbers_said
 from lightning_pipe.capture.record import Kept as LeftBehind
 from lightning_pipe.capture.step import Recording, loss_of, recording_calls
-from lightning_pipe.capture.tables import buffers_inside
+from lightning_pipe.capture.tables import buffers_inside, canonical_names
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.trees import mapped

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.backward_hooks import check_hooked_units, hooked_modules
-from lightning_pipe.capture.capture import canonical_names
 from lightning_pipe.capture.hazards import restored_generators
 from lightning_pipe.capture.numbers import proportional
 from lightning_pipe.capture.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.tables import buffers_inside
+from lightning_pipe.capture.tables import buffers_inside, canonical_names
 from lightning_pipe.capture.trace import Request
 from lightning_pipe.capture.unit_choice import Call, choose, faster, units_of
 from lightning_pipe.capture.unit_loss import combine_of
