@@ -1,4 +1,4 @@
-"""What is a linear chain of stages that sleep? Prices, stage programs and everything that is needed to run it.
+"""Linear chain of stages that sleep: prices, stage programs and everything needed to run it.
 
 Every stage sleeps for the price of its compute instead of computing, and hands on tensors of the edge's size. The
 programs are those of the schedules, the executor is the real one.

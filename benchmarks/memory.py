@@ -1,4 +1,4 @@
-"""Does a run give up the memory that its plan gives up, and what does that cost? One section per claim.
+"""Memory that a run gives up against what its plan gives up, and its cost. One section per claim.
 
     python -m benchmarks.memory                         # all sections
     python -m benchmarks.memory --sections saved cost   # some

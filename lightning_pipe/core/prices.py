@@ -1,4 +1,4 @@
-"""What must a cost model be able to answer so that a program can be priced?
+"""Prices protocol: what a cost model answers so that a program can be priced.
 
 A protocol, so that `schedule` and `simulator` do not know `cost`.
 """

@@ -1,4 +1,4 @@
-"""What can a rank be told to do, and what is a program?
+"""Program: one list of instructions per rank, and the instructions there are.
 
 A program is one list of instructions per rank. An instruction is a frozen dataclass with only the fields it has; its
 `str()` is the notation of torch.distributed.pipelining (`2F0`, `1SEND_F3`) where that exists, and

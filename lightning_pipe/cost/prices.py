@@ -1,4 +1,4 @@
-"""What do the parts of a program cost on a cluster? One object that answers for one cut and one layout.
+"""Prices of the parts of a program on a cluster: one object for one cut and one layout.
 
     prices = price(graph, cuts, layout, profile=profile, cluster=cluster)
     simulate(program, prices)

@@ -1,4 +1,4 @@
-"""Where does the time of a rank go? Every moment of a step is computing, waiting for something, or the step itself.
+"""Account of a rank's time: every moment is computing, waiting for something, or the step itself.
 
 Before a compute a rank may stand still, since its compute before (or since the step began):
 

@@ -1,4 +1,4 @@
-"""How do a step and its memory look? Pictures (PNG) of timelines and memory curves.
+"""Plots (PNG) of timelines and memory curves.
 
 Needs matplotlib (`pip install 'lightning-pipe[plots]'`), which is imported where it is used. Figures are made and
 written without pyplot, so that a notebook's or script's own figures and backend stay as they are.

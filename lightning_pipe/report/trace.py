@@ -1,4 +1,4 @@
-"""How does a timeline look? As a trace for Perfetto or Chrome, and as a drawing in plain text."""
+"""Traces of a timeline for Perfetto or Chrome, and drawings in plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a rank run its part of a program? It walks its list and hands every instruction to its owner.
+"""Executor: walks the instructions of one rank and hands each to its owner.
 
     executor = Executor(split, layout, state=State(parameters, buffers, device), transport=..., loss="loss", step=...)
     groups.connect(transport, programs)            on all ranks together, before the first program
@@ -305,7 +305,7 @@ def _leaf(job: BatchInput, index: int, *, first: int, count: int) -> Content:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Say in an error where it happened."""
+    """Add to an error where it happened."""
     try:
         yield
     except Exception as error:

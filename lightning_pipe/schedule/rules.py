@@ -1,4 +1,4 @@
-"""What must be there before a compute runs, and who gets what it makes?
+"""Rules of data flow: what must be there before a compute runs, and who gets what it makes.
 
 The answer is a pure function of the compute's identity, the rank, and the frame of the program (layout, sizes and
 traffic); it is stated here only. Lowering places instructions by it and `verify` demands them by it.

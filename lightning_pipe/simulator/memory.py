@@ -1,4 +1,4 @@
-"""How much memory do the ranks use, and when? The bytes of a timeline, by what they are for.
+"""Memory curves of a timeline: bytes per rank over time, by what they are for.
 
     state       parameters, their gradients, optimizer state, buffers of the module: always
     held        saved, from the start of F to the end of I (or B); kept, from the end of I to Free; what own work holds

@@ -1,4 +1,4 @@
-"""When will each instruction run? The time of a verified program under given prices.
+"""Simulation of a verified program under given prices: the start and end of each instruction.
 
 Assumptions:
 

@@ -1,4 +1,4 @@
-"""What does the Python of a step read, apart from tensors? Found while it is traced, to be guarded afterwards.
+"""Python reads of a step (all but tensors), recorded while it is traced and guarded afterwards.
 
     attributes of modules    seen by a subclass with its own `__getattribute__` that every module has for that time
     attributes of the trainer    likewise; those that change in ways nobody can compare are refused

@@ -258,7 +258,7 @@ def _erase_unused(joint: JointGraph, batch_only: Mapping[str, bool]) -> None:
 
 
 def _is_kernel(node: fx.Node, batch_only: Mapping[str, bool], flow: Flow) -> bool:
-    """Say whether a node is a mean over targets that divides by their weight, which depends on the batch alone."""
+    """Return whether a node is a mean over targets that divides by their weight, which depends on the batch alone."""
     if node.target not in _KERNELS or is_backward(node) or flow.roles[node.name] != "mean":
         return False
     kernel = _Kernel(node)

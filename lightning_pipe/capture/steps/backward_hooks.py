@@ -3,7 +3,7 @@
     hook on a sub-module (`register_full_backward_hook`, ...)    replay, if the sub-module is in one stage as a whole
     hook on a tensor, registered by the step, that returns one   joint: a part of the graph
     the same without a result                                    replay, inside a unit only
-    on a parameter, registered by the step                       refused: it would be registered anew every time
+    on a parameter, registered by the step                       refused: it would be registered again every time
 
 On the gradient of a parameter see `strategy.parameters.gradient_hooks`.
 """

@@ -1,4 +1,4 @@
-"""How does a step of a LightningModule become a plain function of parameters and batch?
+"""Step function: the step of a LightningModule as a plain function of parameters and batch.
 
 `StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
 torchmetrics calls are recorded (capture.record), the trainer's counters, learning rates and other numbers that change
@@ -111,7 +111,7 @@ class StepFunction(nn.Module):
         structure: the batch without its tensors.
         arguments: positional arguments after the batch (batch index, loader index), as Lightning would give them.
         answers: truth values for the questions that the step asks of its tensors.
-        context: entered anew around every run (autocast; its cache of casts must not outlive a run).
+        context: entered again around every run (autocast; its cache of casts must not outlive a run).
         varying: places of numbers that are known to change from step to step, and are tracked therefore.
         may_skip: whether a training step may return None.
     """

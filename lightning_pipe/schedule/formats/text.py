@@ -1,4 +1,4 @@
-"""How is a program written down? One line per rank, below lines that say what its instructions refer to.
+"""Text format of programs: one line per rank, below lines that define what its instructions refer to.
 
     sizes 2 2 1
     layout 0,1 | 2

@@ -1,4 +1,4 @@
-"""How are orders exchanged with torch.distributed.pipelining? As its CSV: a row per rank, a cell per action.
+"""CSV format of orders in torch.distributed.pipelining: a row per rank, a cell per action.
 
     2F0 2B0 2I0 2W0         stage, kind, micro-batch: forward, backward, and its two halves
     1SEND_F0 2RECV_F0       stage that sends or receives, and micro-batch; F goes to the next stage, B to the one before

@@ -1,4 +1,4 @@
-"""When can a stage forget a micro-batch? After its last compute, and after posting its last send.
+"""Memory release: a stage forgets a micro-batch after its last compute and after posting its last send.
 
 What was handed over to another stage of the same rank belongs to that stage and is not touched.
 """

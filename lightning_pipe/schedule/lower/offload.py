@@ -1,4 +1,4 @@
-"""When is a stage's memory lent out? From right after F until some computes before I.
+"""Offload of a stage's memory, from right after F until some computes before I.
 
 What a stage offloads leaves the device as soon as F has made it and comes back while other micro-batches compute (after
 Peng et al., Capuchin, ASPLOS 2020, which hides the copies of both directions behind computes).

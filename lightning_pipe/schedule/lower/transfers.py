@@ -1,4 +1,4 @@
-"""When are messages posted? Sends right after the compute that makes them, receives one micro-batch ahead of their use.
+"""Transfers: sends right after the compute that makes them, receives one micro-batch ahead of their use.
 
 The messages from one rank to another form a channel that keeps their order: the k-th send meets the k-th receive. The
 computes fix the order of the sends; receives follow it, and are posted earlier where that is needed to do so. Posting

@@ -1,4 +1,4 @@
-"""Does every rank reach its end, whatever the transport buffers? If not: who waits for whom?
+"""Deadlock check: every rank reaches its end whatever the transport buffers, or the error names who waits for whom.
 
 The program is run without time under the weakest promises that a transport may keep:
 

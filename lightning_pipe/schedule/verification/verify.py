@@ -1,4 +1,4 @@
-"""Is this program correct? An executable specification: every law that lowering must keep, stated without it.
+"""Verification of a program: an executable specification of every law that lowering must keep.
 
 Laws (the name in the error text is the one in quotes):
 

@@ -1,4 +1,4 @@
-"""What does a rank need to run one captured step? Its stages, an executor, a program per way to cut a batch.
+"""Runtime of one captured step on a rank: stages, an executor, and a program per way to cut a batch.
 
 A forward-only step may read parameters in a stage that does not hold them (validation may use a module at another
 place than training does). Those are borrowed: copied from a rank that has them, again after every training step.
