@@ -6,7 +6,8 @@
 Every case is a whole job of two ranks with a fit, a validation and a checkpoint. A moment is drawn evenly between the
 start of the interpreter and the end of the job; then one rank (in turns) gets the signal. Counted are: how long it took
 until every process of the job had ended, guards and workers included, against `deadline_s` + 10 s; and whether the
-terminal named the rank and what it did last. A rank that is hit before it has begun a fit has done nothing that could
+terminal named the rank and what it did last. A rank that still imports when another one is hit waits for nobody yet, so
+the clock starts when the last of those that are left has come to the fit, or at the signal if that is later. A rank that is hit before it has begun a fit has done nothing that could
 be named: its number is asked for. Where nobody is left to speak (the only process of a job), or nothing was lost (the
 training was over), the case is listed but does not count.
 
@@ -34,6 +35,7 @@ from pathlib import Path
 WAYS = ("popen", "torchrun", "bare", "slurm", "fork")
 RANKS = 2
 EXTRA_S = 10.0  # over the deadline
+STARTING_S = 120.0  # after which a rank that has not come to the fit is no longer taken to be importing
 MARK = "DEATHS_JOB"  # in the environment of every process of a job
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +55,13 @@ class Job:
     def phase(self, rank: int) -> str:
         """Return how far a rank has come: nowhere, script, fit, end."""
         file = self.folder / f"phase{rank}"
-        return file.read_text().split()[-1] if file.exists() else "nowhere"
+        return file.read_text().split()[-2] if file.exists() else "nowhere"
+
+    def began_s(self, rank: int) -> float:
+        """Return when a rank came to the fit, on the clock of `time.monotonic`; 0 if it has not."""
+        file = self.folder / f"phase{rank}"
+        words = file.read_text().split() if file.exists() else []
+        return next((float(at) for phase, at in zip(words[::2], words[1::2], strict=True) if phase == "fit"), 0.0)
 
     def pid(self, rank: int) -> int | None:
         """Return the process of a rank, once it runs the script."""
@@ -189,10 +197,16 @@ def watched(job: Job, way: str, rank: int, at_s: float, phase: str, deadline_s: 
     """Wait until a job has ended, and read what it printed."""
     hit = time.monotonic()
     limit = deadline_s + EXTRA_S
-    while job.members() and time.monotonic() - hit < limit:
+    seconds: float | None = 0.0
+    while job.members():
         time.sleep(0.05)
         job.reap()
-    seconds = None if job.members() else time.monotonic() - hit
+        now = time.monotonic()
+        came = max(job.began_s(other) or min(now, hit + STARTING_S) for other in range(RANKS) if other != rank)
+        seconds = now - max(hit, came)
+        if seconds > limit:
+            seconds = None
+            break
     text = job.output
     (job.folder / "story").write_text(f"{way} rank {rank} at {at_s:.1f} s, {phase}, {seconds}")
     line = first_word(text, rank, had_begun=phase == "fit")
@@ -278,7 +292,7 @@ def main() -> None:
 
 def note(kind: str, text: str, rank: int) -> None:
     with Path(os.environ["FOLDER"], f"{kind}{rank}").open("a") as file:
-        file.write(text + "\n")
+        file.write(text + "\n" if kind == "pid" else f"{text} {time.monotonic()}\n")
 
 
 def train(deadline_s: float) -> None:
