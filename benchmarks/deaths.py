@@ -9,10 +9,10 @@ into another phase; then the rank (they take turns) gets the signal.
 
 Counted are: how long it took until every process of the job had ended, guards and workers included, against
 `deadline_s` + 10 s; and whether the terminal named the rank and what it did last. A rank that still imports when the
-other is hit waits for nobody yet, so the clock starts when the last of those that are left has come to the fit, or at the
-signal if that is later. A rank that is hit before it has begun a fit has done nothing that could be named: its number
-is asked for. Where nobody is left to speak (the only process of a job), or nothing was lost (the training was over),
-the case is listed but does not count.
+other is hit waits for nobody yet, so the clock starts when the last of those that are left has come to the fit, or at
+the signal if that is later. A rank that is hit before it has begun a fit has done nothing that could be named: its
+number is asked for. Where nobody is left to speak (the only process of a job), or nothing was lost (the training was
+over), the case is listed but does not count.
 
 Ways: `popen` (the script starts the other rank), `torchrun`, `bare` (both started by hand, with Lightning's variables),
 `slurm` (with those of SLURM), `fork` (ranks are children of the script, as in a notebook).
