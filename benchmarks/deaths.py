@@ -39,6 +39,8 @@ from pathlib import Path
 WAYS = ("popen", "torchrun", "bare", "slurm", "fork")
 RANKS = 2
 EXTRA_S = 10.0  # over the deadline
+LOOK_S = 0.5  # between two looks at all processes of the machine
+LOOKS = 25  # at a victim meanwhile
 GIVEN_UP_S = 600.0  # in which a job that nobody harms should have ended
 LATE_S = 60.0  # after the limit: what has not ended then is taken never to end
 STARTING_S = 120.0  # after which a rank that has not come to the fit is no longer taken to be importing
@@ -164,7 +166,7 @@ def seconds_of(way: str, deadline_s: float) -> float:
     job = start(way, deadline_s)
     begin = time.monotonic()
     while job.members() and time.monotonic() - begin < GIVEN_UP_S:
-        time.sleep(0.1)
+        time.sleep(LOOK_S)
         job.reap()
     text = job.output
     job.end()
@@ -197,10 +199,11 @@ def reached(job: Job, way: str, rank: int, at_s: float) -> int | None:
     elif way == "popen" and rank == 0:
         victim = job.processes[0].pid
     while job.members() and time.monotonic() - begin < GIVEN_UP_S:
-        victim = victim or job.pid(rank)  # others are started later
-        if victim is not None and processor_s(victim) >= at_s:
-            return victim
-        time.sleep(0.02)
+        for _ in range(LOOKS):
+            victim = victim or job.pid(rank)  # others are started later
+            if victim is not None and processor_s(victim) >= at_s:
+                return victim
+            time.sleep(LOOK_S / LOOKS)
         job.reap()
     return None
 
@@ -220,7 +223,7 @@ def watched(job: Job, way: str, rank: int, at_s: float, phase: str, deadline_s: 
     limit = deadline_s + EXTRA_S
     seconds: float | None = 0.0
     while job.members():
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
         job.reap()
         now = time.monotonic()
         came = max(job.began_s(other) or min(now, hit + STARTING_S) for other in range(RANKS) if other != rank)
