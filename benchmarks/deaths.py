@@ -219,7 +219,7 @@ def processor_s(pid: int) -> float:
 
 def watched(job: Job, way: str, rank: int, at_s: float, phase: str, deadline_s: float) -> Outcome:
     """Wait until a job has ended, and read what it printed."""
-    hit = time.monotonic()
+    hit = now = time.monotonic()
     limit = deadline_s + EXTRA_S
     seconds: float | None = 0.0
     while job.members():
@@ -231,6 +231,8 @@ def watched(job: Job, way: str, rank: int, at_s: float, phase: str, deadline_s: 
         if seconds > limit + LATE_S:
             seconds = None
             break
+    if seconds == 0.0:  # those that are left ended before they had come to the fit
+        seconds = now - hit
     text = job.output
     (job.folder / "story").write_text(f"{way} rank {rank} at {at_s:.1f} s, {phase}, {seconds}")
     line = first_word(text, rank, had_begun=phase == "fit")
