@@ -33,7 +33,7 @@ _SILENT = "99"  # above all levels of torch's profiler, which else prints lines 
 log = logging.getLogger(__name__)
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Bytes that were allocated (positive) or released (negative) at a time, in nanoseconds."""
 
     time_ns: int
@@ -54,7 +54,7 @@ class Allocations:
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         self._profile = profile(use_cpu=True, profile_memory=True)
         self.failed = False
-        self.changes: tuple[Change, ...] = ()
+        self.changes: tuple[MemoryChange, ...] = ()
         self.spans: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Allocations:
@@ -87,16 +87,27 @@ class Allocations:
         record_calls(False)
 
     def _read(self) -> None:
-        changes: list[Change] = []
+        changes: list[MemoryChange] = []
         for event in recorded_events(self._profile):
             if event.name.startswith(_SPAN):
                 self.spans[event.name.removeprefix(_SPAN)] = (event.start_ns, event.end_ns)
             elif event.host_bytes:
-                changes.append(Change(event.start_ns, event.host_bytes))
+                changes.append(MemoryChange(event.start_ns, event.host_bytes))
         self.changes = tuple(sorted(changes, key=itemgetter(0)))  # of the same time: in the order of their report
 
 
+<<<<<<< HEAD
 def highest(changes: Iterable[Change]) -> int:
+=======
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Give what happens within a block of `Allocations` a name."""
+    with torch.profiler.record_function(_SPAN + name):
+        yield
+
+
+def highest(changes: Iterable[MemoryChange]) -> int:
+>>>>>>> main
     """Return by how many bytes memory rises above what it is before these changes, at most."""
     return max(accumulate((change.bytes for change in changes), initial=0))
 
