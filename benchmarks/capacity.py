@@ -41,19 +41,19 @@ from lightning_pipe import DappleStrategy
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.published import load_published
 from lightning_pipe.core.serial import from_yaml, save_yaml, to_yaml
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.errors import PipeError
-from lightning_pipe.planner.capacity import Largest, largest_batches
-from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.comparison.capacity import Largest, largest_batches
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.problem import EXECUTED, Problem, Wishes
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import places_of
-from lightning_pipe.profiler.operators import profile_capture
 from lightning_pipe.profiler.optimizer import counted_optimizer
+from lightning_pipe.profiler.timing.operators import profile_capture
+from lightning_pipe.profiles.published import load_published
 from lightning_pipe.runtime.memory import held_to, return_freed_memory, state_bytes
-from lightning_pipe.strategy.stand_ins import Guarded
+from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from lightning_pipe.units import format_bytes, format_seconds
 
 CPU = torch.device("cpu")

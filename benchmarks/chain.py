@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
@@ -31,8 +31,8 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
-from lightning_pipe.strategy.rehearsal import ELEMENT_BYTES, chain_split, chain_traffic
+from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.strategy.plans.runtime_overhead import ELEMENT_BYTES, chain_split, chain_traffic
 
 CPU = torch.device("cpu")
 SAMPLES = 4  # per micro-batch

@@ -26,7 +26,7 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.units import format_seconds
 
 MICROBATCHES, STAGES, WARM_UP = 8, 3, 3

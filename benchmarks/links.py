@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.fits import fit
 from benchmarks.two_hosts import NoNamespacesError, run_on_both, two_hosts
 from lightning_pipe import DappleStrategy
-from lightning_pipe.profiler.links import Handle, LinkFacts, probe_links
+from lightning_pipe.profiler.network.link_probe import Handle, LinkFacts, probe_links
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.units import format_rate, format_seconds
 

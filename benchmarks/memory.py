@@ -41,28 +41,28 @@ from benchmarks.models import GPT, MODELS
 from benchmarks.ranks import run_ranks
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.allocations import Allocations, highest
-from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.policies import policies_of
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory.policies import policies_of
 from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import places_of
 from lightning_pipe.report import step_seconds
 from lightning_pipe.runtime.activations.plain import FileHost
+from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.groups import connect
 from lightning_pipe.runtime.job import Job, Outcome
 from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import simulate
 from lightning_pipe.units import format_bytes, format_seconds
 

@@ -31,8 +31,8 @@ import torch
 
 from benchmarks.prediction import noise
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.replay import Replay
-from lightning_pipe.capture.unit_trace import trace_units
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
@@ -42,7 +42,7 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.units import format_seconds
 
 CPU = torch.device("cpu")

@@ -20,11 +20,11 @@ from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import instead_of, schedule_advice, schedule_name
 from lightning_pipe.planner.problem import EXECUTED, Sharding, Wishes
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
-from lightning_pipe.schedule.one_f_one_b import WARMUPS
-from lightning_pipe.schedule.options import hint
+from lightning_pipe.schedule.construct.options import hint
+from lightning_pipe.schedule.formats.text import format_order
+from lightning_pipe.schedule.formats.torch_csv import load_csv
+from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS
 from lightning_pipe.schedule.registry import SCHEDULES
-from lightning_pipe.schedule.text import format_order
-from lightning_pipe.schedule.torch_csv import load_csv
 from lightning_pipe.units import parse_bytes
 
 

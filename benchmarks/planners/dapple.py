@@ -38,15 +38,15 @@ from lightning_pipe.core.cluster import NO_LINK, Cluster, PairLink
 from lightning_pipe.core.cluster_file import load_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.dapple import Ranked, ranked
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.memory.settle import fitted
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.settle import fitted
+from lightning_pipe.planner.systems.dapple.dapple_planner import Ranked, ranked
+from lightning_pipe.profiles.published import load_published
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT.parent / "shared" / "profiles" / "dapple_alibabapai"

@@ -4,7 +4,7 @@
 
 Two to eight layers in a chain, in some problems with skips; one to five devices of unequal speed on one or two hosts;
 links of every pair drawn at random; memory from too little to plenty. The best of all 1F1B pipelines is found by trying
-them (`planner.exhaustive`), so `auto` is asked for 1F1B too.
+them (`planner.portfolio.exhaustive`), so `auto` is asked for 1F1B too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import NamedTuple
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, PairLink
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.published_graph import graph_of, profile_of
-from lightning_pipe.core.published_layers import Layer, Layers, Output
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import propose
+from lightning_pipe.profiles.published_graph import graph_of, profile_of
+from lightning_pipe.profiles.published_layers import Layer, Layers, Output
 from lightning_pipe.units import format_seconds
 
 SAMPLES = 8

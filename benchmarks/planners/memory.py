@@ -21,7 +21,7 @@ double it. What that means for numbers of devices:
                         counts what is kept between passes only (48 MB of a layer that is recomputed): by that count,
                         printed beside, 36 devices suffice
 
-Plans of a planner are relieved (`planner.activations`) at their own depths, at 1F1B's and at lower ones; the best by
+Plans of a planner are relieved (`fit_memory`) at their own depths, at 1F1B's and at lower ones; the best by
 the simulator counts. The shares of saved bytes that stages recompute are printed: they fall along the pipeline, as in
 the plans that vPipe (Zhao et al., TPDS 2022) published, since early stages hold more micro-batches. (By a few percent
 they may not: the first stage keeps inputs that others do not have. Nor where all hold one micro-batch.)
@@ -35,14 +35,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.activations import relieve
-from lightning_pipe.planner.dapple import dapple
-from lightning_pipe.planner.dawnpiper import dawnpiper
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.resolve import resolve_reliefs
+from lightning_pipe.planner.memory.fit_memory import relieve
 from lightning_pipe.planner.problem import Problem, Relief, Wishes
-from lightning_pipe.planner.resolve import resolve_reliefs
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
+from lightning_pipe.planner.systems.dawnpiper import dawnpiper
+from lightning_pipe.profiles.published import load_published
 
 PROFILE = Path(__file__).parents[3] / "shared" / "profiles" / "piper_msr_fiddle" / "bert32a100.json"
 LINK = Link(latency_s=5e-6, bytes_per_s=25e9)

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.pipedream import SteadyPlan, steady_plans
+from lightning_pipe.planner.estimates.stage_costs import Segments
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.systems.pipedream import SteadyPlan, steady_plans
+from lightning_pipe.profiles.published import load_published
 
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles" / "pipedream_msr_fiddle"
 GIGABIT = 1e9 / 8  # bytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planners.exhaustive import SAME, Size, random_problem
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.judge import Judged
+from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import PLANNERS, propose
 

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published_graph import graph_of, profile_of
-from lightning_pipe.core.published_layers import Layer, Layers, Output
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.auto import Planner
+from lightning_pipe.planner.portfolio.auto import Planner
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import PLANNERS, propose
+from lightning_pipe.profiles.published_graph import graph_of, profile_of
+from lightning_pipe.profiles.published_layers import Layer, Layers, Output
 from lightning_pipe.units import format_seconds
 
 SIZES = ((250, 64), (500, 64), (1000, 8), (1000, 64), (1000, 256), (1000, 1024))  # nodes, devices

@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planners.dapple import CONFIGURATIONS, MODELS, problem
-from lightning_pipe.planner.blocks import Blocks, DeviceRow
-from lightning_pipe.planner.dapple import dapple
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.pipedream import pipedream
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.estimates.block_costs import Blocks, DeviceRow
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.memory.settle import fitted
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.settle import fitted
-from lightning_pipe.planner.spp import pe_bound, spp
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
+from lightning_pipe.planner.systems.pipedream import pipedream
+from lightning_pipe.planner.systems.spp.spp_planner import pe_bound, spp
 
 OTHERS: dict[str, Callable[[Problem], list[Outline]]] = {"pipedream": pipedream, "dapple": dapple}
 

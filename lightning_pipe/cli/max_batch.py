@@ -12,7 +12,7 @@ from lightning_pipe.cli.options import StepOptions, check_names, option
 from lightning_pipe.cli.problem import problem_of
 from lightning_pipe.core.cluster import NO_SWAP, Cluster, Link
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.planner.capacity import POLICIES, Largest, deepest_models, largest_batches
+from lightning_pipe.planner.comparison.capacity import POLICIES, Largest, deepest_models, largest_batches
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.report.table import text_of

@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pipe.config import DappleConfig, read_config
-from lightning_pipe.core.published import ADAM_STATE
 from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planner.problem import Relief, Wishes
 from lightning_pipe.planner.registry import PLANNER_NAMES
-from lightning_pipe.schedule.options import hint
+from lightning_pipe.profiles.published import ADAM_STATE
+from lightning_pipe.schedule.construct.options import hint
 
 
 def option(default: Any, meaning: str) -> Any:

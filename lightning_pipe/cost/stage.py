@@ -1,6 +1,6 @@
 """What does a cut of a graph make of its operations and tensors? Halves, messages, buckets, and what is held for whom.
 
-The same question as `capture.split`, answered from `Graph.operations` without torch, for many cuts quickly:
+The same question as `capture.stages.split`, answered from `Graph.operations` without torch, for many cuts quickly:
 
     F, I, W    a forward operation runs in the stage of its position; a backward operation in I if its result flows to
                an earlier stage, else in W; a repeated operation in every half that reads its result
@@ -222,7 +222,7 @@ class _Cut:
         return Traffic(edges, self._buckets(), joinable=self._joinable())
 
     def _joinable(self) -> tuple[int, ...]:
-        """Return the stages whose weight halves of several micro-batches can run as one (`capture.joining`)."""
+        """Return the stages whose weight halves of several micro-batches can run as one (`batched_weight_grad`)."""
         operations, tensors = self._tables.unjoined
         weight = self._runs & (self._half == _WEIGHT) & (self._stage != _NOWHERE)
         users, repeats = self._tables.repeats

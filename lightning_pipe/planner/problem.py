@@ -29,7 +29,7 @@ class Wishes:
         microbatches: micro-batches per batch; None leaves it open.
         replicas: ranks per stage, stages in the order of the ranks; None leaves it open.
         schedule: name of the schedule; None leaves it open.
-        warmup: warm-up of 1F1B, as `schedule.one_f_one_b` reads it; None leaves it open.
+        warmup: warm-up of 1F1B, as `schedule.orders.one_f_one_b` reads it; None leaves it open.
         least_samples: fewest samples of a micro-batch for which a replica may be used, unless a batch has fewer in all.
         reliefs: what a plan may do with saved tensors instead of keeping them.
         chunks: stages per device (in each of its pipes); None leaves it open.

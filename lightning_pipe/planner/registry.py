@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.planner.auto import Planner, auto
-from lightning_pipe.planner.bapipe import bapipe
-from lightning_pipe.planner.dapple import dapple
-from lightning_pipe.planner.dawnpiper import dawnpiper
-from lightning_pipe.planner.drafts import OUTLINED, Drafter, asks_for_drafts, judged_drafts
-from lightning_pipe.planner.exhaustive import exhaustive
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.least_memory import LeastMemory
-from lightning_pipe.planner.madpipe import madpipe
-from lightning_pipe.planner.pipedream import pipedream
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.memory.least_memory import LeastMemory
+from lightning_pipe.planner.memory.settle import check_fits, settle
+from lightning_pipe.planner.portfolio.auto import Planner, auto
+from lightning_pipe.planner.portfolio.exhaustive import exhaustive
+from lightning_pipe.planner.portfolio.schedule_candidates import OUTLINED, Drafter, asks_for_drafts, judged_drafts
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.settle import check_fits, settle
-from lightning_pipe.planner.spp import spp
-from lightning_pipe.planner.uniform import uniform
-from lightning_pipe.schedule.options import hint
+from lightning_pipe.planner.systems.bapipe import bapipe
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
+from lightning_pipe.planner.systems.dawnpiper import dawnpiper
+from lightning_pipe.planner.systems.madpipe.madpipe_planner import madpipe
+from lightning_pipe.planner.systems.pipedream import pipedream
+from lightning_pipe.planner.systems.spp.spp_planner import spp
+from lightning_pipe.planner.systems.uniform import uniform
+from lightning_pipe.schedule.construct.options import hint
 
 PLANNERS: dict[str, Planner] = {
     "dapple": dapple,

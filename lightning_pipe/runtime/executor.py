@@ -5,7 +5,7 @@
     outcome = executor.run(program, job)           process group: one process per rank
     outcomes = run_together(executors, program, jobs)      local transport: all ranks in this thread
 
-Only what `schedule.verify` returned is run. Instructions are posted in the program's order; a compute waits for its
+Only what `verify` returned is run. Instructions are posted in the program's order; a compute waits for its
 letters, `Step` waits for sends and reductions. Neighbouring stages on one rank hand values over through the mailbox
 without a message.
 """
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import assert_never
 
-from lightning_pipe.capture.stage_program import RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import RandomKey, Split
+from lightning_pipe.core.abort_program import after_forwards, first_backward, left_over
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
@@ -42,17 +43,16 @@ from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.runtime.activations.offloads import Offloads
 from lightning_pipe.runtime.activations.protocol import Host
 from lightning_pipe.runtime.ahead import Ahead
-from lightning_pipe.runtime.exchange import Exchange
-from lightning_pipe.runtime.gradients import Gradients
+from lightning_pipe.runtime.exchanges.exchange import Exchange
+from lightning_pipe.runtime.exchanges.gradients import Gradients
+from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.runtime.guard.watch import Unwatched, Watch
 from lightning_pipe.runtime.job import Job, Outcome, Piece
 from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
-from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Walk, drive, drive_together
-from lightning_pipe.runtime.watch import Unwatched, Watch
-from lightning_pipe.schedule.giving_up import after_forwards, first_backward, left_over
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pipe.core.program import Samples
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.runtime.parts import Content
+from lightning_pipe.runtime.exchanges.slicing import Content
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,15 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
-from lightning_pipe.capture.batch import outline
-from lightning_pipe.capture.lengths import Lengths
-from lightning_pipe.capture.python_places import Slot
-from lightning_pipe.capture.record import Guard
-from lightning_pipe.capture.replay import Replay
-from lightning_pipe.capture.stage_program import Split
-from lightning_pipe.capture.unit_trace import trace_units
-from lightning_pipe.capture.units import UnitTrace
-from lightning_pipe.capture.witness import is_due
+from lightning_pipe.capture.graphs.lengths import Lengths
+from lightning_pipe.capture.graphs.witness import is_due
+from lightning_pipe.capture.python.places import Slot
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.steps.batch import outline
+from lightning_pipe.capture.steps.record import Guard
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.graph import Graph
@@ -39,18 +39,14 @@ from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.lightning_names import pl, rank_zero_warn
-from lightning_pipe.planner.judge import Judged
-from lightning_pipe.planner.resolve import resolve
+from lightning_pipe.planner.evaluation.evaluate import Judged
+from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.runtime.activations.host import host_of
-from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
-from lightning_pipe.strategy.captured import Captured
-from lightning_pipe.strategy.check import check_captured
-from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
-from lightning_pipe.strategy.limit import Foreseen, foreseen
-from lightning_pipe.strategy.links import Links
-from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.planning import (
+from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.plans.plan_costs import Costs
+from lightning_pipe.strategy.plans.planning import (
     Planned,
     check_samples,
     cut_other,
@@ -59,16 +55,20 @@ from lightning_pipe.strategy.planning import (
     policies_for,
     propose,
 )
-from lightning_pipe.strategy.post_validation import PostValidation
+from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.refusals import check_written
-from lightning_pipe.strategy.routes import captured_by, told
-from lightning_pipe.strategy.runner import Runner
-from lightning_pipe.strategy.shapes import ShapesCaptured, different_traces, symbolic_lengths
-from lightning_pipe.strategy.step import Step, agree, slices
-from lightning_pipe.strategy.texts import Reader
-from lightning_pipe.strategy.undo import Before
-from lightning_pipe.strategy.weights import Weights
-from lightning_pipe.strategy.whole import Role, role_by_numbers, warn_of_unknown_role
+from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
+from lightning_pipe.strategy.steps.capture_route import captured_by, told
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.check import check_captured
+from lightning_pipe.strategy.steps.metrics import wrong_answer
+from lightning_pipe.strategy.steps.runner import Runner
+from lightning_pipe.strategy.steps.state_snapshot import Before
+from lightning_pipe.strategy.steps.step_calls import TRAINING, Call, Ran, Turn
+from lightning_pipe.strategy.steps.step_runtime import Step, agree, slices
+from lightning_pipe.strategy.steps.string_fields import Reader
+from lightning_pipe.strategy.steps.whole_batch import Role, role_by_numbers, warn_of_unknown_role
 
 log = logging.getLogger(__name__)
 

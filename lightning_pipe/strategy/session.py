@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
-from lightning_pipe.capture.backward_hooks import hooked_modules
+from lightning_pipe.capture.steps.backward_hooks import hooked_modules
 from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
@@ -36,21 +36,21 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
-from lightning_pipe.strategy.data import Awaited, Feed
-from lightning_pipe.strategy.findings import findings, introduce, write_report, write_trace
-from lightning_pipe.strategy.gradient_hooks import GradientHooks
-from lightning_pipe.strategy.limit import Foreseen
-from lightning_pipe.strategy.links import Links
-from lightning_pipe.strategy.metrics import MetricsAlone, replay
-from lightning_pipe.strategy.optimizer import Groups
-from lightning_pipe.strategy.peek import look_where_iterated, peek
+from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
+from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
+from lightning_pipe.strategy.parameters.clipping import Clipper
+from lightning_pipe.strategy.parameters.gradient_hooks import GradientHooks
+from lightning_pipe.strategy.parameters.optimizer import Groups
+from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.sharding import SharedState
+from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
-from lightning_pipe.strategy.post_validation import PostValidation
-from lightning_pipe.strategy.precision import Clipper
-from lightning_pipe.strategy.recording import Recording
-from lightning_pipe.strategy.sharding import SharedState
-from lightning_pipe.strategy.weights import Weights
+from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_report, write_trace
+from lightning_pipe.strategy.plans.recording import Recording
+from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.limit import Foreseen
+from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
+from lightning_pipe.strategy.steps.step_calls import TRAINING, Call, Ran, Turn
 
 _AFTER_BACKWARD = "on_after_backward"
 

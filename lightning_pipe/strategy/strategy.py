@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_pipe.capture.collectives import refuse_in_step
+from lightning_pipe.capture.steps.collectives import refuse_in_step
 from lightning_pipe.config import DappleConfig, chosen_config
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
@@ -40,17 +40,19 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.lightning_package import package_in_use
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
-from lightning_pipe.runtime.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.data import Feed
-from lightning_pipe.strategy.findings import make_room
-from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
-from lightning_pipe.strategy.limit import Foreseen, shortage_told
-from lightning_pipe.strategy.links import Links, begin_watch, connect_ranks, join_ranks
+from lightning_pipe.strategy.loading.batch_loading import Feed
+from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
-from lightning_pipe.strategy.network_card import choose_card
-from lightning_pipe.strategy.outcome import Outcome
+from lightning_pipe.strategy.parameters.separable import check_separable
+from lightning_pipe.strategy.plans.plan_report import make_room
+from lightning_pipe.strategy.ranks.connections import Links, begin_watch, connect_ranks, join_ranks
+from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, GuardedScriptLauncher
+from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
+from lightning_pipe.strategy.ranks.network_card import choose_card
+from lightning_pipe.strategy.ranks.outcome import Outcome
 from lightning_pipe.strategy.refusals import (
     readers_of_gradients,
     refuse,
@@ -59,9 +61,7 @@ from lightning_pipe.strategy.refusals import (
     refuse_post_validation,
     refusing_several_optimizers,
 )
-from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
-from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_pipe.capture.kept_collections import KeptDict, KeptList, kept_collections
-from lightning_pipe.capture.python_places import Slot
+from lightning_pipe.capture.python.kept_collections import KeptDict, KeptList, kept_collections
+from lightning_pipe.capture.python.places import Slot
 
 LIST_READS: dict[str, Callable[[list[Any]], Any]] = {
     "item": lambda c: c[0],

@@ -24,8 +24,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python_places import ABSENT, Slot, follow
-from lightning_pipe.capture.python_state import Snapshot
+from lightning_pipe.capture.python.places import ABSENT, Slot, follow
+from lightning_pipe.capture.python.snapshots import Snapshot
 
 TREE = nn.Module()
 

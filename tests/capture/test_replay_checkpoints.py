@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.allocations import Allocations
-from lightning_pipe.capture.replay_stage import Player
+from lightning_pipe.capture.replayed.stage_replayer import Player
 from zoo.replaying import run_plainly, run_replayed, traced
 
 WIDTH, DEPTH = 64, 4  # large enough for what a checkpoint keeps of the random state not to matter

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipe.capture import Request, flatten
-from lightning_pipe.capture.unit_choice import Call, choose
-from lightning_pipe.capture.unit_trace import trace_units
-from lightning_pipe.capture.units import UnitTrace
+from lightning_pipe.capture.recording.unit_choice import Call, choose
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.errors import CaptureError
 
 X, Y = torch.randn(7, 4), torch.randn(7)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from cost.captures import zoo_capture
 from lightning_pipe.capture import flatten
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.cluster import NO_LINK, Cluster, Device, Host
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.activations import Reliefs, candidates, relieved
@@ -29,15 +29,15 @@ from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.memory import Memory, StageMemory
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, stage_works
-from lightning_pipe.planner.policies import policy_of
+from lightning_pipe.planner.memory.policies import policy_of
+from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import Job
-from lightning_pipe.runtime.parts import Content, buffer_for
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import memory_curves, simulate
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 
 SIZES = (3, 1, 2)
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}

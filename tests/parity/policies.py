@@ -14,11 +14,11 @@ from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.program import Compute, Evict, Fetch, Free, Joined, Send, VerifiedProgram
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.policies import policies_of
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory.policies import policies_of
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import places_of
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Wishes, counted_problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import resolve
 from models.parity import PARITY, make_module
 from parity.training import (
     BATCH,

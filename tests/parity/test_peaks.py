@@ -12,7 +12,7 @@ import torch
 from lightning_pipe.capture import flatten
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Joined
-from lightning_pipe.planner.judge import Judged, judge
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
 from lightning_pipe.planner.problem import Wishes
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.runtime.executor import Executor, run_together
@@ -20,7 +20,7 @@ from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import SCHEDULES
-from lightning_pipe.schedule.shapes import both_ways
+from lightning_pipe.schedule.construct.layout_shapes import both_ways
 from models.parity import make_module
 from parity.training import BATCH, captured, loader, problem_of
 

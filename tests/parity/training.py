@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten, real_answers
-from lightning_pipe.capture.split import check_slices
-from lightning_pipe.capture.step import Recording, recording_calls
+from lightning_pipe.capture.stages.split import check_slices
+from lightning_pipe.capture.steps.step_function import Recording, recording_calls
 from lightning_pipe.core.plan import microbatch_sizes
+from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import planned_join, planned_order
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from models.parity import make_loader, make_module
 
 STEPS, MICROBATCHES, BATCH, SEED = 20, 3, 8, 3

@@ -14,12 +14,12 @@ from lightning_pipe.core.cluster import NO_SWAP, Cluster, Device, Host, Link
 from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.planner.activations import relieve
-from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.resolve import resolve_reliefs
+from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.memory.offload_budget import Stay, absences, free_copy_s
+from lightning_pipe.planner.memory.recompute_selection import Terms, choices
 from lightning_pipe.planner.problem import Problem, Relief, Wishes
-from lightning_pipe.planner.remaking import Terms, choices
-from lightning_pipe.planner.resolve import resolve_reliefs
-from lightning_pipe.planner.swapping import Stay, absences, free_copy_s
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e12)
 MICROBATCHES = 10

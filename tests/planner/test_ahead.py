@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipe.planner.judge import judge
+from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.simulator import period

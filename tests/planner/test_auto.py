@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.planners.exhaustive import SAME, Size, random_problem, solve
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.near import Near
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.parts import Parts
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.estimates.bound_terms import Parts
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.portfolio.neighborhood import Near
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES, PLANNERS, propose
 from planner.test_uniform import cluster, layers

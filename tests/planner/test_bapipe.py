@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipe.core.cluster import Link
-from lightning_pipe.planner.bapipe import bapipe, candidates
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judge
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge
 from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.systems.bapipe import bapipe, candidates
 from planner.test_uniform import FAST, cluster, layers
 
 SLOW = Link(0.0, 700.0)

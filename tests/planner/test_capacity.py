@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, limited
-from lightning_pipe.planner.capacity import POLICIES, Largest, deepest_models, largest_batches
+from lightning_pipe.planner.comparison.capacity import POLICIES, Largest, deepest_models, largest_batches
 from lightning_pipe.planner.problem import Problem, Wishes
 from planner.test_activations import FAST, blocks
 

@@ -8,11 +8,11 @@ import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.program import Send
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.segments import Segments
 from planner.test_uniform import layers
 
 FAST = Link(0.0, 1e15)

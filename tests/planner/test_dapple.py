@@ -10,8 +10,13 @@ import pytest
 
 from benchmarks.planners import dapple as table
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.planner.dapple import dapple, ranked
-from lightning_pipe.planner.dapple_latency import (
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.estimates.recurrence import Row, row_s
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.memory.settle import settle
+from lightning_pipe.planner.portfolio.exhaustive import exhaustive
+from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.systems.dapple.dapple_latency import (
     Element,
     Times,
     data_parallel_s,
@@ -20,13 +25,8 @@ from lightning_pipe.planner.dapple_latency import (
     latency_s,
     pivot,
 )
-from lightning_pipe.planner.estimate import Row, row_s
-from lightning_pipe.planner.exhaustive import exhaustive
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.settle import settle
-from lightning_pipe.planner.uniform import uniform
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple, ranked
+from lightning_pipe.planner.systems.uniform import uniform
 from planner.test_uniform import cluster, layers
 
 # forward, backward, reductions of compute, link, compute, ...; micro-batches; pivot; latency: worked out independently

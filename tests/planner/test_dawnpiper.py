@@ -13,13 +13,13 @@ from benchmarks.planners import memory
 from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.planner.activations import relieve
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.dawnpiper import StageTimes, dawnpiper, interval, partition
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judge
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.memory.fit_memory import relieve
 from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.systems.dawnpiper import StageTimes, dawnpiper, interval, partition
 from planner.test_activations import blocks
 from planner.test_uniform import cluster, layers
 

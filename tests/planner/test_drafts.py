@@ -11,13 +11,13 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Compute, Joined, Layout
 from lightning_pipe.core.serial import from_yaml, to_yaml
 from lightning_pipe.errors import ConfigError, PlanError, ProgramError
-from lightning_pipe.planner.judge import judge
+from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.planner.problem import Problem, Wishes
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.schedule import SCHEDULES, TimedSchedule, order_of
+from lightning_pipe.schedule.construct.layout_shapes import looping
+from lightning_pipe.schedule.formats.text import format_order
 from lightning_pipe.schedule.registry import planned_order, register_schedule
-from lightning_pipe.schedule.shapes import looping
-from lightning_pipe.schedule.text import format_order
 from planner.test_uniform import cluster, layers
 
 SECONDS = [1.0] * 16

@@ -9,12 +9,12 @@ import random
 import pytest
 
 from lightning_pipe.core.cluster import Link
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, backward_ends, bound_s, microbatch_counts, row_s
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import Estimator, Row, backward_ends, bound_s, microbatch_counts, row_s
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge
 from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
 from planner.test_uniform import cluster, layers
 
 # forward, backward, reductions of compute, link, compute, ...; micro-batches; seconds of "pa" and of "pb": simulated

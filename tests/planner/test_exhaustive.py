@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.planners.exhaustive import Size, random_problem
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.bounds import Field
-from lightning_pipe.planner.exhaustive import exhaustive
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.moves import groupings
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.parts import Parts
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.moves import groupings
+from lightning_pipe.planner.estimates.bound_terms import Parts
+from lightning_pipe.planner.estimates.lower_bounds import Field
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.portfolio.exhaustive import exhaustive
 from lightning_pipe.planner.problem import Problem, Wishes
 from planner.test_uniform import cluster, layers
 

@@ -14,17 +14,22 @@ import pytest
 from benchmarks.planners.madpipe import EXPECTED, GIGABYTES, MODELS, PROFILES, chain, ratio
 from lightning_pipe.core.cluster import Cluster, Link, PairLink
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, backward_ends
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.madpipe import madpipe
-from lightning_pipe.planner.madpipe_chain import Chain, Processor, chain_of
-from lightning_pipe.planner.madpipe_contiguous import best_pipeline, least_exceeding, stretched, sustained
-from lightning_pipe.planner.madpipe_periodic import Periodic, least_periodic, operations_of
-from lightning_pipe.planner.madpipe_special import SPECIAL, Allocation, best_allocation
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import Estimator, Row, backward_ends
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge
 from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.schedule.one_f_one_b import star_depths
+from lightning_pipe.planner.systems.madpipe.madpipe_chain import Chain, Processor, chain_of
+from lightning_pipe.planner.systems.madpipe.madpipe_contiguous import (
+    best_pipeline,
+    least_exceeding,
+    stretched,
+    sustained,
+)
+from lightning_pipe.planner.systems.madpipe.madpipe_periodic import Periodic, least_periodic, operations_of
+from lightning_pipe.planner.systems.madpipe.madpipe_planner import madpipe
+from lightning_pipe.planner.systems.madpipe.madpipe_special import SPECIAL, Allocation, best_allocation
+from lightning_pipe.schedule.orders.one_f_one_b import star_depths
 from planner.test_uniform import cluster, layers
 
 ENDLESS = 1 << 30  # micro-batches

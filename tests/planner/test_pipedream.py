@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.pipedream import Level, noam_depths, pipedream, steady_plans
-from lightning_pipe.planner.prm import partitions
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge
 from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.systems.pipedream import Level, noam_depths, pipedream, steady_plans
+from lightning_pipe.planner.systems.spp.spp_partition import partitions
+from lightning_pipe.profiles.published import load_published
 from planner.test_spp import hosts, problem
 from planner.test_uniform import layers
 

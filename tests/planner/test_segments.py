@@ -12,9 +12,9 @@ from cost.captures import zoo_capture
 from lightning_pipe.core.program import Compute, Layout
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.prices import Pricer
-from lightning_pipe.planner.cuts import cuttable, worthwhile
+from lightning_pipe.planner.candidates.cut_points import cuttable, worthwhile
+from lightning_pipe.planner.estimates.stage_costs import Segments
 from lightning_pipe.planner.problem import Problem, nominal_cluster
-from lightning_pipe.planner.segments import Segments
 
 NAMES = ("mlp_classifier", "resnet_batchnorm", "nanogpt_tied", "vae", "masked_mean_loss")
 

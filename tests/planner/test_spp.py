@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.planner.blocks import Blocks, DeviceRow, Pipeline, within_memory
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, row_s
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.prm import partitions
+from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.block_costs import Blocks, DeviceRow, Pipeline, within_memory
+from lightning_pipe.planner.estimates.recurrence import Estimator, Row, row_s
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.evaluation.evaluate import Judge
 from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.spp import pe_bound, pe_depths, spp
+from lightning_pipe.planner.systems.spp.spp_partition import partitions
+from lightning_pipe.planner.systems.spp.spp_planner import pe_bound, pe_depths, spp
 from planner.test_uniform import FAST, layers
 
 

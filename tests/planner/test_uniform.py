@@ -12,9 +12,9 @@ from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.alternatives import alternatives
-from lightning_pipe.planner.cuts import crossing_bytes
-from lightning_pipe.planner.judge import Judge, Judged
+from lightning_pipe.planner.candidates.cut_points import crossing_bytes
+from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
 from lightning_pipe.planner.registry import propose
 

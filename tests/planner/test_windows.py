@@ -18,16 +18,16 @@ from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.core.cluster import Cluster, Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.cost.counted import counted
-from lightning_pipe.planner import auto as search
-from lightning_pipe.planner.cuts import around, cuttable, worthwhile
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.moves import Ranks
-from lightning_pipe.planner.outline import can_meet
+from lightning_pipe.planner.candidates.candidate import can_meet
+from lightning_pipe.planner.candidates.cut_points import around, cuttable, worthwhile
+from lightning_pipe.planner.candidates.moves import Ranks
+from lightning_pipe.planner.estimates.cut_windows import Windows
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.portfolio import auto as search
 from lightning_pipe.planner.problem import Problem, Wishes, nominal_cluster
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.uniform import uniform
-from lightning_pipe.planner.windows import Windows
+from lightning_pipe.planner.systems.uniform import uniform
 from planner.test_uniform import cluster, layers
 
 SAMPLES = 16

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from lightning_pipe.profiler.fit import fit_line
-from lightning_pipe.profiler.links import (
+from lightning_pipe.profiler.network.alpha_beta import fit_line
+from lightning_pipe.profiler.network.link_probe import (
     EVERY_PAIR_UP_TO,
     Handle,
     groups_to_measure,

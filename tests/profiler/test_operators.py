@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.calls import OperatorCall, TensorSpec, operator_calls
-from lightning_pipe.profiler import glue, operators, part
-from lightning_pipe.profiler.arguments import Maker, index_bounds
-from lightning_pipe.profiler.clock import Clock
-from lightning_pipe.profiler.course import Course
-from lightning_pipe.profiler.glue import choose_windows, glue_names
-from lightning_pipe.profiler.operators import Operators, profile_capture
-from lightning_pipe.profiler.walk import Tools, Walk
+from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec, operator_calls
+from lightning_pipe.profiler.timing import glue, operators
+from lightning_pipe.profiler.timing import sample_region as part
+from lightning_pipe.profiler.timing.arguments import Maker, index_bounds
+from lightning_pipe.profiler.timing.clock import Clock
+from lightning_pipe.profiler.timing.glue import choose_windows, glue_names
+from lightning_pipe.profiler.timing.op_sequence import Course
+from lightning_pipe.profiler.timing.operators import Operators, profile_capture
+from lightning_pipe.profiler.timing.timed_run import Tools, Walk
 from models.parity import make_loader, make_module
 from zoo.test_zoo_pipelines import captured, made, sizes_of
 

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import Capture, Request, capture_step
-from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.runtime.executor import Executor
 from lightning_pipe.runtime.job import Job
@@ -22,7 +22,7 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 
 CPU = torch.device("cpu")
 WIDTH = 4

@@ -8,7 +8,13 @@ import torch.distributed as dist
 
 from lightning_pipe.core.cluster_file import check_ranks, cluster_from_text, cluster_to_text
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device
-from lightning_pipe.profiler.links import Handle, LinkFacts, groups_to_measure, pairs_to_measure, probe_links
+from lightning_pipe.profiler.network.link_probe import (
+    Handle,
+    LinkFacts,
+    groups_to_measure,
+    pairs_to_measure,
+    probe_links,
+)
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from ranks.world import World
 

@@ -14,11 +14,11 @@ from lightning_pipe.core.program import Compute, Message, Recv, Reduce, Samples
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import INSIDE, MESSAGE, OUTSIDE, PAIR, TOGETHER, Failure, State
+from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch, never_meet
 from lightning_pipe.runtime.guard.hub import MOMENT_S, Hub
 from lightning_pipe.runtime.guard.page import Page
-from lightning_pipe.runtime.guarded_watch import GuardedWatch, never_meet
+from lightning_pipe.runtime.guard.watch import MismatchError, Patience, PeerFailure
 from lightning_pipe.runtime.waiting import Done, Wait
-from lightning_pipe.runtime.watch import MismatchError, Patience, PeerFailure
 
 QUICK = Patience(deadline_s=0.5, stale_s=30, grace_s=30, parting_s=0.1)
 RECEIVE = Recv(Message("F", 0, 1, 2, Samples(0, 4)), 1)

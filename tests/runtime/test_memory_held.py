@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram
 from lightning_pipe.core.program import Compute
 from lightning_pipe.runtime.executor import run_together
 from lightning_pipe.runtime.job import Outcome

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lightning_pipe.capture.stage_program import Split, Value
+from lightning_pipe.capture.steps.stage_program import Split, Value
 from lightning_pipe.core.program import Layout, Program, Traffic
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.exchanges.results import Collected, Results
 from lightning_pipe.runtime.job import Outcome, Piece
-from lightning_pipe.runtime.results import Collected, Results
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import drive_together
 from ranks.pipelines import CPU

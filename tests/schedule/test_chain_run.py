@@ -10,11 +10,11 @@ import pytest
 from benchmarks.closed_forms import chain
 from lightning_pipe.core.program import Compute, Layout, Message, Order
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.chain_run import chain_makespan, chain_starts
+from lightning_pipe.schedule.construct.chain_run import chain_makespan, chain_starts
+from lightning_pipe.schedule.construct.layout_shapes import both_ways, looping, zigzag
+from lightning_pipe.schedule.construct.stage_times import Times, unit_times
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.shapes import both_ways, looping, zigzag
-from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 ROW = [(0,), (1,), (2,), (3,)]

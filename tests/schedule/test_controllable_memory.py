@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from benchmarks.closed_forms import Row, peaks
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.times import Times, unit_times
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.stage_times import Times, unit_times
 
 
 @pytest.mark.parametrize(("schedule", "m"), [("v_half", 13), ("v_min", 14)])

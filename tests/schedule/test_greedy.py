@@ -11,14 +11,14 @@ import pytest
 from lightning_pipe.core.program import Compute, Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain import chain
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.devices import fits, peak_bytes
-from lightning_pipe.schedule.greedy import most_open, published_orders
+from lightning_pipe.schedule.construct.chain import chain
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.devices import fits, peak_bytes
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
+from lightning_pipe.schedule.construct.stage_times import Times, unit_times
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.shapes import looping, zigzag
-from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.search.greedy import most_open, published_orders
+from lightning_pipe.schedule.verification.verify import verify
 
 LAYOUTS = {
     "one device": looping([(0,)], 2),

@@ -10,10 +10,10 @@ import pytest
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.list_scheduling import steps
-from lightning_pipe.schedule.shapes import looping
-from lightning_pipe.schedule.times import Times
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.layout_shapes import looping
+from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.search.list_scheduling import steps
 
 
 def random_times(draw: random.Random, layout: Layout, *, longest_message: float) -> Times:

@@ -15,12 +15,12 @@ import pytest
 from lightning_pipe.core.program import Compute, Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain_run import chain_makespan, chain_starts
-from lightning_pipe.schedule.devices import fits, peak_bytes
-from lightning_pipe.schedule.greedy import published_orders
-from lightning_pipe.schedule.shapes import looping, zigzag
-from lightning_pipe.schedule.times import Times
-from lightning_pipe.schedule.windows import Windows, computes_of, inputs_of
+from lightning_pipe.schedule.construct.chain_run import chain_makespan, chain_starts
+from lightning_pipe.schedule.construct.devices import fits, peak_bytes
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
+from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.search.greedy import published_orders
+from lightning_pipe.schedule.search.time_windows import Windows, computes_of, inputs_of
 
 SAVED, KEPT = 2.0, 1.0
 

@@ -11,10 +11,10 @@ import pytest
 from benchmarks.closed_forms import chain
 from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Send, Traffic
 from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.construct.layout_shapes import both_ways
+from lightning_pipe.schedule.construct.stage_times import Times
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.shapes import both_ways
-from lightning_pipe.schedule.times import Times
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 
 

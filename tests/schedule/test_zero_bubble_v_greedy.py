@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.closed_forms import Row, peaks
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.times import Times
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.stage_times import Times
 
 
 def v_times(p: int, forward: float, input_grad: float, weight_grad: float, *, message: float = 0.0) -> Times:

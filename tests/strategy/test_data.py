@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from lightning_pipe.runtime.watch import Unwatched
-from lightning_pipe.strategy.control import Control
-from lightning_pipe.strategy.data import Feed, checksum
-from lightning_pipe.strategy.peek import look_where_iterated, peek
+from lightning_pipe.runtime.guard.watch import Unwatched
+from lightning_pipe.strategy.loading.batch_loading import Feed, checksum
+from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
+from lightning_pipe.strategy.ranks.control_plane import Control
 from ranks.world import Raised, World
 from strategy.fits import Losses, dapple, make_trainer
 

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from lightning_pipe.capture.batch import contents, outline
-from lightning_pipe.strategy.texts import Reader, texts
+from lightning_pipe.capture.steps.batch import contents, outline
+from lightning_pipe.strategy.steps.string_fields import Reader, texts
 
 BATCH = {"kind": "rows", "names": ["a.png", "b.png"], "n": 3}
 

@@ -13,20 +13,20 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Request, flatten
-from lightning_pipe.capture.replay import Replay
-from lightning_pipe.capture.replay_scene import keyed, seed
-from lightning_pipe.capture.stage_program import RandomKey
-from lightning_pipe.capture.step import Recording, recording_calls
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.module_scope import keyed, seed
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.step_function import Recording, recording_calls
 from lightning_pipe.capture.torch_private import checkpoint_only
-from lightning_pipe.capture.unit_trace import trace_units
-from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import Job
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 
 CPU = torch.device("cpu")
 SEED = 5

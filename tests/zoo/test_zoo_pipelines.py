@@ -18,9 +18,9 @@ import torch
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.capture import Capture
-from lightning_pipe.capture.state_once import state_once
-from lightning_pipe.capture.step import NUMBERS
-from lightning_pipe.capture.tracked_number import Situation
+from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.stages.state_once import state_once
+from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import BatchError, CaptureError
@@ -30,7 +30,7 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from zoo import ZOO
 from zoo.reference import accumulate
 

@@ -33,7 +33,7 @@ _ALL = "0.0.0.0"
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what may take, in seconds; see `runtime.watch.Patience`."""
+    """How long what may take, in seconds; see `runtime.guard.watch.Patience`."""
 
     deadline_s: float = 300.0
     stale_s: float = 15.0
