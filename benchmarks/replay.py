@@ -37,7 +37,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
@@ -100,7 +100,7 @@ class Stages:
         order = order_of("gpipe", layout=self._layout, microbatches=len(sizes))
         program = verify(lower(order, layout=self._layout, sizes=sizes, traffic=self._split.traffic))
         offsets = tuple(sum(sizes[:m]) for m in range(len(sizes)))
-        job = Job((batch,), (True,), offsets)
+        job = BatchInput((batch,), (True,), offsets)
 
         def run() -> float:
             self._module.zero_grad()

@@ -131,6 +131,16 @@ def test_sub_packages_import_each_other_in_one_direction():
         pytest.fail(f"sub-packages in a circle: {error.args[1]}")
 
 
+def test_no_two_public_classes_share_a_name():
+    places = collections.defaultdict(list)
+    for file in FILES:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(file.relative_to(PACKAGE)))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not twice, f"name them apart: {twice}"
+
+
 def test_every_part_has_a_floor():
     parts = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in FILES}
     assert parts <= set(FLOOR_OF), f"give {parts - set(FLOOR_OF)} a floor in DESIGN and here"

@@ -35,11 +35,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.candidate import Candidate
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import resolve_reliefs
 from lightning_pipe.planner.memory.fit_memory import relieve
-from lightning_pipe.planner.problem import Problem, Relief, Wishes
+from lightning_pipe.planner.problem import Constraints, Problem, Relief
 from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
 from lightning_pipe.planner.systems.dawnpiper import dawnpiper
 from lightning_pipe.profiles.published import load_published
@@ -48,7 +48,7 @@ PROFILE = Path(__file__).parents[3] / "shared" / "profiles" / "piper_msr_fiddle"
 LINK = Link(latency_s=5e-6, bytes_per_s=25e9)
 SAMPLES = 32
 SETTINGS = ((8, 8), (4, 8), (2, 20), (2, 36), (1, 36))  # gigabytes, devices
-PLANNERS: dict[str, Callable[[Problem], list[Outline]]] = {"dapple": dapple, "dawnpiper": dawnpiper}
+PLANNERS: dict[str, Callable[[Problem], list[Candidate]]] = {"dapple": dapple, "dawnpiper": dawnpiper}
 REMADE_GB = 0.9  # stash and gradients of one layer, and messages: what is there while a layer is made anew
 _OUTLINES = 2  # of each planner
 _UNEVEN = 0.05  # of what a stage would save
@@ -73,7 +73,7 @@ def problem(gigabytes: float, devices: int, *reliefs: Relief) -> Problem:
     """Return the problem of a batch on so many devices with so much memory."""
     graph, profile = load_published(PROFILE, optimizer_state=0.0)
     host = Host("host", (Device("A100", round(gigabytes * 1e9)),) * devices, inside=LINK, network=LINK)
-    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Wishes(reliefs=frozenset(reliefs)))
+    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Constraints(reliefs=frozenset(reliefs)))
 
 
 def best(asked: Problem, planner: str) -> Found:
@@ -90,7 +90,7 @@ def best(asked: Problem, planner: str) -> Found:
     return Found(least, least.overflow(asked.cluster), tuple(shares(asked, least)))
 
 
-def tried_depths(outline: Outline) -> list[tuple[int, ...]]:
+def tried_depths(outline: Candidate) -> list[tuple[int, ...]]:
     """Return the depths of an outline, those of 1F1B, and these with fewer and fewer in flight; the deepest first."""
     stages = len(outline.ranks)
     most = [stages // 2**k for k in range(stages.bit_length())]

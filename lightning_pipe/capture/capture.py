@@ -26,7 +26,7 @@ from lightning_pipe.capture.graphs.trace import Request, trace
 from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
-from lightning_pipe.capture.python.places import Slot
+from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.tracked_number import Situation
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.stages.batched_weight_grad import joining
@@ -192,7 +192,7 @@ class Capture:
         lengths = frozenset[tuple[int, int]]() if self.general is None else frozenset(self.general.lengths)
         return testimony(replace(request, symbolic=self.variants is None, lengths=lengths), self.joint)
 
-    def varying(self) -> tuple[Slot, ...]:
+    def varying(self) -> tuple[Place, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
         return self.joint.guards.varying()
 

@@ -30,12 +30,12 @@ from lightning_pipe.capture.steps.keyed_random import undisturbed
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.steps.step_function import Recording, loss_of, recording_calls
+from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
 from lightning_pipe.capture.torch_private import TorchDispatchMode, checkpoint_only, operator_name
 
 
 @dataclass(frozen=True)
-class Plain:
+class EagerReference:
     """What a plain run gave.
 
     Attributes:
@@ -51,7 +51,9 @@ class Plain:
     unmatched: str
 
 
-def run_plainly(captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], key: RandomKey) -> Plain:
+def run_plainly(
+    captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], key: RandomKey
+) -> EagerReference:
     """Run a training step forward and backward; gradients of the module must be None before and are afterwards.
 
     Buffers, attributes and whatever else the step changes are left as it leaves them; generators are as before.
@@ -66,7 +68,7 @@ def run_plainly(captured: Capture | Replay, request: Request, tensors: Sequence[
     dice = GraphDice(captured, key, request.device) if isinstance(captured, Capture) else None
     source = _units_seeded(captured.trace, request, key) if isinstance(captured, Replay) else dice
     with contextlib.ExitStack() as stack:
-        scene = (undisturbed(request.device), torch.enable_grad(), recording_calls(module, Recording()))
+        scene = (undisturbed(request.device), torch.enable_grad(), recording_calls(module, StepRecording()))
         for entered in (*scene, no_collectives()):
             stack.enter_context(entered)
         if dice is not None:  # the graph keeps what a checkpoint would compute again
@@ -82,7 +84,7 @@ def run_plainly(captured: Capture | Replay, request: Request, tensors: Sequence[
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None
-    return Plain(loss.detach(), gradients, exactness.coarsest, "" if dice is None else dice.unmatched())
+    return EagerReference(loss.detach(), gradients, exactness.coarsest, "" if dice is None else dice.unmatched())
 
 
 class GraphDice(TorchDispatchMode):

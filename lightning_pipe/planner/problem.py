@@ -11,7 +11,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.stage import position_seconds
-from lightning_pipe.cost.tables import Tables
+from lightning_pipe.cost.tables import GraphArrays
 from lightning_pipe.errors import PlanError
 
 Relief = Literal["recompute", "offload"]
@@ -22,7 +22,7 @@ EXECUTED: frozenset[Relief] = frozenset(("recompute", "offload"))
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Constraints:
     """What a plan must keep to; a planner decides whatever is left open.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wishes:
     shard_optimizer: Sharding = "off"
 
 
-ANYTHING = Wishes()
+ANYTHING = Constraints()
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Problem:
     cluster: Cluster
     samples: int
     training: bool = True
-    wishes: Wishes = ANYTHING
+    wishes: Constraints = ANYTHING
     runs_ahead: bool = False
 
     @cached_property
-    def tables(self) -> Tables:
+    def tables(self) -> GraphArrays:
         """Return the graph as arrays."""
-        return Tables(self.graph)
+        return GraphArrays(self.graph)
 
     @cached_property
     def position_seconds(self) -> tuple[float, ...]:

@@ -14,7 +14,12 @@ from lightning_pipe.planner.memory.least_memory import LeastMemory
 from lightning_pipe.planner.memory.settle import check_fits, settle
 from lightning_pipe.planner.portfolio.auto import Planner, auto
 from lightning_pipe.planner.portfolio.exhaustive import exhaustive
-from lightning_pipe.planner.portfolio.schedule_candidates import OUTLINED, Drafter, asks_for_drafts, judged_drafts
+from lightning_pipe.planner.portfolio.schedule_candidates import (
+    OUTLINED,
+    ScheduleCandidates,
+    asks_for_drafts,
+    judged_drafts,
+)
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.systems.bapipe import bapipe
 from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
@@ -73,7 +78,7 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
     """Return the plans of outlines, of drafts, or of both, as the wishes ask for."""
     judge = Judge(problem)
     if problem.wishes.order:
-        return [judge.judge(Drafter(problem).given().plan(problem))]
+        return [judge.judge(ScheduleCandidates(problem).given().plan(problem))]
     asked = problem
     if asks_for_drafts(problem):
         schedule = problem.wishes.schedule if problem.wishes.schedule in OUTLINED else None

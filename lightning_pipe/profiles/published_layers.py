@@ -17,7 +17,7 @@ from lightning_pipe.errors import ProfileError
 
 
 @dataclass(frozen=True)
-class Output:
+class LayerOutput:
     """One tensor that a layer makes: its bytes per sample, and the layers that read it."""
 
     bytes_per_sample: float
@@ -42,7 +42,7 @@ class Layer:
     forward_s: float
     backward_s: float
     parameter_bytes: int
-    outputs: tuple[Output, ...]
+    outputs: tuple[LayerOutput, ...]
     stash_per_sample: float = 0.0
 
     @property
@@ -142,7 +142,7 @@ def _permuted(layers: Sequence[Layer], order: Sequence[int]) -> tuple[Layer, ...
         dataclasses.replace(
             layers[position],
             outputs=tuple(
-                Output(output.bytes_per_sample, tuple(sorted(place[reader] for reader in output.readers)))
+                LayerOutput(output.bytes_per_sample, tuple(sorted(place[reader] for reader in output.readers)))
                 for output in layers[position].outputs
             ),
         )

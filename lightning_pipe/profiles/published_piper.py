@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_pipe.errors import ProfileError
-from lightning_pipe.profiles.published_layers import Layer, Layers, Output, in_order, unique_names, with_kept
+from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers, in_order, unique_names, with_kept
 
 _PLAIN, _RECOMPUTING, _ONE_DEVICE = "vanilla", "activation recomp", "1"
 _MILLISECOND, _SECOND = 1e-3, 1.0
@@ -115,7 +115,7 @@ class _Place:
         return float(value)
 
 
-def _outputs(edges: list[_Place], position: Mapping[int, int], samples: int) -> dict[int, tuple[Output, ...]]:
+def _outputs(edges: list[_Place], position: Mapping[int, int], samples: int) -> dict[int, tuple[LayerOutput, ...]]:
     """Return the outputs of every layer: one for each cost among its edges."""
     readers: dict[int, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
     seen: set[tuple[int, int]] = set()
@@ -130,12 +130,12 @@ def _outputs(edges: list[_Place], position: Mapping[int, int], samples: int) -> 
         seen.add((maker, reader))
         readers[maker][edge.at("communicationCost").number()].append(reader)
     return {
-        k: tuple(Output(cost / samples, tuple(found)) for cost, found in readers.get(k, {}).items())
+        k: tuple(LayerOutput(cost / samples, tuple(found)) for cost, found in readers.get(k, {}).items())
         for k in position.values()
     }
 
 
-def _layer(node: _Place, *, name: str, description: str, outputs: tuple[Output, ...], unit_s: float) -> Layer:
+def _layer(node: _Place, *, name: str, description: str, outputs: tuple[LayerOutput, ...], unit_s: float) -> Layer:
     plain, recomputing = _variant(node, _PLAIN), _variant(node, _RECOMPUTING)
     both, again = plain.at("timePerSample"), recomputing.at("timePerSample")
     forward = round(again.number() - both.number(), _DECIMALS)

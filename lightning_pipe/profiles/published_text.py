@@ -18,7 +18,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from lightning_pipe.errors import ProfileError
-from lightning_pipe.profiles.published_layers import Layer, Layers, Output, in_order, unique_names
+from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers, in_order, unique_names
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _MILLISECOND = 1e-3
@@ -149,7 +149,7 @@ def _readers(edges: list[_Line], identifiers: list[str]) -> defaultdict[int, lis
     return found
 
 
-def _outputs(sizes: list[float], readers: list[int]) -> tuple[Output, ...]:
+def _outputs(sizes: list[float], readers: list[int]) -> tuple[LayerOutput, ...]:
     if len(sizes) > 1 and len(sizes) == len(readers):
-        return tuple(Output(size, (reader,)) for size, reader in zip(sizes, readers, strict=True))
-    return (Output(sum(sizes), tuple(readers)),)
+        return tuple(LayerOutput(size, (reader,)) for size, reader in zip(sizes, readers, strict=True))
+    return (LayerOutput(sum(sizes), tuple(readers)),)

@@ -34,7 +34,7 @@ import torch
 from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram, Value
 from lightning_pipe.core.program import ComputeKind, Pass
 from lightning_pipe.runtime.activations.away import Away, send_away
-from lightning_pipe.runtime.activations.protocol import Host, Parcel
+from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
 from lightning_pipe.runtime.exchanges.gradient_sums import Sums, add_to, storage_of
 from lightning_pipe.runtime.exchanges.slicing import Content
 
@@ -163,7 +163,7 @@ class Stage:
         tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
         return torch.cat(tensors, dim=along[value])
 
-    def evict(self, microbatch: int, host: Host, slices: Slices) -> Parcel:
+    def evict(self, microbatch: int, host: HostStore, slices: Slices) -> Parcel:
         """Start to copy what the stage offloads of a micro-batch to the host, and drop it.
 
         Args:

@@ -12,7 +12,7 @@ from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.schedule.construct.device_orders import without_padding
 from lightning_pipe.schedule.construct.layout_shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
 from lightning_pipe.schedule.construct.options import hint
-from lightning_pipe.schedule.construct.stage_times import Times, unit_times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
 from lightning_pipe.schedule.formats.text import format_order, parse_order
 from lightning_pipe.schedule.orders.bitpipe import bitpipe
 from lightning_pipe.schedule.orders.breadth_first import breadth_first
@@ -43,7 +43,7 @@ class ScheduleFunction(Protocol):
 class TimedFunction(Protocol):
     """Decides the order of computes by what they take."""
 
-    def __call__(self, layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
+    def __call__(self, layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> Order:
         """Return the computes of every rank in order."""
         ...
 
@@ -137,7 +137,7 @@ def register_schedule(
 
 
 def order_of(
-    schedule: str, *, layout: Layout, microbatches: int, options: Options = NO_OPTIONS, times: Times | None = None
+    schedule: str, *, layout: Layout, microbatches: int, options: Options = NO_OPTIONS, times: ChainTimes | None = None
 ) -> Order:
     """Return the order that the named schedule decides.
 
@@ -212,7 +212,7 @@ def needs_times(plan: Plan) -> bool:
     return not plan.order and isinstance(SCHEDULES.get(plan.schedule), TimedSchedule)
 
 
-def with_order(plan: Plan, times: Times) -> Plan:
+def with_order(plan: Plan, times: ChainTimes) -> Plan:
     """Return the plan with the order that its schedule decides by these times.
 
     Raises:

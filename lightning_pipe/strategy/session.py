@@ -47,10 +47,10 @@ from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_report, write_trace
 from lightning_pipe.strategy.plans.recording import Recording
-from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
-from lightning_pipe.strategy.steps.step_calls import TRAINING, Call, Ran, Turn
+from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 
 _AFTER_BACKWARD = "on_after_backward"
 
@@ -75,7 +75,7 @@ class Session:
         module: pl.LightningModule,
         *,
         config: DappleConfig,
-        links: Links,
+        links: Connections,
         feed: Feed,
         plugin: Precision,
         device: torch.device,
@@ -194,7 +194,7 @@ class Session:
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             arguments = (0,) if takes_index else ()
             try:
-                self._plan(Call(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
+                self._plan(StepRequest(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
             except Exception as error:
                 if not _may_be_early(error, trainer, self._module):
                     raise
@@ -222,7 +222,7 @@ class Session:
         structure = self._structure(batch)
         tensors, now = flatten(batch)
         if self._pipeline.planned is None:
-            self._plan(Call(method, structure, arguments, _answers(tensors), tuple(tensors)))
+            self._plan(StepRequest(method, structure, arguments, _answers(tensors), tuple(tensors)))
         if self._feed.loads and now.leaves != structure.leaves:
             raise BatchError(
                 "The tensors of the batch have other shapes or types in the step than after the transfer to the "
@@ -233,7 +233,7 @@ class Session:
         if recording is not None and not recording.active:
             self._tell(recording)
             recording = self._recording = None
-        turn = Turn(
+        turn = RunOptions(
             leaves,
             number=number,
             weight=weight,
@@ -245,14 +245,14 @@ class Session:
         present = tuple(tensors) if self._feed.loads else None
         assert self.plan is not None, "planned above"
         holder = self.plan.layout.stages[0][0]
-        call = Call(method, structure, arguments, tensors=present, holder=holder)
+        call = StepRequest(method, structure, arguments, tensors=present, holder=holder)
         ran = self._trained(call, turn) if method == TRAINING else self._pipeline.run(call, turn)
         self.stop = ran.stop
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
 
-    def _trained(self, call: Call, turn: Turn) -> Ran:
+    def _trained(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a training step, and then hooks on the gradients of parameters; show stand-ins for other gradients."""
         looked_at = any(hook.endswith(_AFTER_BACKWARD) for hook in self._readers)
         turn = replace(turn, synchronise=turn.synchronise or looked_at or self._hooks.is_needed)
@@ -305,7 +305,7 @@ class Session:
             self._shared = (batch, self._feed.share(batch)[1])
         return self._shared[1]
 
-    def _plan(self, call: Call) -> None:
+    def _plan(self, call: StepRequest) -> None:
         with self._hooks.taken_off():
             self._pipeline.plan_for(call, optimizers=self._optimizers)
         assert self._pipeline.planned is not None, "planned just now"

@@ -48,11 +48,11 @@ from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_w
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.parameters.separable import check_separable
 from lightning_pipe.strategy.plans.plan_report import make_room
-from lightning_pipe.strategy.ranks.connections import Links, begin_watch, connect_ranks, join_ranks
+from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks
 from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, GuardedScriptLauncher
 from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.ranks.network_card import choose_card
-from lightning_pipe.strategy.ranks.outcome import Outcome
+from lightning_pipe.strategy.ranks.outcome import FitOutcome
 from lightning_pipe.strategy.refusals import (
     readers_of_gradients,
     refuse,
@@ -131,12 +131,12 @@ class DappleStrategy(ParallelStrategy):
         self.config = chosen_config(config, {**options, **unknown})
         self._backend = process_group_backend
         self._num_nodes = 1
-        self._links: Links | None = None  # from setup to teardown
+        self._links: Connections | None = None  # from setup to teardown
         self._watch: GuardedWatch | None = None  # from the launch to teardown
         self._has_met = False  # whether this rank was connected with the others
         self._feed: Feed | None = None
         self._session: Session | None = None
-        self._outcome = Outcome()  # of a fit in other processes, or of none
+        self._outcome = FitOutcome()  # of a fit in other processes, or of none
         self._synchronise = True
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
@@ -152,15 +152,15 @@ class DappleStrategy(ParallelStrategy):
         return False
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> FitOutcome:
         """Return what is known of the last fit (or validate, test, predict)."""
         session = self._session
         if session is None:
             return self._outcome
-        return Outcome(session.plan, session.comparison, session.steps_taken_back)
+        return FitOutcome(session.plan, session.comparison, session.steps_taken_back)
 
     @outcome.setter
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: FitOutcome) -> None:
         self._session, self._outcome = None, outcome
 
     @property
@@ -260,7 +260,7 @@ class DappleStrategy(ParallelStrategy):
         callbacks = self.lightning_module.trainer.callbacks
         self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
-    def _connect(self) -> Links:
+    def _connect(self) -> Connections:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
         ranks, deadline_s = self.world_size, self.config.deadline_s
         if self.num_nodes > 1 and self.cluster_environment is not None:
@@ -282,7 +282,7 @@ class DappleStrategy(ParallelStrategy):
         return links
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[Links | None]:
+    def _connected(self) -> Iterator[Connections | None]:
         """Have connections inside: those of the fit, or new ones after it; None before, or where a rank has failed."""
         if self._links is not None or self._failed or not self._has_met:
             yield self._links

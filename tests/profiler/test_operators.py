@@ -18,7 +18,7 @@ from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSp
 from lightning_pipe.profiler.timing import glue, operators
 from lightning_pipe.profiler.timing import sample_region as part
 from lightning_pipe.profiler.timing.arguments import Maker, index_bounds
-from lightning_pipe.profiler.timing.clock import Clock
+from lightning_pipe.profiler.timing.clock import TimingClock
 from lightning_pipe.profiler.timing.glue import choose_windows, glue_names
 from lightning_pipe.profiler.timing.op_sequence import Course
 from lightning_pipe.profiler.timing.operators import Operators, profile_capture
@@ -74,7 +74,7 @@ def course_of(capture: Capture, samples: int = 4) -> Course:
 
 
 def tools(limit_bytes: int = GIGABYTE) -> Tools:
-    return Tools(Maker(CPU), Clock(), limit_bytes)
+    return Tools(Maker(CPU), TimingClock(), limit_bytes)
 
 
 @pytest.mark.parametrize("name", DIVERSE)
@@ -139,7 +139,7 @@ def test_what_is_in_the_cache_is_not_measured_again(tmp_path, monkeypatch):
 
 def test_another_model_finds_the_calls_that_it_shares_in_the_cache(tmp_path, monkeypatch):
     profile_capture(deep_capture(6), device=CPU, sizes=(4,), cache=tmp_path)
-    monkeypatch.setattr(part, "Part", None)
+    monkeypatch.setattr(part, "SampleRegion", None)
     deeper = deep_capture(9)
     profile = profile_capture(deeper, device=CPU, sizes=(4,), cache=tmp_path)
     assert len(profile.seconds) == len(deeper.graph.operations)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipe.capture.steps.keyed_random import seed_of, undisturbed
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.steps.step_function import Recording, recording_calls
+from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def accumulate(
             undisturbed(CPU),
             mock.patch("torch.nn.functional.dropout", fused_dropout),
             mock.patch("zoo.habits.checkpoint", lambda function, *args, **_: function(*args)),
-            recording_calls(module, Recording()),
+            recording_calls(module, StepRecording()),
         ):
             with KeyedDice(RandomKey(seed, 0, m)):
                 output = module.training_step(microbatch, 0)

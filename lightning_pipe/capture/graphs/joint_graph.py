@@ -16,9 +16,9 @@ from torch import fx
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.python.guards import PythonGuards
 from lightning_pipe.capture.steps.hazards import hazard
-from lightning_pipe.capture.steps.record import Guard, LogCall, MetricCall, Read, Ref, StepRecord
+from lightning_pipe.capture.steps.record import AnswerGuard, LogCall, MetricCall, Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import Half
-from lightning_pipe.capture.steps.step_function import NUMBERS, Recording, StepFunction
+from lightning_pipe.capture.steps.step_function import NUMBERS, StepFunction, StepRecording
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.errors import CaptureError
 
@@ -79,7 +79,7 @@ class JointGraph:
     record: StepRecord
     guards: PythonGuards
     calls: list[tuple[Any, str]]
-    recording: Recording
+    recording: StepRecording
     totals: Totals | None = None
     lengths: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
 
@@ -309,7 +309,7 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
         for c in recording.calls
     ]
     guards = tuple(
-        Guard(Ref(results[from_guards + i]), answer, line) for i, (_, answer, line) in enumerate(observer.guards)
+        AnswerGuard(Ref(results[from_guards + i]), answer, line) for i, (_, answer, line) in enumerate(observer.guards)
     )
     kept = tuple(replace(one, value=name(one.value)) for one in recording.kept)
     return StepRecord(tuple(calls), loss, name(recording.returned), guards, kept)

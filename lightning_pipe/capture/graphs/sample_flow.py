@@ -36,7 +36,7 @@ _FLATTENING = frozenset({"view", "_unsafe_view", "reshape"})
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleRows:
     """Where the samples of a value lie: `rows` consecutive rows of `dim` each."""
 
     dim: int
@@ -56,7 +56,7 @@ class Flow:
     """
 
     roles: dict[str, Role]
-    samples: dict[str, Samples]
+    samples: dict[str, SampleRows]
     coupled: dict[str, str]
     assumed: frozenset[str]
     loss: Role
@@ -70,7 +70,7 @@ class Flow:
 def follow(joint: JointGraph) -> Flow:
     """Follow the samples through the forward nodes of a graph, in order."""
     roles: dict[str, Role] = {}
-    samples: dict[str, Samples] = {}
+    samples: dict[str, SampleRows] = {}
     coupled: dict[str, str] = {}
     assumed: set[str] = set()
     for node in joint.module.graph.nodes:
@@ -204,7 +204,7 @@ def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
     return combined(node, inputs, joint)
 
 
-def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Samples | None:
+def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, SampleRows]) -> SampleRows | None:
     """Find the dimension of the samples, if each sample's rows are consecutive."""
     dims = _sample_dims(node, joint)
     if joint.symbol is None:
@@ -216,17 +216,17 @@ def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, Samples]) -> Sa
     if not rows.is_Integer:
         return None
     if rows == 1:
-        return Samples(dims[0], 1)
+        return SampleRows(dims[0], 1)
     sources = [(n, samples[n.name]) for n in node.all_input_nodes if n.name in samples]
     if operator_name(node) in _FLATTENING:
-        return Samples(dims[0], int(rows)) if sources and _outermost(sources[0], shape, dims[0]) else None
+        return SampleRows(dims[0], int(rows)) if sources and _outermost(sources[0], shape, dims[0]) else None
     for source, where in sources:
         if where.rows == rows and _tensor_shape(source)[where.dim].node.expr == shape[dims[0]].node.expr:
-            return Samples(dims[0], int(rows))
+            return SampleRows(dims[0], int(rows))
     return None
 
 
-def _leaf_samples(node: fx.Node, joint: JointGraph) -> Samples | None:
+def _leaf_samples(node: fx.Node, joint: JointGraph) -> SampleRows | None:
     """In a graph of constant size only the batch's own leaves are known to have their samples first."""
     is_leaf = (
         node.name in joint.leaves
@@ -234,10 +234,10 @@ def _leaf_samples(node: fx.Node, joint: JointGraph) -> Samples | None:
         and bool(_tensor_shape(node))
         and _tensor_shape(node)[0] == joint.samples
     )
-    return Samples(0, 1) if is_leaf else None
+    return SampleRows(0, 1) if is_leaf else None
 
 
-def _outermost(source: tuple[fx.Node, Samples], shape: tuple[Any, ...], dim: int) -> bool:
+def _outermost(source: tuple[fx.Node, SampleRows], shape: tuple[Any, ...], dim: int) -> bool:
     """Say whether a view keeps the samples outermost: equally many elements lie before them on both sides."""
     node, where = source
 
@@ -250,7 +250,7 @@ def _outermost(source: tuple[fx.Node, Samples], shape: tuple[Any, ...], dim: int
     return bool(elements(_tensor_shape(node)[: where.dim]) == elements(shape[:dim]))
 
 
-def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples: dict[str, Samples]) -> str:
+def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples: dict[str, SampleRows]) -> str:
     """Return why a node mixes samples, "" if it does not."""
     name = operator_name(node)
     if "batch_norm" in name and "no_training" not in name and "backward" not in name and _trains(node):

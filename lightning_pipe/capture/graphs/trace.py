@@ -19,7 +19,7 @@ from torch import nn
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, describe
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
-from lightning_pipe.capture.python.places import Slot
+from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
 from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.capture.steps.collectives import no_collectives
@@ -37,7 +37,7 @@ from lightning_pipe.capture.steps.hazards import (
 from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.numbers import calls_of_samples, of_samples
 from lightning_pipe.capture.steps.record import LogCall, MetricCall
-from lightning_pipe.capture.steps.step_function import Recording, StepFunction, recording_calls
+from lightning_pipe.capture.steps.step_function import StepFunction, StepRecording, recording_calls
 from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.errors import CaptureError, StepError
 from lightning_pipe.lightning_names import pl
@@ -81,7 +81,7 @@ class Request:
     answers: Answers | None = None
     symbolic: bool = True
     lengths: frozenset[tuple[int, int]] = frozenset()
-    varying: tuple[Slot, ...] = ()
+    varying: tuple[Place, ...] = ()
     may_skip: bool = False
     answered: tuple[bool, ...] = ()
 
@@ -359,7 +359,7 @@ def _compare_runs(step: StepFunction) -> None:
         compare_recordings(step.recordings[-2], step.recordings[-1])
 
 
-def compare_recordings(first: Recording, second: Recording) -> None:
+def compare_recordings(first: StepRecording, second: StepRecording) -> None:
     """Refuse logged Python numbers that change from call to call."""
     for one, two in zip(first.calls, second.calls, strict=False):
         if isinstance(one, LogCall) and isinstance(two, LogCall) and _changes(one.value, two.value):
@@ -393,7 +393,7 @@ def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, .
         tables_restored(module),
         torch.random.fork_rng(devices=devices),
         request.context(),
-        recording_calls(module, Recording()),
+        recording_calls(module, StepRecording()),
         no_collectives(),
         answerer,
     ):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.places import Slot
+from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.python.tracked_number import NumberGuards, Situation
 from lightning_pipe.capture.torch_private import version_of
@@ -48,7 +48,7 @@ class PythonGuards:
                 return f"torch's {name} was {self.settings[name]} and is {now} now"
         return self.numbers.broken(situation)
 
-    def varying(self) -> tuple[Slot, ...]:
+    def varying(self) -> tuple[Place, ...]:
         """List the places of numbers that have become other numbers."""
         changes = (change for change in self.read.changes() if change.slot.is_writable and not change.is_content)
         return tuple(c.slot for c in changes if {type(c.before), type(c.now)} <= {int, float})
@@ -58,9 +58,9 @@ def guards_of(
     module: nn.Module,
     *,
     numbers: NumberGuards,
-    slots: Iterable[Slot],
-    varying: Iterable[Slot],
-    unread: Iterable[Slot],
+    slots: Iterable[Place],
+    varying: Iterable[Place],
+    unread: Iterable[Place],
     constants: Iterable[tuple[torch.Tensor, str]],
 ) -> PythonGuards:
     """Guard what a step has read.

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_pipe.capture.python.places import Slot
+from lightning_pipe.capture.python.places import Place
 
 
 class KeptList(list[Any]):
@@ -125,9 +125,9 @@ for _class, _base, _names in ((KeptList, list, _LIST_READS), (KeptDict, dict, _D
 
 
 @contextlib.contextmanager
-def kept_collections(slots: Iterable[Slot]) -> Iterator[list[tuple[Slot, KeptList | KeptDict]]]:
+def kept_collections(slots: Iterable[Place]) -> Iterator[list[tuple[Place, KeptList | KeptDict]]]:
     """Put such lists and dicts into the places of plain ones for a while; the yielded list has them."""
-    replaced: list[tuple[Slot, KeptList | KeptDict]] = []
+    replaced: list[tuple[Place, KeptList | KeptDict]] = []
     for slot in slots:
         value = slot.read()
         if type(value) in (list, dict):

@@ -1,6 +1,6 @@
 """Places of Python state: where a value is, how it is read and written, and how other ranks find it.
 
-A place (`Slot`) is an entry of something that looks like a dict: attributes, items, the variables of a closure, what a
+A place (`Place`) is an entry of something that looks like a dict: attributes, items, the variables of a closure, what a
 bound method holds. Its path leads there from the module, a class, an optimizer or a global (`follow`).
 """
 
@@ -24,7 +24,7 @@ Path: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class Place:
     """One place where a value is: an entry of a dict or list.
 
     Attributes:
@@ -64,13 +64,13 @@ class Slot:
         """Return what two slots share that are the same place."""
         return identity(self.container), self.key
 
-    def inside(self, container: Any, key: Any, kind: str) -> Slot:
+    def inside(self, container: Any, key: Any, kind: str) -> Place:
         """Return a slot in the value of this one."""
         name = {"item": f"{self.name}[{key!r}]", "class": key}.get(kind, f"{self.name}.{key}")
-        return Slot(container, key, name, (*self.path, (kind, key)) if self.path else ())
+        return Place(container, key, name, (*self.path, (kind, key)) if self.path else ())
 
 
-def follow(module: Any, path: Path) -> Slot:
+def follow(module: Any, path: Path) -> Place:
     """Find a place by its path, on any rank."""
     (kind, root), *steps = path
     container: Any
@@ -85,7 +85,7 @@ def follow(module: Any, path: Path) -> Slot:
         container = vars(sys.modules[root])
     for (_, key), (next_kind, _) in itertools.pairwise(steps):
         container = _parts_by_kind(container[key], next_kind)
-    return Slot(container, steps[-1][1], "".join(str(key) for _, key in steps), path)
+    return Place(container, steps[-1][1], "".join(str(key) for _, key in steps), path)
 
 
 def _parts_by_kind(value: Any, kind: str) -> Any:

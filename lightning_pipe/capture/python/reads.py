@@ -25,7 +25,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python.places import ABSENT, Asked, ClassAttributes, Slot
+from lightning_pipe.capture.python.places import ABSENT, Asked, ClassAttributes, Place
 from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.python.users_code import (
     Code,
@@ -62,18 +62,18 @@ def owners_of(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:
     return [(path, owner) for path, owner in module.named_modules() if not isinstance(owner, _METRICS)]
 
 
-def attribute_slot(path: str, owner: nn.Module, name: str) -> Slot:
+def attribute_slot(path: str, owner: nn.Module, name: str) -> Place:
     """Return the place of an attribute of the sub-module at a path."""
     prefix = f"self.{path}." if path else "self."
-    return Slot(vars(owner), name, prefix + name, (("self", path), ("attribute", name)))
+    return Place(vars(owner), name, prefix + name, (("self", path), ("attribute", name)))
 
 
-def _class_slot(cls: type, name: str) -> Slot:
+def _class_slot(cls: type, name: str) -> Place:
     path = (("class", f"{cls.__module__}.{cls.__qualname__}"), ("attribute", name))
-    return Slot(ClassAttributes(cls), name, f"{cls.__name__}.{name}", path)
+    return Place(ClassAttributes(cls), name, f"{cls.__name__}.{name}", path)
 
 
-def attribute_slots(module: pl.LightningModule) -> Iterator[Slot]:
+def attribute_slots(module: pl.LightningModule) -> Iterator[Place]:
     """List the attributes of all modules."""
     for path, owner in owners_of(module):
         for name in attributes_of(owner):
@@ -81,7 +81,7 @@ def attribute_slots(module: pl.LightningModule) -> Iterator[Slot]:
                 yield attribute_slot(path, owner, name)
 
 
-def shared_slots(module: pl.LightningModule) -> Iterator[Slot]:
+def shared_slots(module: pl.LightningModule) -> Iterator[Place]:
     """List what the user's code shares: attributes of classes, closures of methods, and globals that the code names."""
     classes = _classes_of(module)
     for cls in classes:
@@ -92,7 +92,7 @@ def shared_slots(module: pl.LightningModule) -> Iterator[Slot]:
     yield from optimizer_slots(module._trainer)
 
 
-def optimizer_slots(trainer: Any) -> Iterator[Slot]:
+def optimizer_slots(trainer: Any) -> Iterator[Place]:
     """List the places of numbers that optimizers and schedulers change: learning rates, momenta."""
     for o, optimizer in enumerate(getattr(trainer, "optimizers", None) or ()):
         for g, group in enumerate(optimizer.param_groups):
@@ -100,12 +100,12 @@ def optimizer_slots(trainer: Any) -> Iterator[Slot]:
             path = (("optimizers", (o, g)),)
             for key in group:
                 name = f"optimizers[{o}].param_groups[{g}][{key!r}]"
-                yield Slot(found, key, name, (*path, ("item", key)))
+                yield Place(found, key, name, (*path, ("item", key)))
     for s, config in enumerate(getattr(trainer, "lr_scheduler_configs", None) or ()):
         of = partial(lambda s: trainer.lr_scheduler_configs[s].scheduler, s)
-        yield Slot(_Found(lambda of=of: vars(of())), "last_epoch", f"lr_schedulers[{s}].last_epoch")
+        yield Place(_Found(lambda of=of: vars(of())), "last_epoch", f"lr_schedulers[{s}].last_epoch")
         for i in range(len(getattr(config.scheduler, "_last_lr", ()))):
-            yield Slot(_Found(lambda of=of: of()._last_lr), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
+            yield Place(_Found(lambda of=of: of()._last_lr), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
 
 
 class _Found(dict[Any, Any]):
@@ -126,18 +126,18 @@ def _classes_of(module: nn.Module) -> list[type]:
     return list(dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__ if is_users(cls)))
 
 
-def global_slots(codes: Iterable[Code]) -> Iterator[Slot]:
+def global_slots(codes: Iterable[Code]) -> Iterator[Place]:
     """List the globals that pieces of code name, and of the user's files and classes among them what they name."""
     seen: set[Any] = set()
     for code, namespace in codes:
         names = dict.fromkeys(names_in(code))
-        root = Slot({"": namespace}, "", "", (("globals", namespace.get("__name__", "")),))
+        root = Place({"": namespace}, "", "", (("globals", namespace.get("__name__", "")),))
         for slot in _named(namespace, root, names, seen):
             if not is_installed(code.co_filename) or isinstance(slot.read(), _SCALARS):
                 yield slot
 
 
-def _named(container: Any, owner: Slot, names: Iterable[str], seen: set[Any]) -> Iterator[Slot]:
+def _named(container: Any, owner: Place, names: Iterable[str], seen: set[Any]) -> Iterator[Place]:
     """List places in a file or class, and in the user's files and classes there, that have one of these names."""
     for name in names:
         if name not in container:
@@ -159,12 +159,12 @@ def _named(container: Any, owner: Slot, names: Iterable[str], seen: set[Any]) ->
             yield slot
 
 
-def _of_class(cls: type, owner: Slot, names: Iterable[str], seen: set[Any]) -> Iterator[Slot]:
+def _of_class(cls: type, owner: Place, names: Iterable[str], seen: set[Any]) -> Iterator[Place]:
     """List attributes of a class, of those that it inherits from, and of its metaclass; absent ones may appear."""
     classes = [one for one in (*cls.__mro__, type(cls)) if is_users(one)]
     known = [name for name in names if any(name in vars(one) for one in classes)]
     for one in classes:
-        inside = owner if one is cls else Slot({}, one, one.__name__)
+        inside = owner if one is cls else Place({}, one, one.__name__)
         yield from _named(ClassAttributes(one), inside, names, seen)
         for name in known:
             slot = inside.inside(ClassAttributes(one), name, "attribute")
@@ -213,13 +213,13 @@ class Reads:
             stack.enter_context(self._code())
             yield
 
-    def is_fresh(self, slot: Slot) -> bool:
+    def is_fresh(self, slot: Place) -> bool:
         """Return whether the step gave a module's attribute a value before it read it, if it did."""
         return (id(slot.container), slot.key) in self._written_first or (
             (id(slot.container), slot.key) not in self._names
         )
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[Place]:
         """List the places that were read, and the tables of the modules that decide what a call does."""
         for (_, name), (path, owner) in self._names.items():
             cls = next((cls for cls in type(owner).__mro__ if name in vars(cls)), None)
@@ -232,21 +232,21 @@ class Reads:
         for path, owner in owners_of(self._module):
             yield from (attribute_slot(path, owner, table) for table in _TORCHS_TABLES)
         for name in self._of_trainer:
-            yield Slot(_Attributes(self._module._trainer), name, f"self.trainer.{name}")
+            yield Place(_Attributes(self._module._trainer), name, f"self.trainer.{name}")
         yield from global_slots(self._codes.items())
         if any(_ENVIRONMENT.intersection(code.co_names) for code in self._codes):
-            yield Slot(_Environment(), "environ", "os.environ")
+            yield Place(_Environment(), "environ", "os.environ")
         yield from self._of_optimizers()
 
-    def _of_optimizers(self) -> Iterator[Slot]:
+    def _of_optimizers(self) -> Iterator[Place]:
         """List what optimizers keep besides parameters and numbers, if the code reads that; numbers are tracked."""
         if any("param_groups" in names_in(code) for code in self._codes):
             for o, optimizer in enumerate(getattr(self._module._trainer, "optimizers", ())):
                 for g, group in enumerate(optimizer.param_groups):
                     place = Asked({"": partial(_untracked, group)})
-                    yield Slot(place, "", f"optimizers[{o}].param_groups[{g}]")
+                    yield Place(place, "", f"optimizers[{o}].param_groups[{g}]")
 
-    def _of_classes(self) -> Iterator[Slot]:
+    def _of_classes(self) -> Iterator[Place]:
         """List attributes of the modules' classes that the code names, and its own functions there."""
         names = {name for code in self._codes for name in names_in(code)} | {name for _, name in self._names}
         classes = _classes_of(self._module)

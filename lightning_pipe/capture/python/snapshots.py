@@ -34,7 +34,7 @@ from lightning_pipe.capture.python.places import (
     Cells,
     ClassAttributes,
     Locals,
-    Slot,
+    Place,
     SlotAttributes,
     asked_of,
     classes_of,
@@ -70,7 +70,7 @@ _OURS_OF_THE_LIBRARY = frozenset(
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """One place that is not what it was.
 
     Attributes:
@@ -79,7 +79,7 @@ class Change:
         is_content: whether the slot has its object, with other content.
     """
 
-    slot: Slot
+    slot: Place
     before: Any
     now: Any
     is_content: bool = False
@@ -107,7 +107,7 @@ class _Entries:
         kind: of the step from that to an entry.
     """
 
-    def __init__(self, container: Any, slot: Slot, *, hidden: Keys = frozenset(), kind: str = "item") -> None:
+    def __init__(self, container: Any, slot: Place, *, hidden: Keys = frozenset(), kind: str = "item") -> None:
         self._container, self._at, self._hidden, self._kind = container, slot, hidden, kind
         self.content = self._now()
 
@@ -116,11 +116,11 @@ class _Entries:
             return dict(self._container)
         return {key: self._container[key] for key in self._container if not self._hidden or key not in self._hidden}
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[Place]:
         for key in self.content:
             yield self._slot(key)
 
-    def _slot(self, key: Any) -> Slot:
+    def _slot(self, key: Any) -> Place:
         return self._at.inside(self._container, key, self._kind)
 
     def is_same(self) -> bool:
@@ -132,14 +132,14 @@ class _Entries:
             return False
         return all(a == b and same(x, y) for (a, x), (b, y) in zip(now.items(), content.items(), strict=True))
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[StateChange]:
         now = self._now()
         for key in {**self.content, **now}:
             before, after = self.content.get(key, ABSENT), now.get(key, ABSENT)
             if not same(before, after):
-                yield Change(self._slot(key), before, after)
+                yield StateChange(self._slot(key), before, after)
         if now.keys() == self.content.keys() and [*now] != [*self.content]:  # another order
-            yield Change(self._at, self._container, self._container, is_content=True)
+            yield StateChange(self._at, self._container, self._container, is_content=True)
 
     def restore(self) -> None:
         if isinstance(self._container, types.MappingProxyType):
@@ -158,11 +158,11 @@ class _Entries:
 class _Items:
     """Items of a list, queue or set at one moment; those at indices in `hidden` are not looked at."""
 
-    def __init__(self, container: Any, slot: Slot, *, hidden: Keys = frozenset()) -> None:
+    def __init__(self, container: Any, slot: Place, *, hidden: Keys = frozenset()) -> None:
         self._container, self._slot, self._hidden = container, slot, hidden
         self.content = list(container)
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[Place]:
         for index, item in enumerate(self.content):
             container = self._container if isinstance(self._container, list) else dict(enumerate(self.content))
             if type(item) not in SCALARS:
@@ -178,16 +178,16 @@ class _Items:
             if index not in self._hidden and not same(before, now):
                 yield index
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[StateChange]:
         if self.is_same():
             return
         now = list(self._container)
         if isinstance(self._container, list) and len(now) == len(self.content):
             for index in self._different():
                 slot = self._slot.inside(self._container, index, "item")
-                yield Change(slot, self.content[index], now[index])
+                yield StateChange(slot, self.content[index], now[index])
         else:
-            yield Change(self._slot, self.content, now, is_content=True)
+            yield StateChange(self._slot, self.content, now, is_content=True)
 
     def restore(self) -> None:
         pairs = itertools.zip_longest(self._container, self.content, fillvalue=ABSENT)
@@ -206,18 +206,18 @@ class _Written:
         copied: whether its content can be put back.
     """
 
-    def __init__(self, slot: Slot, tensor: torch.Tensor, *, copied: bool) -> None:
+    def __init__(self, slot: Place, tensor: torch.Tensor, *, copied: bool) -> None:
         self._slot, self._tensor, self._version = slot, tensor, _version(tensor)
         self._content = tensor.detach().clone() if copied else None
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[Place]:
         return iter(())
 
     def is_same(self) -> bool:
         return bool(_version(self._tensor) == self._version)
 
-    def changes(self) -> Iterator[Change]:
-        yield Change(self._slot, self._tensor, self._tensor, is_content=True)
+    def changes(self) -> Iterator[StateChange]:
+        yield StateChange(self._slot, self._tensor, self._tensor, is_content=True)
 
     def restore(self) -> None:
         if self._content is not None and not self.is_same():
@@ -229,19 +229,19 @@ class _Written:
 class _Stated:
     """Something whose state is read and set by functions: a generator of random numbers, an array."""
 
-    def __init__(self, slot: Slot, read: Callable[[], Any], write: Callable[[Any], Any] | None) -> None:
+    def __init__(self, slot: Place, read: Callable[[], Any], write: Callable[[Any], Any] | None) -> None:
         self._slot, self._read, self._write = slot, read, write
         self._state = read()
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[Place]:
         return iter(())
 
     def is_same(self) -> bool:
         return equal_states(self._read(), self._state)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[StateChange]:
         if not self.is_same():
-            yield Change(self._slot, self._slot.read(), self._slot.read(), is_content=True)
+            yield StateChange(self._slot, self._slot.read(), self._slot.read(), is_content=True)
 
     def restore(self) -> None:
         if self._write is not None and not self.is_same():
@@ -262,7 +262,7 @@ class Snapshot:
     """
 
     def __init__(
-        self, slots: Iterable[Slot], *, tree: nn.Module, ignored: Iterable[Slot] = (), copies: bool = False
+        self, slots: Iterable[Place], *, tree: nn.Module, ignored: Iterable[Place] = (), copies: bool = False
     ) -> None:
         self._copies = copies
         self._roots = [(slot, slot.read()) for slot in slots]
@@ -278,16 +278,16 @@ class Snapshot:
         """Return the number of places and objects that are compared."""
         return len(self._roots) + len(self._parts)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[StateChange]:
         """Yield every place that is not what it was."""
         for slot, before in self._roots:
             if not same(before, now := slot.read()):
-                yield Change(slot, before, now)
+                yield StateChange(slot, before, now)
         for part in self._parts:
             if not part.is_same():
                 yield from part.changes()
 
-    def first_change(self) -> Change | None:
+    def first_change(self) -> StateChange | None:
         """Return a place that is not what it was, None if there is none."""
         return next(self.changes(), None)
 
@@ -310,7 +310,7 @@ class Snapshot:
                 self._parts.append(part)
                 waiting.extend((inner, inner.read()) for inner in part.slots())
 
-    def _parts_of(self, slot: Slot, value: Any) -> Iterator[_Part]:
+    def _parts_of(self, slot: Place, value: Any) -> Iterator[_Part]:
         if isinstance(value, type):
             yield from self._class_parts(slot, value)
             return
@@ -341,7 +341,7 @@ class Snapshot:
         elif not isinstance(value, Iterator):
             yield from self._object_parts(slot, value)
 
-    def _function_parts(self, slot: Slot, function: types.FunctionType) -> Iterator[_Part]:
+    def _function_parts(self, slot: Place, function: types.FunctionType) -> Iterator[_Part]:
         """Enter a function of the user's: its closure, its defaults and its attributes."""
         if is_library(function.__code__.co_filename):
             return
@@ -350,7 +350,7 @@ class Snapshot:
         yield _Entries(types.MappingProxyType(defaults_of(function)), slot, kind="default")
         yield _Entries(vars(function), slot, kind="attribute")
 
-    def _object_parts(self, slot: Slot, value: Any) -> Iterator[_Part]:
+    def _object_parts(self, slot: Place, value: Any) -> Iterator[_Part]:
         """Enter an object: what it contains, its attributes, and its class."""
         hidden = self._ignored.get(id(value), frozenset())
         if isinstance(value, dict):
@@ -368,7 +368,7 @@ class Snapshot:
         if is_users(type(value)):
             yield _Entries(classes_of(value), slot, kind="class")
 
-    def _class_parts(self, slot: Slot, cls: type) -> Iterator[_Part]:
+    def _class_parts(self, slot: Place, cls: type) -> Iterator[_Part]:
         """Enter a class of the user's; those of modules are slots."""
         if not is_users(cls) or issubclass(cls, nn.Module):
             return

@@ -1,4 +1,4 @@
-"""What does one run of a step, cut into units, show? `Runner` runs it and `Run` holds what was seen."""
+"""What does one run of a step, cut into units, show? `UnitRecorder` runs it and `Run` holds what was seen."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
 from lightning_pipe.capture.graphs.trace import Request
-from lightning_pipe.capture.recording.unit_choice import Call, call_paths, recording_tree
-from lightning_pipe.capture.recording.unit_flow import Follower, Reader
+from lightning_pipe.capture.recording.unit_choice import UnitCall, call_paths, recording_tree
+from lightning_pipe.capture.recording.unit_flow import EscapeReader, Follower
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
-from lightning_pipe.capture.recording.unit_state import Kept, Watch, tensors_in
-from lightning_pipe.capture.recording.units import Change, Escape, Sources
+from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
+from lightning_pipe.capture.recording.units import Escape, KeptChange, Sources
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.collectives import no_collectives
@@ -28,8 +28,8 @@ from lightning_pipe.capture.steps.hazards import assignment_line, noticing_seedi
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.numbers import Place, numbers_said
-from lightning_pipe.capture.steps.record import Kept as LeftBehind
-from lightning_pipe.capture.steps.step_function import Recording, loss_of, recording_calls
+from lightning_pipe.capture.steps.record import KeptState as LeftBehind
+from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.errors import CaptureError
@@ -89,7 +89,7 @@ class Run:
     flops: Mapping[int, int]
     tail: Sources
     escapes: tuple[Escape, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[KeptChange, ...]
     trained: frozenset[str]
     loss: torch.dtype | None
     is_random: bool
@@ -101,7 +101,7 @@ class Run:
     numbers: Mapping[Place, float]
 
 
-class Runner:
+class UnitRecorder:
     """Run a step on slices of a batch.
 
     Args:
@@ -115,13 +115,13 @@ class Runner:
         whole = request.samples is None
         self._cut = (False,) * len(tensors) if whole else request.structure.cut(request.batch_dim)
 
-    def timed(self) -> Call:
+    def timed(self) -> UnitCall:
         """Run the step and record its calls of sub-modules, and their time."""
-        with self._scene(Recording()), recording_tree(self.request.module) as tree:
+        with self._scene(StepRecording()), recording_tree(self.request.module) as tree:
             self._call(self._leaves(0))
         return tree
 
-    def followed(self, chosen: frozenset[str], kept: Kept, *, other: int = 0) -> Run:
+    def followed(self, chosen: frozenset[str], kept: ModuleSnapshot, *, other: int = 0) -> Run:
         """Run the step and follow what its units are made of.
 
         Args:
@@ -135,11 +135,11 @@ class Runner:
         kept.restore()
         leaves = self._leaves(other)
         module, seeded = self.request.module, list[str]()
-        units, recording = _Units(module, chosen, watch=Watch(module)), Recording()
+        units, recording = _Units(module, chosen, watch=StateWatch(module)), StepRecording()
         follower = units.follower
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
-        before, reader = torch.get_rng_state(), Reader(follower)
+        before, reader = torch.get_rng_state(), EscapeReader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
             seeding = noticing_seeding(seeded.append)
@@ -203,7 +203,7 @@ class Runner:
         return seconds, trained
 
     @contextlib.contextmanager
-    def _scene(self, recording: Recording) -> Iterator[None]:
+    def _scene(self, recording: StepRecording) -> Iterator[None]:
         with (
             no_collectives(),
             recording_calls(self.request.module, recording),
@@ -238,13 +238,13 @@ class Runner:
 class _Units:
     """Intercept the calls of units, and note what they are given, return and (with a watch) change."""
 
-    def __init__(self, module: pl.LightningModule, chosen: frozenset[str], *, watch: Watch | None) -> None:
+    def __init__(self, module: pl.LightningModule, chosen: frozenset[str], *, watch: StateWatch | None) -> None:
         self._module = module
         self._paths = {identity: path for identity, path in call_paths(module).items() if path in chosen}
         self._parameters = frozenset(canonical_names(module))
         self._tensors = self._parameters | {name for name, _ in module.named_buffers(remove_duplicate=False)}
         self._watch = watch
-        self._changes: list[Change] = []
+        self._changes: list[KeptChange] = []
         self._call = nn.Module.__call__
         self.follower = Follower(module)
         self.seen: list[Seen] = []
@@ -329,7 +329,7 @@ class _Units:
             reads = self.follower.reads(tensors)
             if not followed:
                 reads = reads.union(*(escape.reads for escape in self.follower.escapes))
-            self._changes.append(Change(name, len(self.seen), reads, followed, ""))
+            self._changes.append(KeptChange(name, len(self.seen), reads, followed, ""))
 
     def _note_change_inside(self, name: str, value: Any, unit: int) -> None:
         """Note what a unit has changed: its own buffers, or what lies outside of it."""
@@ -337,7 +337,7 @@ class _Units:
         if name in buffers_inside(self._module, path):
             self.follower.mutated.setdefault(unit, {})[name] = None
         elif not name.startswith(f"{path}."):
-            self._changes.append(Change(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
+            self._changes.append(KeptChange(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the content of the buffers that have changed."""
@@ -345,14 +345,14 @@ class _Units:
         names |= {change.name for change in (*self.follower.writes, *self._changes)}
         return {name: b.detach().clone() for name, b in self._module.named_buffers() if name in names}
 
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[KeptChange, ...]:
         """Return all changes in their order, with their lines."""
-        found: dict[tuple[str, int], Change] = {}
+        found: dict[tuple[str, int], KeptChange] = {}
         for change in sorted([*self.follower.writes, *self._changes], key=lambda change: change.before):
             line = change.line or assignment_line(self._module, change.name)
             known = found.get((change.name, change.before))
             reads = change.reads if known is None else change.reads | known.reads
-            found[change.name, change.before] = Change(change.name, change.before, reads, change.is_tensor, line)
+            found[change.name, change.before] = KeptChange(change.name, change.before, reads, change.is_tensor, line)
         return tuple(found.values())
 
 

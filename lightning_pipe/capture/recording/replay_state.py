@@ -3,7 +3,7 @@
 Every stage plays the step for every micro-batch, as far as its units go, so a counter that the step advances would
 advance differently on every rank. Therefore each play begins with what was there before the batch. What it has changed
 is noted by the stage that knows (`speaks`): by the last one, which alone plays the step to its end, and for what
-happens inside of a unit by the stage of that unit. After the batch every rank leaves behind the same (`record.Kept`).
+happens inside of a unit by the stage of that unit. After the batch every rank leaves behind the same (`KeptState`).
 
 That is what one device does if all micro-batches leave the same behind. Where they do not, the batch must not be cut
 (`UnitTrace.whole`); found out while units are traced, and after every batch.
@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipe.capture.steps.record import Kept
+from lightning_pipe.capture.steps.record import KeptState
 
 
-def is_inside(left: Kept, path: str) -> bool:
+def is_inside(left: KeptState, path: str) -> bool:
     """Return whether a place is an attribute of a sub-module, or of one inside of it."""
     kind, root = left.path[0] if left.path else ("", "")
     return kind == "self" and (root == path or root.startswith(f"{path}."))
 
 
-def speaks(left: Kept, *, own: Sequence[str], others: Sequence[str], is_last: bool) -> bool:
+def speaks(left: KeptState, *, own: Sequence[str], others: Sequence[str], is_last: bool) -> bool:
     """Return whether a stage knows what is left in a place.
 
     Args:
@@ -40,7 +40,7 @@ def speaks(left: Kept, *, own: Sequence[str], others: Sequence[str], is_last: bo
     return is_last and not any(is_inside(left, path) for path in others)
 
 
-def same_left(one: Kept, two: Kept) -> bool:
+def same_left(one: KeptState, two: KeptState) -> bool:
     """Return whether the same was left in the same place."""
     return (one.path, one.how) == (two.path, two.how) and same_content(one.value, two.value)
 

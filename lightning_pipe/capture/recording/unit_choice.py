@@ -40,7 +40,7 @@ _GLUE_SHARE, _GLUE_S = 0.05, 1e-3
 
 
 @dataclass
-class Call:
+class UnitCall:
     """One call of a sub-module.
 
     Attributes:
@@ -53,9 +53,9 @@ class Call:
     path: str
     parameters: int
     seconds: float = 0.0
-    inner: list[Call] = field(default_factory=list)
+    inner: list[UnitCall] = field(default_factory=list)
 
-    def walk(self) -> Iterator[Call]:
+    def walk(self) -> Iterator[UnitCall]:
         """Yield the call and all inside it, in the order of their beginning."""
         yield self
         for call in self.inner:
@@ -70,11 +70,11 @@ def call_paths(module: pl.LightningModule) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def recording_tree(module: pl.LightningModule) -> Iterator[Call]:
+def recording_tree(module: pl.LightningModule) -> Iterator[UnitCall]:
     """Record the tree of the calls that are made inside."""
     paths = call_paths(module)
     sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in module.modules()}
-    root = Call("", sizes[id(module)])
+    root = UnitCall("", sizes[id(module)])
     open_calls = [root]
     original = nn.Module.__call__
 
@@ -82,7 +82,7 @@ def recording_tree(module: pl.LightningModule) -> Iterator[Call]:
         path = paths.get(id(called))
         if path is None:
             return original(called, *args, **kwargs)
-        call = Call(path, sizes[id(called)])
+        call = UnitCall(path, sizes[id(called)])
         open_calls[-1].inner.append(call)
         open_calls.append(call)
         begin = time.perf_counter()
@@ -98,7 +98,7 @@ def recording_tree(module: pl.LightningModule) -> Iterator[Call]:
     root.seconds = time.perf_counter() - begin
 
 
-def faster(one: Call, two: Call) -> Call:
+def faster(one: UnitCall, two: UnitCall) -> UnitCall:
     """Return the calls of two runs with the shorter time of each; the second run's if they made other calls."""
     if [call.path for call in one.walk()] != [call.path for call in two.walk()]:
         return two
@@ -107,7 +107,7 @@ def faster(one: Call, two: Call) -> Call:
 
 
 def choose(
-    root: Call, parts: int, opened: frozenset[str] = frozenset(), *, closed: frozenset[str] = frozenset()
+    root: UnitCall, parts: int, opened: frozenset[str] = frozenset(), *, closed: frozenset[str] = frozenset()
 ) -> frozenset[str]:
     """Return the paths of the sub-modules whose calls are units.
 
@@ -117,7 +117,7 @@ def choose(
         opened: paths that are no units.
         closed: paths that are not opened for the sake of balance.
     """
-    calls: dict[str, list[Call]] = defaultdict(list)
+    calls: dict[str, list[UnitCall]] = defaultdict(list)
     for call in root.walk():
         calls[call.path].append(call)
     possible = {path for path in calls if path and not _is_glue(calls[path], root)}
@@ -135,16 +135,16 @@ def choose(
         opened |= {max(largest, key=largest.__getitem__)}
 
 
-def _is_glue(calls: list[Call], root: Call) -> bool:
+def _is_glue(calls: list[UnitCall], root: UnitCall) -> bool:
     longest = max(call.seconds for call in calls)
     return not calls[0].parameters and longest <= max(_GLUE_SHARE * root.seconds, _GLUE_S)
 
 
-def _can_be_opened(calls: list[Call]) -> bool:
+def _can_be_opened(calls: list[UnitCall]) -> bool:
     return any(i.parameters or i.seconds > _INNER_SHARE * c.seconds for c in calls for i in c.inner)
 
 
-def _sizes(units: list[Call], root: Call) -> list[float]:
+def _sizes(units: list[UnitCall], root: UnitCall) -> list[float]:
     """Return the sizes of units, as shares of the step; parameters count at the first call."""
     seen: set[str] = set()
     sizes = []
@@ -164,7 +164,7 @@ def _largest_part(sizes: list[float], parts: int) -> float:
     return best[-1] if best else 0.0
 
 
-def _outermost(call: Call, chosen: set[str]) -> Iterator[str]:
+def _outermost(call: UnitCall, chosen: set[str]) -> Iterator[str]:
     """Yield the chosen paths that are called outside of other chosen ones."""
     for inner in call.inner:
         if inner.path in chosen:
@@ -173,7 +173,7 @@ def _outermost(call: Call, chosen: set[str]) -> Iterator[str]:
             yield from _outermost(inner, chosen)
 
 
-def units_of(call: Call, chosen: frozenset[str]) -> list[Call]:
+def units_of(call: UnitCall, chosen: frozenset[str]) -> list[UnitCall]:
     """Return the calls that are units, in their order."""
     if call.path in chosen:
         return [call]

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.recording.unit_state import held_by, owners_of, tensors_in
-from lightning_pipe.capture.recording.units import Change, Escape, Source, Sources
+from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
@@ -95,7 +95,7 @@ class Follower(TorchDispatchMode):
         self.inside: int | None = None
         self.begun = 0
         self.escapes: dict[Escape, None] = {}
-        self.writes: list[Change] = []
+        self.writes: list[KeptChange] = []
         self.mutated: dict[int, dict[str, None]] = {}
         self.overwritten: set[tuple[int, int]] = set()
         self.read_past: set[int] = set()
@@ -171,11 +171,11 @@ class Follower(TorchDispatchMode):
             kind, name = self._names[memory]
             is_followed = kind == "state"  # nobody follows which units read a parameter
             self.writes.append(
-                Change(str(name), self.begun, self.made_of.of([tensor]), is_tensor=is_followed, line=user_line(2))
+                KeptChange(str(name), self.begun, self.made_of.of([tensor]), is_tensor=is_followed, line=user_line(2))
             )
 
 
-class Reader(TorchFunctionMode):
+class EscapeReader(TorchFunctionMode):
     """Tell a follower of values that leave torch as a whole, by no operation, and of derivatives taken in glue.
 
     Derivatives through a unit need its inside: it is read past.

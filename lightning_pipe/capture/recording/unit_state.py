@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_pipe.capture.python.reads import attributes_of
 from lightning_pipe.capture.steps.module_tables import refill
-from lightning_pipe.capture.steps.record import Kept as LeftBehind
+from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 from lightning_pipe.lightning_names import pl
@@ -105,7 +105,7 @@ def _inside(value: Any) -> tuple[Any, ...]:
     return (*value, *value.values()) if isinstance(value, dict) else tuple(value)
 
 
-class Watch:
+class StateWatch:
     """Tell what has changed since the last question."""
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -123,7 +123,7 @@ class Watch:
         }
 
 
-class Kept:
+class ModuleSnapshot:
     """Content of a module at one moment.
 
     Attributes:
@@ -148,9 +148,9 @@ class Kept:
 
 
 @contextlib.contextmanager
-def left_as_it_was(module: pl.LightningModule) -> Iterator[Kept]:
+def left_as_it_was(module: pl.LightningModule) -> Iterator[ModuleSnapshot]:
     """Put back whatever the runs inside change of a module; gradients are set aside."""
-    kept = Kept(module)
+    kept = ModuleSnapshot(module)
     gradients = [(p, p.grad) for p in module.parameters()]
     for p, _ in gradients:
         p.grad = None

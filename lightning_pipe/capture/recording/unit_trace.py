@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.graphs.trace import Request
-from lightning_pipe.capture.recording.record_units import Run, Runner
+from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.recording.unit_choice import Call, choose, faster, units_of
+from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_loss import combine_of
-from lightning_pipe.capture.recording.unit_state import Kept, left_as_it_was
-from lightning_pipe.capture.recording.units import Output, Unit, UnitTrace
+from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
+from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
@@ -49,7 +49,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
     Raises:
         CaptureError: if the step has no units, or calls others every time, or differentiates through them itself.
     """
-    runner = Runner(request, tensors)
+    runner = UnitRecorder(request, tensors)
     devices = [request.device] if request.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices=devices),
@@ -59,7 +59,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         with kept.keeper:
             first = runner.timed()
         tree = faster(first, runner.timed())
-        steady = Kept(request.module)  # what the calls before have left is there
+        steady = ModuleSnapshot(request.module)  # what the calls before have left is there
         chosen, run = _separated(runner, tree, parts, steady)
         count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
         others, fits = [], True
@@ -81,7 +81,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
     return replace(trace, is_random_in_python=in_python, whole=whole)
 
 
-def _separated(runner: Runner, tree: Call, parts: int, kept: Kept) -> tuple[frozenset[str], Run]:
+def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:
     """Choose units that glue does not read past, and follow the step once with them."""
     opened: frozenset[str] = frozenset()
     hooked = frozenset(hooked_modules(runner.request.module))
@@ -206,7 +206,7 @@ def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
     )
 
 
-def _output(request: Request, runs: Sequence[Run], k: int, i: int) -> tuple[Output, bool]:
+def _output(request: Request, runs: Sequence[Run], k: int, i: int) -> tuple[UnitOutput, bool]:
     """Describe the i-th output of unit k, and say whether its shape depends on the number of samples only."""
     dtype, shape, order = runs[0].seen[k].outputs[i]
     forms = [(run.samples, run.seen[k].outputs[i]) for run in runs if i < len(run.seen[k].outputs)]
@@ -216,7 +216,7 @@ def _output(request: Request, runs: Sequence[Run], k: int, i: int) -> tuple[Outp
         along, rows = dims[0], shape[dims[0]] // request.count
         fixed = all(s == (*shape[:along], rows * n, *shape[along + 1 :]) for n, (_, s, _) in forms)
     fixed = fixed and all(t == dtype and len(s) == len(shape) for _, (t, s, _) in forms)
-    output = Output(
+    output = UnitOutput(
         dtype=dtype,
         shape=shape,
         batch_dim=along if fixed else None,

@@ -24,7 +24,7 @@ Sources = frozenset[Source]
 
 
 @dataclass(frozen=True)
-class Output:
+class UnitOutput:
     """One tensor that a unit returns.
 
     Attributes:
@@ -53,7 +53,7 @@ class Unit:
     Attributes:
         path: path of the sub-module.
         reads: sources of its inputs, through glue.
-        template: what it returns, with `capture.steps.batch.Slot` in the place of tensors.
+        template: what it returns, with `capture.steps.batch.LeafSlot` in the place of tensors.
         outputs: these tensors.
         parameters: canonical names of the parameters in the sub-module.
         mutations: names of the buffers that the call changes.
@@ -67,7 +67,7 @@ class Unit:
     path: str
     reads: Sources
     template: Any
-    outputs: tuple[Output, ...]
+    outputs: tuple[UnitOutput, ...]
     parameters: tuple[str, ...]
     mutations: tuple[str, ...]
     buffers: tuple[str, ...]
@@ -97,7 +97,7 @@ class Escape:
 
 
 @dataclass(frozen=True)
-class Change:
+class KeptChange:
     """What the step leaves different for its next call: an attribute, or a buffer or parameter changed by glue.
 
     Attributes:
@@ -144,7 +144,7 @@ class UnitTrace:
     samples: int
     tail: Sources
     escapes: tuple[Escape, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[KeptChange, ...]
     trained: frozenset[str]
     loss: torch.dtype | None
     combine: Literal["mean", "sum"]

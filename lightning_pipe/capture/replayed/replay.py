@@ -24,25 +24,24 @@ import torch
 
 from lightning_pipe.capture.graphs.trace import Request
 from lightning_pipe.capture.python.reads import shared_slots
-from lightning_pipe.capture.recording.units import Output, Source, UnitTrace
+from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.denominator_watch import unequal
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
-from lightning_pipe.capture.replayed.replay_needs import Needs, needs_of, readers_of, uncuttable
+from lightning_pipe.capture.replayed.replay_needs import StageNeeds, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
-from lightning_pipe.capture.replayed.stage_replayer import Now, Part, Player, Step
+from lightning_pipe.capture.replayed.stage_replayer import BatchContext, PlayedStep, StageReplayer, StageSpec
 from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, Combine, Half, Split, StageProgram, Value
-from lightning_pipe.capture.steps.step_function import Recording
+from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
 from lightning_pipe.errors import PlanError
 from lightning_pipe.profiles.published_graph import profile_of
-from lightning_pipe.profiles.published_layers import Layer, Layers
-from lightning_pipe.profiles.published_layers import Output as LayerOutput
+from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers
 
 TAPE, TANGENT = "tape", "tangent"
 
@@ -62,7 +61,7 @@ class Replay:
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason
         self._request, self.trace = request, trace
-        self._now = Now(request.arguments, request.structure.template)
+        self._now = BatchContext(request.arguments, request.structure.template)
         self._aliases = canonical_names(request.module)
         self._shared = tuple(shared_slots(request.module))
         self.whole = trace.whole
@@ -131,7 +130,7 @@ class Replay:
         self._now.said.clear()
         self._now.denominators.clear()
 
-    def said(self) -> list[tuple[int, int, int, Recording]]:
+    def said(self) -> list[tuple[int, int, int, StepRecording]]:
         """Return (micro-batch, first sample, samples, words) of every play that says something since `begin`."""
         return list(self._now.said)
 
@@ -217,14 +216,19 @@ class _Stage:
     number: int
     begin: int
     end: int
-    needs: Needs
+    needs: StageNeeds
 
 
 class _Splitter:
     """Make stage programs."""
 
     def __init__(
-        self, request: Request, trace: UnitTrace, aliases: dict[str, str], now: Now, held: Mapping[str, Set[int]]
+        self,
+        request: Request,
+        trace: UnitTrace,
+        aliases: dict[str, str],
+        now: BatchContext,
+        held: Mapping[str, Set[int]],
     ) -> None:
         self._held = held
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
@@ -256,8 +260,8 @@ class _Splitter:
 
     def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
         part = self._part(stage, stages)
-        player = Player(
-            Step(
+        player = StageReplayer(
+            PlayedStep(
                 module=self._request.module,
                 method=self._request.method,
                 structure=self._request.structure,
@@ -303,7 +307,7 @@ class _Splitter:
             results=(LOSS,) if has_loss else (),
         )
 
-    def _part(self, stage: _Stage, stages: list[_Stage]) -> Part:
+    def _part(self, stage: _Stage, stages: list[_Stage]) -> StageSpec:
         units, needs = self._units, stage.needs
         own = range(stage.begin, stage.end)
         readers = [stage] if stage.number else stages  # the first stage hands leaves to the others
@@ -314,7 +318,7 @@ class _Splitter:
         buffers = [n for n in self._buffers if n in inside or n in mutations or n in needs.state]
         read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
         written = [name for name in self._buffers if name in changes and name not in buffers]
-        return Part(
+        return StageSpec(
             begin=stage.begin,
             end=stage.end,
             is_last=stage.number == len(stages) - 1,
@@ -336,7 +340,7 @@ class _Splitter:
             yield from escape.reads
         yield from self._trace.tail
 
-    def _forward(self, player: Player, *, has_loss: bool) -> Half:
+    def _forward(self, player: StageReplayer, *, has_loss: bool) -> Half:
         part = player.part
         parameters = [name for own in part.parameters.values() for name in own]
         state = [*parameters, *part.buffers]
@@ -357,7 +361,7 @@ class _Splitter:
 
         return Half((*inputs, *given), (*outputs, *changed), run)
 
-    def _backward(self, player: Player, number: int, *, has_loss: bool) -> Half:
+    def _backward(self, player: StageReplayer, number: int, *, has_loss: bool) -> Half:
         part = player.part
         back = [(k, target, self._gradient_names(k, target)) for k, target in part.receivers]
         inputs = [TAPE, *([TANGENT] if has_loss else []), *(name for *_, names in back for name in names)]
@@ -422,7 +426,7 @@ def _is_run(edge: tuple[Pass, int], is_trained: bool) -> bool:
     return edge[0] == "F" or is_trained
 
 
-def _value(name: str, output: Output, *, combine: Combine) -> Value:
+def _value(name: str, output: UnitOutput, *, combine: Combine) -> Value:
     """Return what is known of one tensor; without samples, its slices are combined as the loss is."""
     how: Combine = "cat" if output.batch_dim is not None else combine
     return Value(name, output.dtype, partial(size_of, output), output.batch_dim, output.rows, how, output.order)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.graphs.trace import Request
-from lightning_pipe.capture.recording.units import Output, Unit, UnitTrace
+from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
 from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.profiles.published_graph import graph_of
@@ -19,7 +19,7 @@ from lightning_pipe.profiles.published_layers import Layers
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def bytes_of(output: Output) -> int:
+def bytes_of(output: UnitOutput) -> int:
     """Return the bytes of an output in the traced run."""
     return torch.Size(output.shape).numel() * output.dtype.itemsize
 

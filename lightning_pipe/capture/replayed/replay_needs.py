@@ -5,7 +5,7 @@ to the end), so it meets all glue before that. It must be given
 
     1  the outputs of earlier units that its own units read, through glue
     2  those that glue on its way reads into Python (`Escape`), since what comes after may depend on them
-    3  those that state is made of which its units read, or of which nobody knows who reads it (`Change`)
+    3  those that state is made of which its units read, or of which nobody knows who reads it (`KeptChange`)
     4  in the last stage, those that loss, logs and results are made of
 
 and the tensors of the batch of which the same are made, and has the parameters that it reads itself, in its units or in
@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_pipe.capture.recording.units import Change, Source, Sources, UnitTrace
+from lightning_pipe.capture.recording.units import KeptChange, Source, Sources, UnitTrace
 
 
 @dataclass(frozen=True)
-class Needs:
+class StageNeeds:
     """What a stage must be given, or have.
 
     Attributes:
@@ -43,7 +43,7 @@ class Needs:
     state: tuple[str, ...]
 
 
-def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> Needs:
+def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> StageNeeds:
     """Return what the stage of units `begin` to `end` needs; a stage may have none."""
     reads: set[Source] = set()
     for unit in trace.units[begin:end]:
@@ -62,7 +62,7 @@ def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> Needs:
     units = sorted(int(k) for kind, k in reads if kind == "unit" and int(k) < begin)
     leaves = sorted(int(i) for kind, i in reads if kind == "leaf")
     state = sorted(str(name) for kind, name in reads if kind == "state")
-    return Needs(tuple(units), tuple(leaves), tuple(sorted(own | glue)), tuple(state))
+    return StageNeeds(tuple(units), tuple(leaves), tuple(sorted(own | glue)), tuple(state))
 
 
 def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:
@@ -108,7 +108,7 @@ def _users(trace: UnitTrace, name: str) -> list[int]:
     return [*found, last] if read_by_glue or source in _with_state(trace, trace.tail) else found
 
 
-def _readers(trace: UnitTrace, change: Change) -> list[int]:
+def _readers(trace: UnitTrace, change: KeptChange) -> list[int]:
     """Return the units before which changed state is read; all, where it is not known."""
     if not change.is_tensor:
         return [0]

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.recording.units import Output
-from lightning_pipe.capture.steps.batch import Leaf, Slot
+from lightning_pipe.capture.recording.units import UnitOutput
+from lightning_pipe.capture.steps.batch import Leaf, LeafSlot
 from lightning_pipe.capture.steps.record import LogCall, MetricCall, Ref
-from lightning_pipe.capture.steps.step_function import Recording
+from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.trees import found_in, mapped
 
 LOSS = "loss"  # value name of the loss of a replayed step
 
 
-def size_of(output: Output, samples: int) -> tuple[int, ...]:
+def size_of(output: UnitOutput, samples: int) -> tuple[int, ...]:
     """Return the shape of an output for a number of samples."""
     if output.batch_dim is None:
         return output.shape
@@ -45,10 +45,10 @@ def replaced(result: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return a template with tensors in its slots."""
-    return mapped(template, Slot, lambda slot: tensors[slot.index])
+    return mapped(template, LeafSlot, lambda slot: tensors[slot.index])
 
 
-def finish(recording: Recording, output: Any, loss: torch.Tensor | None) -> None:
+def finish(recording: StepRecording, output: Any, loss: torch.Tensor | None) -> None:
     """Complete the words of a play by what it returned; the loss is named `loss` wherever it is said."""
     original = output.get("loss") if isinstance(output, dict) and loss is not None else output
     recording.returned = recording.lift(output, None if loss is None else original)
@@ -56,7 +56,9 @@ def finish(recording: Recording, output: Any, loss: torch.Tensor | None) -> None
     recording.results = [tensor.detach() for tensor in recording.results]
 
 
-def _naming_loss(call: LogCall | MetricCall, recording: Recording, loss: torch.Tensor | None) -> LogCall | MetricCall:
+def _naming_loss(
+    call: LogCall | MetricCall, recording: StepRecording, loss: torch.Tensor | None
+) -> LogCall | MetricCall:
     """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
     if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
         return call

@@ -34,9 +34,9 @@ from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import twin_buffers
-from lightning_pipe.capture.steps.record import Kept
+from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.steps.step_function import Recording, metrics_in, recording_calls
+from lightning_pipe.capture.steps.step_function import StepRecording, metrics_in, recording_calls
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoints_replaced
 from lightning_pipe.errors import PipelineError
@@ -51,7 +51,7 @@ class _TheRestIsOthers(BaseException):
 
 
 @dataclass
-class Now:
+class BatchContext:
     """What changes from batch to batch, the same for all stages of a rank.
 
     Attributes:
@@ -67,12 +67,12 @@ class Now:
     template: Any
     state: ModuleState | None = None
     speakers: tuple[int, ...] = ()
-    said: list[tuple[int, int, int, Recording]] = field(default_factory=list)
+    said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     denominators: list[Denominator] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Part:
+class StageSpec:
     """What one stage plays.
 
     Attributes:
@@ -104,7 +104,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlayedStep:
     """The step that is played.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Tape:
     parameters: Mapping[str, torch.Tensor]
 
 
-class Player:
+class StageReplayer:
     """Play the forward and the backward of one stage.
 
     Args:
@@ -147,7 +147,7 @@ class Player:
         now: what changes from batch to batch.
     """
 
-    def __init__(self, step: Step, part: Part, now: Now) -> None:
+    def __init__(self, step: PlayedStep, part: StageSpec, now: BatchContext) -> None:
         self._step, self._part, self._now = step, part, now
         self._units = step.trace.units
         self._tapes: dict[int, _Tape] = {}
@@ -195,7 +195,7 @@ class Player:
         python = self._now.state = self._now.state or ModuleState(self._step.module, copies=True)
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
-        recording = Recording()
+        recording = StepRecording()
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
             stack.callback(python.restore)
@@ -265,7 +265,7 @@ class Player:
         returned = {k: tuple(itertools.islice(complete, len(tensors))) for k, tensors in leaves.items()}
         return returned, dict(zip(tape.parameters, complete, strict=True))
 
-    def _left(self, python: ModuleState, recording: Recording) -> list[Kept]:
+    def _left(self, python: ModuleState, recording: StepRecording) -> list[KeptState]:
         """List what a play has left behind in Python state, as far as this stage knows it."""
         own = [unit.path for unit in self._units[self._part.begin : self._part.end]]
         others = [unit.path for unit in (*self._units[: self._part.begin], *self._units[self._part.end :])]
@@ -352,12 +352,12 @@ class Player:
         )
 
     @property
-    def part(self) -> Part:
+    def part(self) -> StageSpec:
         """Return what the stage plays."""
         return self._part
 
     @property
-    def step(self) -> Step:
+    def step(self) -> PlayedStep:
         """Return the step."""
         return self._step
 
@@ -365,7 +365,7 @@ class Player:
 class _Play:
     """One run of the step: how far it is, whether inside a unit, what it has sent and was given."""
 
-    def __init__(self, player: Player, samples: int, key: RandomKey, given: Mapping[int, Tensors]) -> None:
+    def __init__(self, player: StageReplayer, samples: int, key: RandomKey, given: Mapping[int, Tensors]) -> None:
         self._player, self._samples, self._key, self._given = player, samples, key, given
         self._called = 0
         self._checkpoints = 0  # calls of `torch.utils.checkpoint.checkpoint` that run, outside of units
@@ -451,7 +451,7 @@ class _Play:
         def run() -> Any:
             if next(runs) == 0:
                 return call()
-            with recording_calls(module, Recording(), metrics), no_collectives():
+            with recording_calls(module, StepRecording(), metrics), no_collectives():
                 return call()
 
         return checkpoint(run, use_reentrant=False)

@@ -20,7 +20,7 @@ from lightning_pipe.errors import BatchError
 
 
 @dataclass(frozen=True)
-class Slot:
+class LeafSlot:
     """Stand for the `index`-th tensor of a batch."""
 
     index: int
@@ -39,7 +39,7 @@ class Structure:
     """A batch without its tensors' data.
 
     Attributes:
-        template: the batch with a `Slot` for each tensor.
+        template: the batch with a `LeafSlot` for each tensor.
         leaves: shape and dtype of each tensor.
     """
 
@@ -48,7 +48,7 @@ class Structure:
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return a batch like the template with these tensors."""
-        return apply_to_collection(self.template, Slot, lambda slot: tensors[slot.index])
+        return apply_to_collection(self.template, LeafSlot, lambda slot: tensors[slot.index])
 
     def map(self, make: Callable[[Leaf], torch.Tensor]) -> Any:
         """Return a batch like the template with tensors made from what is known of them."""
@@ -90,9 +90,9 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
     """Split a batch into its tensors and its structure."""
     tensors: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> Slot:
+    def take(tensor: torch.Tensor) -> LeafSlot:
         tensors.append(tensor)
-        return Slot(len(tensors) - 1)
+        return LeafSlot(len(tensors) - 1)
 
     template = apply_to_collection(batch, torch.Tensor, take)
     return tensors, Structure(template, tuple(Leaf(tuple(t.shape), t.dtype) for t in tensors))
@@ -102,7 +102,7 @@ def with_numbers(template: Any, make: Callable[[int, Any], Any]) -> Any:
     """Return a template with other numbers: `make(index, number)` for every `int` and `float`, in their order."""
     count = itertools.count()
     return apply_to_collection(
-        template, (Slot, int, float), lambda leaf: make(next(count), leaf) if type(leaf) in (int, float) else leaf
+        template, (LeafSlot, int, float), lambda leaf: make(next(count), leaf) if type(leaf) in (int, float) else leaf
     )
 
 
@@ -120,7 +120,7 @@ def outline(template: Any) -> Any:
 
 def contents(template: Any) -> Any:
     """Describe what a template holds besides tensors, texts and numbers, so that equal content is equal."""
-    return _described(template, lambda leaf: None if type(leaf) in (Slot, int, float) else _content(leaf))
+    return _described(template, lambda leaf: None if type(leaf) in (LeafSlot, int, float) else _content(leaf))
 
 
 def _described(value: Any, describe: Callable[[Any], Any]) -> Any:
@@ -128,7 +128,7 @@ def _described(value: Any, describe: Callable[[Any], Any]) -> Any:
         return (type(value).__qualname__, *((key, _described(item, describe)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
         return (type(value).__qualname__, *(_described(item, describe) for item in value))
-    if is_dataclass(value) and not isinstance(value, (Slot, type)):
+    if is_dataclass(value) and not isinstance(value, (LeafSlot, type)):
         parts = ((f.name, _described(getattr(value, f.name, None), describe)) for f in fields(value))
         return (type(value).__qualname__, *parts)
     return describe(value)

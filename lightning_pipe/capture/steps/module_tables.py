@@ -43,7 +43,7 @@ def buffers_inside(module: nn.Module, path: str) -> frozenset[str]:
     return frozenset(first[id(buffer)] for buffer in module.get_submodule(path).buffers())
 
 
-class Tables:
+class ModuleTables:
     """What hangs in a module at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -74,7 +74,7 @@ class Tables:
 @contextlib.contextmanager
 def tables_restored(module: nn.Module) -> Iterator[None]:
     """Hang everything where it was in the end, whatever happens inside."""
-    tables = Tables(module)
+    tables = ModuleTables(module)
     try:
         yield
     finally:

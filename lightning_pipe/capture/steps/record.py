@@ -49,7 +49,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptState:
     """What a step leaves behind in Python state, on the module or elsewhere.
 
     Attributes:
@@ -105,7 +105,7 @@ class MetricCall:
 
 
 @dataclass(frozen=True)
-class Guard:
+class AnswerGuard:
     """An answer that the graph was captured under: the value `Ref` must equal `expected` at run time."""
 
     ref: Ref
@@ -128,5 +128,5 @@ class StepRecord:
     calls: tuple[LogCall | MetricCall, ...]
     loss: str | None
     returned: Any
-    guards: tuple[Guard, ...]
-    kept: tuple[Kept, ...] = ()
+    guards: tuple[AnswerGuard, ...]
+    kept: tuple[KeptState, ...] = ()

@@ -21,7 +21,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python.places import Slot
+from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads, optimizer_slots
 from lightning_pipe.capture.python.tracked_number import (
     MOST_INPUTS,
@@ -35,9 +35,18 @@ from lightning_pipe.capture.python.tracked_number import (
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
 from lightning_pipe.capture.steps.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
-from lightning_pipe.capture.steps.module_tables import Tables, twin_buffers
+from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
 from lightning_pipe.capture.steps.numbers import sized
-from lightning_pipe.capture.steps.record import Computed, Kept, LogCall, MetricCall, MetricRef, MetricValue, Read, Ref
+from lightning_pipe.capture.steps.record import (
+    Computed,
+    KeptState,
+    LogCall,
+    MetricCall,
+    MetricRef,
+    MetricValue,
+    Read,
+    Ref,
+)
 from lightning_pipe.capture.steps.step_state import StepState
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torch_private import keeping_version
@@ -48,7 +57,7 @@ NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module ca
 
 
 @dataclass
-class Recording:
+class StepRecording:
     """What one run of the step said: calls, and the tensors that must leave the graph.
 
     Attributes:
@@ -63,7 +72,7 @@ class Recording:
     calls: list[LogCall | MetricCall] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     returned: Any = None
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptState] = field(default_factory=list)
     answers: list[bool] = field(default_factory=list)
     is_whole: bool = False
 
@@ -116,7 +125,7 @@ class StepFunction(nn.Module):
         arguments: tuple[int, ...],
         answers: tuple[bool, ...],
         context: Callable[[], contextlib.AbstractContextManager[Any]],
-        varying: tuple[Slot, ...] = (),
+        varying: tuple[Place, ...] = (),
         may_skip: bool = False,
     ) -> None:
         super().__init__()
@@ -138,7 +147,7 @@ class StepFunction(nn.Module):
         self.state = StepState(module, self.reads)
         self.has_loss = False
         self.observers: list[Observer] = []
-        self.recordings: list[Recording] = []
+        self.recordings: list[StepRecording] = []
         self._twins = twin_buffers(module)
         self._vector: torch.Tensor | None = None  # of tracked numbers, as the last run has seen it
         self._buffer_names = frozenset({NUMBERS, *(f"model.{name}" for name, _ in module.named_buffers())})
@@ -167,7 +176,7 @@ class StepFunction(nn.Module):
         self._vector = self.get_buffer(NUMBERS)
         path = _ModulePath(module)
         observer = Observer(self.answers, path.current, numbers=self._vector)
-        recording = Recording()
+        recording = StepRecording()
         state = self.state = StepState(module, self.reads)
         self.current = observer
         with (
@@ -227,12 +236,12 @@ class StepFunction(nn.Module):
         Raises:
             CaptureError: if the step leaves other state than it has found: of another name, form or kind.
         """
-        outside = Tables(self.model)
+        outside = ModuleTables(self.model)
         try:
             for first, twins in self._twins.items():
                 for path, _, name in (twin.rpartition(".") for twin in twins):
                     self.model.get_submodule(path)._buffers[name] = self.model.get_buffer(first)
-            tables = Tables(self.model)
+            tables = ModuleTables(self.model)
             yield
             renamed = [(name, "registers or removes") for name in tables.renamed()]
             for name, before, now in tables.replaced():
@@ -291,7 +300,7 @@ def _counter(trainer: Any, name: str, _: Situation | None = None) -> int:
     return int(own.fget(trainer) if isinstance(trainer, pl.Trainer) else getattr(trainer, name))
 
 
-def _put_back(slot: Slot, number: Any, value: Any) -> None:
+def _put_back(slot: Place, number: Any, value: Any) -> None:
     if slot.read() is number:
         slot.write(value)
 
@@ -378,7 +387,7 @@ def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def recording_calls(
-    module: pl.LightningModule, recording: Recording, metrics: Mapping[str, nn.Module] | None = None
+    module: pl.LightningModule, recording: StepRecording, metrics: Mapping[str, nn.Module] | None = None
 ) -> Iterator[None]:
     """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them.
 

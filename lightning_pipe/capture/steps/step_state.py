@@ -4,7 +4,7 @@ While a step is traced all state that it might change is as it was before, and i
 changed is one of
 
     kept       it gave an attribute a value, or added to a list or dict, without looking at what was there: such values
-               are results of the graph, and every rank keeps them after every batch (`record.Kept`)
+               are results of the graph, and every rank keeps them after every batch (`record.KeptState`)
     state      anything else; the next step depends on it, which a graph cannot repeat: a hazard
 """
 
@@ -22,12 +22,12 @@ import torch
 
 from lightning_pipe.capture.python.inner_states import state_of
 from lightning_pipe.capture.python.kept_collections import KeptDict, KeptList, kept_collections
-from lightning_pipe.capture.python.places import ABSENT, Slot
+from lightning_pipe.capture.python.places import ABSENT, Place
 from lightning_pipe.capture.python.reads import Reads, attribute_slots, shared_slots
-from lightning_pipe.capture.python.snapshots import Change, Snapshot
+from lightning_pipe.capture.python.snapshots import Snapshot, StateChange
 from lightning_pipe.capture.steps.hazards import assignment_line, hazard
 from lightning_pipe.capture.steps.metric_result import MetricResult
-from lightning_pipe.capture.steps.record import Kept
+from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.lightning_names import pl
 
@@ -49,10 +49,10 @@ class StepState:
     module: pl.LightningModule
     reads: Reads
     kept: list[Kept] = field(default_factory=list)
-    _unread: list[tuple[Slot, KeptList | KeptDict]] = field(default_factory=list)
+    _unread: list[tuple[Place, KeptList | KeptDict]] = field(default_factory=list)
 
     @property
-    def unread(self) -> list[Slot]:
+    def unread(self) -> list[Place]:
         """List the places of lists and dicts whose content nobody has looked at so far, in the backward neither."""
         return [slot for slot, collection in self._unread if not collection.is_read]
 
@@ -74,7 +74,7 @@ class StepState:
         finally:
             state.restore()
 
-    def _note_collection(self, slot: Slot, collection: KeptList | KeptDict) -> None:
+    def _note_collection(self, slot: Place, collection: KeptList | KeptDict) -> None:
         if slot.read() is not collection:
             return
         if collection.is_read:
@@ -91,17 +91,17 @@ class StepState:
         else:
             self._refuse(slot)
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: StateChange) -> None:
         if change.now is ABSENT or len(change.slot.path) != 2 or not self.reads.is_fresh(change.slot):
             self._refuse(change.slot)
         self._keep(change.slot, "assign", change.now)
 
-    def _keep(self, slot: Slot, how: Any, value: Any) -> None:
+    def _keep(self, slot: Place, how: Any, value: Any) -> None:
         if not _is_plain(value):
             self._refuse(slot)
-        self.kept.append(Kept(slot.path, slot.name, how, value))
+        self.kept.append(KeptState(slot.path, slot.name, how, value))
 
-    def _refuse(self, slot: Slot) -> None:
+    def _refuse(self, slot: Place) -> None:
         line = assignment_line(self.module, slot.name.removeprefix("self."))
         raise hazard(f"it changes {slot.name} and reads it again in the next call (state)", line)
 
@@ -128,7 +128,7 @@ class ModuleState:
     """
 
     def __init__(
-        self, module: pl.LightningModule, *, shared: Sequence[Slot] | None = None, copies: bool = False
+        self, module: pl.LightningModule, *, shared: Sequence[Place] | None = None, copies: bool = False
     ) -> None:
         self._module = module
         shared = tuple(shared_slots(module)) if shared is None else shared
@@ -136,11 +136,11 @@ class ModuleState:
         self._known = {slot.place for slot in self.slots}
         self._snapshot = Snapshot(self.slots, tree=module, copies=copies)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[StateChange]:
         """Yield every place that is not what it was, new attributes among them."""
         yield from self._snapshot.changes()
         for slot in self._new():
-            yield Change(slot, ABSENT, slot.read())
+            yield StateChange(slot, ABSENT, slot.read())
 
     def restore(self) -> None:
         """Put everything back."""
@@ -148,27 +148,27 @@ class ModuleState:
             slot.write(ABSENT)
         self._snapshot.restore()
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[KeptState]:
         """List what has changed, as what a step leaves behind; classes that it made are made again where missed."""
         kept = [_as_kept(change) for change in self.changes() if not isinstance(change.now, type)]
         return [one if _can_be_told(one.value) else replace(one, path=(), value=None) for one in kept]
 
-    def _new(self) -> list[Slot]:
+    def _new(self) -> list[Place]:
         return [slot for slot in attribute_slots(self._module) if slot.place not in self._known]
 
 
-def _as_kept(change: Change) -> Kept:
+def _as_kept(change: StateChange) -> KeptState:
     slot, now = change.slot, change.now
     if not change.is_content:
-        return Kept(slot.path, slot.name, "remove" if now is ABSENT else "assign", None if now is ABSENT else now)
+        return KeptState(slot.path, slot.name, "remove" if now is ABSENT else "assign", None if now is ABSENT else now)
     if not isinstance(slot.read(), (list, set, deque)):
         state = state_of(slot.read())
-        return Kept(slot.path if state is not None else (), slot.name, "state", state)
+        return KeptState(slot.path if state is not None else (), slot.name, "state", state)
     before = len(change.before)
     grew = isinstance(slot.read(), list) and all(a is b for a, b in zip(change.before, now[:before], strict=False))
     if grew and len(now) >= before:
-        return Kept(slot.path, slot.name, "extend", now[before:])
-    return Kept(slot.path, slot.name, "refill", now)
+        return KeptState(slot.path, slot.name, "extend", now[before:])
+    return KeptState(slot.path, slot.name, "refill", now)
 
 
 def _can_be_told(value: Any) -> bool:

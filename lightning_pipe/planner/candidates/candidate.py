@@ -1,4 +1,4 @@
-"""What does a planner search through? Outlines: plans in numbers, before they are named and judged."""
+"""Candidates: plans in numbers, before they are named and judged; what planners search through."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST_WEIGHT = 64  # speeds are taken as fractions with at most this denomina
 
 
 @dataclass(frozen=True)
-class Outline:
+class Candidate:
     """A 1F1B pipeline.
 
     Attributes:

@@ -29,7 +29,7 @@ from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import places_of
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.planner.systems.uniform import uniform
 
@@ -92,7 +92,7 @@ def largest_batches(problem: Problem, *, policies: Iterable[str] = (), planner: 
         planner: who plans for `keep all` and `planned`.
     """
     count = problem.wishes.microbatches or 2 * problem.cluster.ranks
-    wishes = Wishes(microbatches=count, replicas=(1,) * problem.cluster.ranks)
+    wishes = Constraints(microbatches=count, replicas=(1,) * problem.cluster.ranks)
     pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
     for name in policies or POLICIES:
 
@@ -119,7 +119,7 @@ def deepest_models(
         if depth not in known:
             problem = problem_of(depth)
             count = problem.wishes.microbatches or 2 * problem.cluster.ranks
-            wishes = Wishes(microbatches=count, replicas=(1,) * problem.cluster.ranks)
+            wishes = Constraints(microbatches=count, replicas=(1,) * problem.cluster.ranks)
             pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
             known[depth] = replace(problem, wishes=wishes), pricer
         return known[depth]

@@ -14,7 +14,7 @@ from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import Comparison, Curve, comparison_table, plan_table, sentences
 from lightning_pipe.report.explain import alternatives_table
-from lightning_pipe.report.page import Candidate, Page, Stack, thinned
+from lightning_pipe.report.page import JudgedPlan, Page, Stack, thinned
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve
 from lightning_pipe.units import counted_noun, numbers_text
@@ -144,16 +144,16 @@ def _stacks(
     return stacks
 
 
-def _candidates(problem: Problem, best: Judged, others: Sequence[Judged]) -> list[Candidate]:
+def _candidates(problem: Problem, best: Judged, others: Sequence[Judged]) -> list[JudgedPlan]:
     """Return the plan, then the fastest of the others for each layout, schedule and number of micro-batches."""
-    found: dict[tuple[str, str, int], Candidate] = {}
+    found: dict[tuple[str, str, int], JudgedPlan] = {}
     for judged in (best, *others):
         plan = judged.plan
         ranks = "-".join(str(len(stage.ranks)) for stage in plan.stages)
         layout = ", ".join([ranks, *(f"cut before {stage.at}" for stage in plan.stages[1:3])])
         if len(plan.stages) > 3:
             layout += ", …"
-        candidate = Candidate(
+        candidate = JudgedPlan(
             layout=layout,
             schedule=plan.schedule,
             microbatches=plan.microbatches,

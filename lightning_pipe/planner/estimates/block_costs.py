@@ -1,4 +1,4 @@
-"""What do stages cost on neighbouring blocks of a row of devices? For all cut positions at once, as in `Segments`.
+"""What do stages cost on blocks of a row of devices? For all cut positions at once, as in `StageCostTable`.
 
 Planners that fix the order of the devices give every stage a block of it. Devices are taken in units: one by one, or,
 where there are many, by equal parts of hosts. A block of replicas with different speeds shares samples in proportion
@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.cost.comm import all_reduce_of, exchange_of
-from lightning_pipe.planner.candidates.candidate import Outline, never_growing
+from lightning_pipe.planner.candidates.candidate import Candidate, never_growing
 from lightning_pipe.planner.estimates.recurrence import Estimator
-from lightning_pipe.planner.estimates.stage_costs import Matrix, Segments
+from lightning_pipe.planner.estimates.stage_costs import Matrix, StageCostTable
 
 Vector: TypeAlias = NDArray[np.float64]  # over bounds
 Look: TypeAlias = tuple[object, ...]
@@ -43,7 +43,7 @@ _NEAR_ENDS = 8  # of more units: so many from either end, multiples of a host's,
 
 
 @dataclass(frozen=True)
-class Line:
+class LinkLine:
     """Seconds of a message of some bytes: `fixed_s + bytes * s_per_byte`."""
 
     fixed_s: float
@@ -70,8 +70,8 @@ class DeviceRow:
         runs = [list(run) for _, run in itertools.groupby(range(len(self._order)), lambda i: self._host(i))]
         self._starts = [run[0] for run in runs]
         self._kinds = self._kinds_of(runs)
-        self._exchanges: dict[tuple[int, int, int], tuple[Line, Line]] = {}
-        self._lines: dict[Look, tuple[Line, Line]] = {}
+        self._exchanges: dict[tuple[int, int, int], tuple[LinkLine, LinkLine]] = {}
+        self._lines: dict[Look, tuple[LinkLine, LinkLine]] = {}
         self._sums: dict[Look, tuple[float, ...]] = {}
 
     def _host(self, place: int) -> int:
@@ -128,7 +128,7 @@ class DeviceRow:
         memory = [min(self.cluster.device(rank).memory_bytes for rank in unit) for unit in self.units]
         return [list(itertools.accumulate(memory[first:], min)) for first in range(len(memory))]
 
-    def exchange(self, first: int, count: int, then: int) -> tuple[Line, Line]:
+    def exchange(self, first: int, count: int, then: int) -> tuple[LinkLine, LinkLine]:
         """Return the seconds of a micro-batch's bytes from a block to the `then` units behind it, and of those back."""
         place = (first, count, then)
         if place not in self._exchanges:
@@ -138,17 +138,17 @@ class DeviceRow:
             self._exchanges[place] = self._lines[look]
         return self._exchanges[place]
 
-    def _there_and_back(self, first: int, count: int, then: int) -> tuple[Line, Line]:
+    def _there_and_back(self, first: int, count: int, then: int) -> tuple[LinkLine, LinkLine]:
         pairs = list(_pairs(self.ranks(first, count), self.ranks(first + count, then)))
         there = self._line(pairs)
         if not self.cluster.links:  # what the hosts say of links is true of both directions
             return there, there
         return there, self._line([(receiver, sender) for sender, receiver in pairs])
 
-    def _line(self, pairs: Sequence[tuple[int, int]]) -> Line:
+    def _line(self, pairs: Sequence[tuple[int, int]]) -> LinkLine:
         exchange = exchange_of(self.cluster, pairs)
         none, many = exchange.seconds(0.0), exchange.seconds(_MANY_BYTES)
-        return Line(none, (many - none) / _MANY_BYTES)
+        return LinkLine(none, (many - none) / _MANY_BYTES)
 
     def sums(self, first: int, count: int) -> tuple[float, ...]:
         """Return the seconds of sums of a few numbers of bytes among the devices of a block; see `read_sums`."""
@@ -203,7 +203,7 @@ def _pairs(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[i
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class RowSeconds:
     """Seconds of stages and links for one micro-batch, there and back, and of every stage's sum of gradients."""
 
     loads: tuple[float, ...]
@@ -211,7 +211,7 @@ class Pipeline:
     sums: tuple[float, ...]
 
 
-class Blocks:
+class BlockCosts:
     """Costs of stages on blocks of a row, for micro-batches of n samples.
 
     Args:
@@ -220,7 +220,7 @@ class Blocks:
         samples: samples of a micro-batch.
     """
 
-    def __init__(self, segments: Segments, row: DeviceRow, *, samples: float) -> None:
+    def __init__(self, segments: StageCostTable, row: DeviceRow, *, samples: float) -> None:
         self.segments, self.row, self.samples = segments, row, samples
         self._problem = segments.problem
         self._shares: dict[tuple[int, bool], tuple[Matrix, Matrix, Matrix]] = {}
@@ -259,7 +259,7 @@ class Blocks:
         lines = self.row.exchange(first, count, then)
         return self._once(("link", lines), lambda: self._crossing_s(lines))
 
-    def _crossing_s(self, lines: tuple[Line, Line]) -> Vector:
+    def _crossing_s(self, lines: tuple[LinkLine, LinkLine]) -> Vector:
         handing_s = self._problem.profile.message_s
         total = np.zeros(self.segments.units + 1)
         for line, crossing in zip(lines, self._crossing, strict=True):
@@ -349,7 +349,7 @@ class Blocks:
             found[a, a + 1 :] = np.maximum.accumulate(units[a:])
         return found
 
-    def pipeline(self, bounds: Sequence[int], degrees: Sequence[int]) -> Pipeline:
+    def pipeline(self, bounds: Sequence[int], degrees: Sequence[int]) -> RowSeconds:
         """Return the seconds of stages on neighbouring blocks; quicker than by matrices, for one pipeline."""
         segments, training = self.segments, self._problem.training
         ends = list(itertools.pairwise((0, *bounds, segments.units)))
@@ -364,10 +364,10 @@ class Blocks:
             sums.append(float(read_sums(self.row.sums(first, count), summed)[0, 0]))
         pairs = zip(bounds, firsts, degrees, degrees[1:], strict=False)
         links = [float(self._one_link_s(first, count, then)[bound]) for bound, first, count, then in pairs]
-        return Pipeline(tuple(loads), tuple(links), tuple(sums))
+        return RowSeconds(tuple(loads), tuple(links), tuple(sums))
 
 
-def within_memory(estimator: Estimator, outline: Outline) -> tuple[Outline, float]:
+def within_memory(estimator: Estimator, outline: Candidate) -> tuple[Candidate, float]:
     """Return an outline with its depths lowered as far as memory asks for, and the bytes that are missing all the same.
 
     Depths are lowered together, towards the least that are different in all stages (S - s). Stages with equal depths

@@ -48,21 +48,21 @@ class Shares(NamedTuple):
     first: Array
 
 
-class Exchange(NamedTuple):
+class ExchangeTerm(NamedTuple):
     """Messages of a micro-batch between two stages: seconds by sender and receiver, bytes by receiver."""
 
     seconds: Array
     received: Array
 
 
-class Stage(NamedTuple):
+class StageTerm(NamedTuple):
     """One stage: bytes that every replica has beside its state, and the seconds of the optimizer step."""
 
     rooms: tuple[int, ...]
     step_s: float
 
 
-class Load(NamedTuple):
+class ComputeTerm(NamedTuple):
     """The computes of a stage for a whole batch, in seconds.
 
     Attributes:
@@ -81,8 +81,8 @@ class PlanParts(NamedTuple):
     """One plan: its different micro-batches, each by stage and by edge; its stages; the longest sum of each."""
 
     shares: list[list[Shares]]
-    exchanges: list[dict[Edge, Exchange]]
-    stages: list[Stage]
+    exchanges: list[dict[Edge, ExchangeTerm]]
+    stages: list[StageTerm]
     sums_s: list[float]
 
 
@@ -99,9 +99,9 @@ class Parts:
         names = frozenset(problem.graph.coupled)
         self._coupled = [position for position, node in enumerate(problem.graph.nodes) if node.name in names]
         self._shares: dict[tuple[object, ...], Shares] = {}
-        self._stages: dict[tuple[object, ...], Stage] = {}
-        self._exchanges: dict[tuple[object, ...], Exchange] = {}
-        self._loads: dict[tuple[object, ...], Load] = {}
+        self._stages: dict[tuple[object, ...], StageTerm] = {}
+        self._exchanges: dict[tuple[object, ...], ExchangeTerm] = {}
+        self._loads: dict[tuple[object, ...], ComputeTerm] = {}
         self._sums: dict[tuple[int, ...], AllReduce] = {}
         self._latest: tuple[Cuts, Ranks, PlanPrices] | None = None
 
@@ -135,7 +135,7 @@ class Parts:
             before, after = before + load.first, after + load.last
         return least
 
-    def _load_of(self, cuts: Cuts, ranks: Ranks, s: int, microbatches: int) -> Load:
+    def _load_of(self, cuts: Cuts, ranks: Ranks, s: int, microbatches: int) -> ComputeTerm:
         key = (*self._stage(cuts, s), ranks[s], microbatches)
         if key not in self._loads:
             firsts = self.columns(microbatches)
@@ -143,7 +143,7 @@ class Parts:
             shares = {m: self._shares_of(cuts, ranks, s, m, sizes[m]).seconds for m in {*firsts}}
             every = np.sum([shares[m] for m in firsts], axis=(0, 2))
             step_s = self._stage_of(cuts, ranks, s).step_s
-            self._loads[key] = Load(
+            self._loads[key] = ComputeTerm(
                 float(every.max()) + step_s,
                 float((every - shares[firsts[-1]][:, 2]).max()) + step_s,
                 float(shares[firsts[0]][:, 0].min()),
@@ -172,8 +172,8 @@ class Parts:
                 found.first[i, h] = max(0.0, found.workspace[i, h] - prices.gradient_bytes(compute, samples))
         return found
 
-    def _exchanges_of(self, cuts: Cuts, ranks: Ranks, m: int, size: int) -> dict[Edge, Exchange]:
-        found: dict[Edge, Exchange] = {}
+    def _exchanges_of(self, cuts: Cuts, ranks: Ranks, m: int, size: int) -> dict[Edge, ExchangeTerm]:
+        found: dict[Edge, ExchangeTerm] = {}
         mixed = self._mixed(cuts) if self._coupled else ()
         for edge in self._pricer.traffic(cuts).edges:
             direction, s, t = edge.direction, edge.source, edge.target
@@ -185,13 +185,13 @@ class Parts:
             found[direction, s, t] = self._exchanges[key]
         return found
 
-    def _stage_of(self, cuts: Cuts, ranks: Ranks, s: int) -> Stage:
+    def _stage_of(self, cuts: Cuts, ranks: Ranks, s: int) -> StageTerm:
         key = (*self._stage(cuts, s), ranks[s])
         if key not in self._stages:
             prices, cluster = self._priced(cuts, ranks), self.problem.cluster
             rooms = (cluster.device(rank).memory_bytes - prices.state_bytes(rank) for rank in ranks[s])
             step_s = max(prices.step_s(rank) for rank in ranks[s]) if self.problem.training else 0.0
-            self._stages[key] = Stage(tuple(rooms), step_s)
+            self._stages[key] = StageTerm(tuple(rooms), step_s)
         return self._stages[key]
 
     def _sums_s(self, cuts: Cuts, ranks: Ranks) -> list[float]:
@@ -224,10 +224,10 @@ class Parts:
         return self._latest[2]
 
 
-def _exchange(prices: PlanPrices, edge: Edge, m: int, size: int) -> Exchange:
+def _exchange(prices: PlanPrices, edge: Edge, m: int, size: int) -> ExchangeTerm:
     (direction, s, t), layout = edge, prices.layout
     senders, receivers = layout.stages[s], layout.stages[t]
-    found = Exchange(np.full((len(senders), len(receivers)), NEVER), np.zeros(len(receivers)))
+    found = ExchangeTerm(np.full((len(senders), len(receivers)), NEVER), np.zeros(len(receivers)))
     for (i, sender), (j, receiver) in itertools.product(enumerate(senders), enumerate(receivers)):
         common = layout.samples(s, i, m, size) & layout.samples(t, j, m, size)
         if common:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from lightning_pipe.planner.candidates.cut_points import around, cuttable
 from lightning_pipe.planner.estimates.recurrence import Estimator
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
 
 _WINDOWED = 100  # positions in all windows together
 
 
-class Windows:
+class CutWindows:
     """Estimators of one problem that together know every position.
 
     Args:
@@ -30,7 +30,7 @@ class Windows:
     """
 
     def __init__(self, problem: Problem, fine: Sequence[int]) -> None:
-        self.fine = Estimator(Segments(problem, fine))
+        self.fine = Estimator(StageCostTable(problem, fine))
         self._problem, self._positions = problem, fine
         self._near = self.fine
 
@@ -40,5 +40,5 @@ class Windows:
             if estimator.knows(cuts):
                 return estimator
         window = around(cuttable(self._problem.graph, sliced=False), cuts, most=_WINDOWED)
-        self._near = Estimator(Segments(self._problem, sorted({*self._positions, *window})))
+        self._near = Estimator(StageCostTable(self._problem, sorted({*self._positions, *window})))
         return self._near

@@ -28,7 +28,16 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.program import Compute, Layout, Order
 from lightning_pipe.planner.candidates.moves import Ranks
-from lightning_pipe.planner.estimates.bound_terms import HALVES, NEVER, Array, Cuts, Edge, Exchange, Parts, PlanParts
+from lightning_pipe.planner.estimates.bound_terms import (
+    HALVES,
+    NEVER,
+    Array,
+    Cuts,
+    Edge,
+    ExchangeTerm,
+    Parts,
+    PlanParts,
+)
 from lightning_pipe.schedule.lower.transfers import AHEAD
 from lightning_pipe.schedule.orders.forward_only import forward_only
 from lightning_pipe.schedule.orders.one_f_one_b import one_f_one_b
@@ -40,7 +49,7 @@ Depths: TypeAlias = tuple[int, ...]
 _HELD, _KEPT, _ARRIVING, _WORKSPACE, _FIRST = 0, 1, {"F": 2, "I": 3}, 4, 7
 
 
-class Field:
+class CandidateBatch:
     """Plans with equally many replicas on each stage, and equally many micro-batches.
 
     Args:
@@ -70,7 +79,7 @@ class Field:
         self._rooms = [np.array([row.stages[s].rooms for row in rows], dtype=float) for s in self._stages]
         self._lacking: dict[tuple[int, int], Array] = {}
 
-    def only(self, chosen: NDArray[np.intp]) -> Field:
+    def only(self, chosen: NDArray[np.intp]) -> CandidateBatch:
         """Return the field of some of the plans."""
         field = copy.copy(self)
         field.plans = [self.plans[i] for i in chosen.tolist()]
@@ -86,7 +95,7 @@ class Field:
         """Return the seconds of an edge's messages, and the bytes that arrive."""
         _, source, target = edge
         senders, receivers = len(self.plans[0][1][source]), len(self.plans[0][1][target])
-        nothing = Exchange(np.full((senders, receivers), NEVER), np.zeros(receivers))
+        nothing = ExchangeTerm(np.full((senders, receivers), NEVER), np.zeros(receivers))
         found = [[exchanges.get(edge, nothing) for exchanges in row.exchanges] for row in rows]
         moving_s = _stacked([[exchange.seconds for exchange in row] for row in found])
         return moving_s, _stacked([[exchange.received for exchange in row] for row in found])

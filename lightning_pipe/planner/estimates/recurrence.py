@@ -22,16 +22,16 @@ from dataclasses import dataclass, replace
 from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
-from lightning_pipe.cost.comm import AllReduce, Exchange, all_reduce_of, card_shares, exchange_of, exchange_pairs
-from lightning_pipe.planner.candidates.candidate import Outline, falling, never_growing, weights_of
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.cost.comm import AllReduce, ConcurrentFlows, all_reduce_of, card_shares, exchange_of, exchange_pairs
+from lightning_pipe.planner.candidates.candidate import Candidate, falling, never_growing, weights_of
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.schedule.lower.transfers import AHEAD
 from lightning_pipe.schedule.orders.one_f_one_b import star_depths
 
 
 @dataclass(frozen=True)
-class Row:
+class PipelineTimes:
     """A pipeline in numbers.
 
     Attributes:
@@ -82,21 +82,21 @@ class Room:
     swap_bytes_per_s: float
 
 
-def row_s(row: Row, *, depths: Sequence[int], microbatches: int) -> float:
+def row_s(row: PipelineTimes, *, depths: Sequence[int], microbatches: int) -> float:
     """Return the seconds of a batch."""
     ends = backward_ends(row, depths=depths, microbatches=microbatches)
     last = max(end + finish for end, finish in zip(ends, row.finish, strict=True))
     return max(last, microbatches * row.card) + row.step
 
 
-def bound_s(row: Row, *, microbatches: int) -> float:
+def bound_s(row: PipelineTimes, *, microbatches: int) -> float:
     """Return what no depths make quicker: the slowest stage is busy without a break, from its first input on."""
     starts = itertools.accumulate(map(sum, zip(row.forward, row.ahead, strict=False)), initial=0.0)
     busy = (start + microbatches * load + end for start, load, end in zip(starts, row.loads(), row.finish, strict=True))
     return max(*busy, microbatches * row.card) + row.step
 
 
-def backward_ends(row: Row, *, depths: Sequence[int], microbatches: int) -> list[float]:
+def backward_ends(row: PipelineTimes, *, depths: Sequence[int], microbatches: int) -> list[float]:
     """Return when each stage has ended its last backward.
 
     Args:
@@ -118,7 +118,7 @@ class _Walk:
         ends: of the last compute of each stage.
     """
 
-    def __init__(self, row: Row, depths: Sequence[int], microbatches: int) -> None:
+    def __init__(self, row: PipelineTimes, depths: Sequence[int], microbatches: int) -> None:
         stages = range(len(row.forward))
         held = [min(depth, microbatches) for depth in depths]
         self.ends = [0.0] * len(stages)
@@ -170,7 +170,7 @@ class Estimator:
         segments: costs of all stages.
     """
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: StageCostTable) -> None:
         self.segments = segments
         self.problem: Problem = segments.problem
         self._bound = {int(position): bound for bound, position in enumerate(segments.bounds)}
@@ -179,7 +179,7 @@ class Estimator:
         self._rooms: dict[tuple[int, int, tuple[int, ...], int], Room] = {}
         self._shares: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._coupled = segments.coupled
-        self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], Exchange] = {}
+        self._exchanges: dict[tuple[tuple[int, ...], tuple[int, ...]], ConcurrentFlows] = {}
         self._cards: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[str, int], float]] = {}
         self._reductions: dict[tuple[int, ...], AllReduce] = {}
 
@@ -187,12 +187,12 @@ class Estimator:
         """Return whether all of these cuts are at its positions: of others it cannot be asked."""
         return self._bound.keys() >= {*cuts}
 
-    def step_s(self, outline: Outline) -> float:
+    def step_s(self, outline: Candidate) -> float:
         """Return the seconds of a batch."""
         row = self.row(outline.cuts, outline.ranks, outline.microbatches)
         return row_s(row, depths=outline.depths, microbatches=outline.microbatches)
 
-    def row(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> Row:
+    def row(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> PipelineTimes:
         """Return the times of a pipeline on micro-batches of `samples / microbatches`."""
         samples = self.problem.samples / microbatches
         costs = [self._stage(a, b, group, samples) for (a, b), group in zip(self.stages(cuts), ranks, strict=True)]
@@ -203,7 +203,7 @@ class Estimator:
             back.append(self.exchange_s(there, here, found["B"].at(bound, samples)))
         forward, backward, late, finish, step = (tuple(column) for column in zip(*costs, strict=True))
         card = self._card_s(cuts, ranks, samples) if len(self.problem.cluster.hosts) > 1 else 0.0
-        return Row(forward, backward, tuple(ahead), tuple(back), finish, late, step=max(step), card=card)
+        return PipelineTimes(forward, backward, tuple(ahead), tuple(back), finish, late, step=max(step), card=card)
 
     def _card_s(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], samples: float) -> float:
         """Return the seconds for which a micro-batch keeps the busiest network card busy."""
@@ -265,7 +265,7 @@ class Estimator:
             self._shares[ranks] = weights_of(self.problem.cluster, ranks)
         return self._shares[ranks]
 
-    def depth_choices(self, row: Row, *, most: Sequence[int], microbatches: int) -> Iterator[tuple[int, ...]]:
+    def depth_choices(self, row: PipelineTimes, *, most: Sequence[int], microbatches: int) -> Iterator[tuple[int, ...]]:
         """Yield warm-up depths worth trying, none above `most`, never growing.
 
         They rise by one, two (PA, PB) and, for slow links, three and four (SPP's execution order) per stage from the
@@ -293,7 +293,7 @@ class Estimator:
 
     def outline(
         self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int
-    ) -> tuple[Outline, float, float]:
+    ) -> tuple[Candidate, float, float]:
         """Choose the depths of a pipeline by time, within memory as far as that is possible.
 
         Returns:
@@ -312,7 +312,7 @@ class Estimator:
             seconds = row_s(relieved, depths=found, microbatches=microbatches)
             choices.append((max(0.0, excess), seconds, sum(found), found, excess))
         _, seconds, _, best, excess = min(choices)
-        return Outline(tuple(cuts), tuple(ranks), microbatches, best), seconds, excess
+        return Candidate(tuple(cuts), tuple(ranks), microbatches, best), seconds, excess
 
     def rooms(self, cuts: Sequence[int], ranks: Sequence[tuple[int, ...]], microbatches: int) -> list[Room]:
         """Return what each stage has for saved tensors, and saves."""
@@ -340,7 +340,9 @@ class Estimator:
             )
         return self._rooms[key]
 
-    def _relieved(self, row: Row, rooms: Sequence[Room], depths: Sequence[int]) -> tuple[Row, float]:
+    def _relieved(
+        self, row: PipelineTimes, rooms: Sequence[Room], depths: Sequence[int]
+    ) -> tuple[PipelineTimes, float]:
         """Return the times with as much recompute as memory asks for, and the bytes that are missing all the same.
 
         As if saved bytes were a fluid: what a swap can carry while one micro-batch is worked on is swapped for nothing;

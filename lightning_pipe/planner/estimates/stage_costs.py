@@ -50,7 +50,7 @@ class Amounts:
 
 
 @dataclass(frozen=True)
-class Times:
+class StageSeconds:
     """Seconds of every stage as a function of the samples.
 
     Attributes:
@@ -78,7 +78,7 @@ class Times:
         return self.profile.between(times, samples) + self.call_s
 
 
-class Segments:
+class StageCostTable:
     """Costs of every stage that some cut positions allow.
 
     Args:
@@ -117,17 +117,17 @@ class Segments:
         return len(self.bounds) - 1
 
     @cached_property
-    def forward_s(self) -> Times:
+    def forward_s(self) -> StageSeconds:
         """Return the seconds of F."""
         return self._times(backward=False, calls=1)
 
     @cached_property
-    def backward_s(self) -> Times:
+    def backward_s(self) -> StageSeconds:
         """Return the seconds of I and W together."""
         return self._times(backward=True, calls=2)
 
     @cached_property
-    def late_s(self) -> Times:
+    def late_s(self) -> StageSeconds:
         """Return the seconds of W: what a stage does after its input gradient has left."""
         tables, profile = self._tables, self.problem.profile
         seconds = np.array(profile.seconds, dtype=float).reshape(-1, len(profile.samples))
@@ -138,9 +138,9 @@ class Segments:
             table = np.zeros((self.units + 1, self.units))
             np.add.at(table, (flows + 1, self._unit[own]), seconds[own, column])
             parts.append(self.backward_s.parts[column] - self._rectangles(table))
-        return Times(profile, tuple(parts), profile.call_s)
+        return StageSeconds(profile, tuple(parts), profile.call_s)
 
-    def _times(self, *, backward: bool, calls: int) -> Times:
+    def _times(self, *, backward: bool, calls: int) -> StageSeconds:
         tables, profile = self._tables, self.problem.profile
         seconds = np.array(profile.seconds, dtype=float).reshape(-1, len(profile.samples))
         own = np.flatnonzero(~tables.repeated & (tables.backward == backward))
@@ -150,7 +150,7 @@ class Segments:
         units = np.concatenate([self._unit[own], self._unit[users[here]]]).tolist()
         uses = _different(zip(items, units, strict=True))
         parts = (self._held_once(uses, seconds[[o for o, _ in uses], i].tolist()) for i in range(seconds.shape[1]))
-        return Times(profile, tuple(parts), calls * profile.call_s)
+        return StageSeconds(profile, tuple(parts), calls * profile.call_s)
 
     @cached_property
     def parameter_bytes(self) -> Matrix:

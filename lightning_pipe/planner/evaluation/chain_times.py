@@ -10,11 +10,11 @@ from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.program import Compute, ComputeKind
 from lightning_pipe.cost.prices import PlanPrices
 from lightning_pipe.schedule.construct.merge import stages_by_rank
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.rules import Dataflow
 
 
-def times_of(prices: PlanPrices, sizes: tuple[int, ...], *, cluster: Cluster) -> Times:
+def times_of(prices: PlanPrices, sizes: tuple[int, ...], *, cluster: Cluster) -> ChainTimes:
     """Return the times of a plan.
 
     Args:
@@ -55,7 +55,7 @@ def times_of(prices: PlanPrices, sizes: tuple[int, ...], *, cluster: Cluster) ->
         return cluster.device(rank).memory_bytes - prices.state_bytes(rank) - workspace
 
     stages = range(len(layout.stages))
-    return Times(
+    return ChainTimes(
         forward_s=tuple(compute_s(s, "F") for s in stages),
         input_s=tuple(compute_s(s, "I") for s in stages),
         weight_s=tuple(compute_s(s, "W") for s in stages),

@@ -23,7 +23,7 @@ from lightning_pipe.cost.prices import PlanPrices, Pricer
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.chain_times import times_of
 from lightning_pipe.planner.evaluation.resolve import resolve, resolve_reliefs
-from lightning_pipe.planner.evaluation.symmetry import Fold, fold, instructions, whole
+from lightning_pipe.planner.evaluation.symmetry import SymmetryReduction, fold, instructions, whole
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.forward_only import forward_only
@@ -141,7 +141,7 @@ class Judge:
         """Return whether ranks of a plan hold the same trained parameters, whose optimizer state they could share."""
         return self._priced(judged.plan, judged.cuts).shares_state
 
-    def _program(self, plan: Plan, part: Fold, prices: PlanPrices) -> VerifiedProgram:
+    def _program(self, plan: Plan, part: SymmetryReduction, prices: PlanPrices) -> VerifiedProgram:
         training = self._problem.training
         order = _order(plan, part, training=training)
         return verify(
@@ -178,7 +178,7 @@ def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:
                 )
 
 
-def _order(plan: Plan, part: Fold, *, training: bool) -> Order:
+def _order(plan: Plan, part: SymmetryReduction, *, training: bool) -> Order:
     if not training:
         return forward_only(part.layout, len(part.sizes))
     if plan.order:

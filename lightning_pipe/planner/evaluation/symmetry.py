@@ -41,7 +41,7 @@ _Kind: TypeAlias = tuple[tuple[Device, ...], tuple[Link, ...], tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Fold:
+class SymmetryReduction:
     """The part of a layout that is lowered and simulated.
 
     Attributes:
@@ -55,9 +55,9 @@ class Fold:
     representatives: tuple[int, ...]
 
 
-def whole(layout: Layout, sizes: tuple[int, ...]) -> Fold:
+def whole(layout: Layout, sizes: tuple[int, ...]) -> SymmetryReduction:
     """Return all of a layout: every rank stands for itself."""
-    return Fold(layout, sizes, tuple(range(layout.ranks)))
+    return SymmetryReduction(layout, sizes, tuple(range(layout.ranks)))
 
 
 def instructions(layout: Layout, sizes: tuple[int, ...]) -> int:
@@ -65,7 +65,7 @@ def instructions(layout: Layout, sizes: tuple[int, ...]) -> int:
     return sum(map(len, layout.stages)) * len(sizes) * _INSTRUCTIONS
 
 
-def fold(sizes: tuple[int, ...], *, prices: PlanPrices, cluster: Cluster) -> Fold:
+def fold(sizes: tuple[int, ...], *, prices: PlanPrices, cluster: Cluster) -> SymmetryReduction:
     """Return the smallest part of a layout that represents all of it; everything if there are no groups alike.
 
     Args:
@@ -99,7 +99,7 @@ def _twins(layout: Layout, count: int) -> list[Twin]:
     return twins if len(set(everyone)) == len(everyone) else []
 
 
-def _part(twins: list[Twin], sizes: tuple[int, ...], prices: PlanPrices, cluster: Cluster) -> Fold:
+def _part(twins: list[Twin], sizes: tuple[int, ...], prices: PlanPrices, cluster: Cluster) -> SymmetryReduction:
     """Return one group of every kind, and at least two."""
     layout, count = prices.layout, len(twins)
     sends = _sends(_of_groups(layout, [0], count), tuple(size // count for size in sizes), prices.traffic)
@@ -109,7 +109,7 @@ def _part(twins: list[Twin], sizes: tuple[int, ...], prices: PlanPrices, cluster
     kept = sorted({*first.values(), *range(_LEAST)})
     stands = {k: k if k in kept else first[kind] for k, kind in enumerate(kinds)}
     by_rank = {rank: twins[stands[k]][place] for k, twin in enumerate(twins) for place, rank in twin.items()}
-    return Fold(
+    return SymmetryReduction(
         _of_groups(layout, kept, count),
         tuple(size // count * len(kept) for size in sizes),
         tuple(by_rank[rank] for rank in range(layout.ranks)),

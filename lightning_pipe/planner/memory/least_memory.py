@@ -21,12 +21,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_pipe.planner.candidates.candidate import Outline, can_meet
+from lightning_pipe.planner.candidates.candidate import Candidate, can_meet
 from lightning_pipe.planner.candidates.cut_points import cuttable, worthwhile
 from lightning_pipe.planner.candidates.moves import Ranks
 from lightning_pipe.planner.estimates.balance import least_largest
 from lightning_pipe.planner.estimates.recurrence import microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Matrix, Segments
+from lightning_pipe.planner.estimates.stage_costs import Matrix, StageCostTable
 from lightning_pipe.planner.problem import Problem
 
 _SURE = 0.9  # of the saved bytes of segments, which count the memory behind views less exactly than the judge
@@ -42,11 +42,11 @@ class LeastMemory:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         bounds = worthwhile(problem, sliced=False)
-        self._segments = self._of_rows = Segments(problem, bounds)
+        self._segments = self._of_rows = StageCostTable(problem, bounds)
         if problem.wishes.shard_optimizer != "off":
             optimizer = replace(problem.profile.optimizer, state_bytes_per_byte=0.0)
             stateless = replace(problem, profile=replace(problem.profile, optimizer=optimizer))
-            self._of_rows = Segments(stateless, bounds)
+            self._of_rows = StageCostTable(stateless, bounds)
         self._memories = [problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)]
         self._samples = problem.samples // problem.wishes.microbatches if problem.wishes.microbatches else 1
 
@@ -74,7 +74,7 @@ class LeastMemory:
             a = b
         return False
 
-    def nearest(self) -> list[Outline]:
+    def nearest(self) -> list[Candidate]:
         """Return plans whose fullest device lacks little, with the least warm-up and many micro-batches."""
         segments, problem = self._segments, self._problem
         ranks = _ranks(problem, segments.units)
@@ -83,7 +83,7 @@ class LeastMemory:
             cuts = least_largest(map(self._lacking, ranks, [problem.samples / count] * len(ranks)))
             positions = tuple(int(segments.bounds[b]) for b in cuts or ())
             if cuts is not None and can_meet(problem, positions, ranks):
-                found.append(Outline(positions, ranks, count, (1,) * len(ranks)))
+                found.append(Candidate(positions, ranks, count, (1,) * len(ranks)))
         return found
 
     def _lacking(self, group: tuple[int, ...], samples: float) -> Matrix:
@@ -93,7 +93,7 @@ class LeastMemory:
         return lacking
 
 
-def _needed(segments: Segments, samples: float) -> Matrix:
+def _needed(segments: StageCostTable, samples: float) -> Matrix:
     """Return the bytes that every stage needs at least, with so many samples of a micro-batch."""
     problem = segments.problem
     if problem.wishes.reliefs or not problem.training:

@@ -57,7 +57,7 @@ def stays(timeline: Timeline, rank: int) -> list[Stay]:
 
 
 @dataclass(frozen=True)
-class Absence:
+class AwayInterval:
     """When the bytes of a stay are not on the device: from `begin` to `end`; they are complete again at `ready`."""
 
     begin: float
@@ -65,7 +65,7 @@ class Absence:
     ready: float
 
 
-def absences(found: Sequence[Stay], copy_s: float) -> list[Absence]:
+def absences(found: Sequence[Stay], copy_s: float) -> list[AwayInterval]:
     """Return what copies of `copy_s` seconds each way make of stays, in their order: one at a time per direction."""
     away: dict[int, float] = {}
     free = 0.0
@@ -75,7 +75,7 @@ def absences(found: Sequence[Stay], copy_s: float) -> list[Absence]:
     for i, stay in enumerate(found):
         start = max(stay.asked, away[i], free)
         free = start + copy_s
-        back.append(Absence(away[i], start, free))
+        back.append(AwayInterval(away[i], start, free))
     return back
 
 

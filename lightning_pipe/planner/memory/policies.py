@@ -10,7 +10,7 @@ from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy, RecomputingBackward
 from lightning_pipe.cost.activations import KEEP, Memories, Reliefs, relieved
 from lightning_pipe.cost.stage import Cutter, StageWork
-from lightning_pipe.cost.tables import Tables
+from lightning_pipe.cost.tables import GraphArrays
 from lightning_pipe.planner.evaluation.resolve import places_followed, resolve_reliefs
 
 
@@ -59,7 +59,7 @@ def known_places(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Plan, t
     return replace(plan, stages=tuple(stages)), tuple(sorted(missing))
 
 
-def policy_of(tables: Tables, work: StageWork, reliefs: Reliefs) -> ActivationPolicy:
+def policy_of(tables: GraphArrays, work: StageWork, reliefs: Reliefs) -> ActivationPolicy:
     """Return the policy of one stage.
 
     Args:
@@ -77,7 +77,7 @@ def policy_of(tables: Tables, work: StageWork, reliefs: Reliefs) -> ActivationPo
 
 
 def _backward(
-    tables: Tables, less: StageWork, memories: Memories, recomputed: frozenset[int]
+    tables: GraphArrays, less: StageWork, memories: Memories, recomputed: frozenset[int]
 ) -> RecomputingBackward | None:
     if not recomputed:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.candidates.candidate import Outline, falling
+from lightning_pipe.planner.candidates.candidate import Candidate, falling
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.memory.fit_memory import relieve
 from lightning_pipe.planner.problem import Problem
@@ -21,7 +21,7 @@ from lightning_pipe.units import format_bytes
 _TRIES = 4  # depths tried for an outline that does not fit
 
 
-def settle(problem: Problem, outlines: Iterable[Outline], *, judge: Judge) -> list[Judged]:
+def settle(problem: Problem, outlines: Iterable[Candidate], *, judge: Judge) -> list[Judged]:
     """Judge outlines, each with its depths lowered as far as memory asks for.
 
     Args:
@@ -36,7 +36,7 @@ def settle(problem: Problem, outlines: Iterable[Outline], *, judge: Judge) -> li
     return sorted(judged, key=lambda found: max(0, found.overflow(problem.cluster)))
 
 
-def fitted(problem: Problem, outline: Outline, *, judge: Judge) -> Judged:
+def fitted(problem: Problem, outline: Candidate, *, judge: Judge) -> Judged:
     """Judge an outline, or what fits into memory of it; if nothing does, what exceeds memory least."""
     tried = [judge.judge(outline.plan(problem))]
     if tried[0].overflow(problem.cluster) > 0 and problem.wishes.warmup is None and problem.wishes.schedule != "gpipe":
@@ -64,7 +64,7 @@ def squeezed(problem: Problem, judged: Sequence[Judged], *, judge: Judge) -> lis
     return [*shared, *(relieve(problem, one, judge=judge) for one in (*judged, *shared))]
 
 
-def _shallower(problem: Problem, outline: Outline, judged: Judged, *, judge: Judge) -> Iterator[Judged]:
+def _shallower(problem: Problem, outline: Candidate, judged: Judged, *, judge: Judge) -> Iterator[Judged]:
     """Yield the outline with less and less warm-up, until it fits."""
     for _ in range(_TRIES):
         depths = _lowered(problem, outline, judged)
@@ -77,7 +77,7 @@ def _shallower(problem: Problem, outline: Outline, judged: Judged, *, judge: Jud
             return
 
 
-def _lowered(problem: Problem, outline: Outline, judged: Judged) -> tuple[int, ...]:
+def _lowered(problem: Problem, outline: Candidate, judged: Judged) -> tuple[int, ...]:
     """Return depths by which the stages that exceed memory save as much less as they exceed it."""
     samples = problem.samples / outline.microbatches
     peaks, depths = judged.peak_bytes, []

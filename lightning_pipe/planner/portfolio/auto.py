@@ -25,21 +25,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.candidates.candidate import Outline, can_meet, never_growing, share_alike
+from lightning_pipe.planner.candidates.candidate import Candidate, can_meet, never_growing, share_alike
 from lightning_pipe.planner.candidates.cut_points import cuttable, nearby, worthwhile
 from lightning_pipe.planner.candidates.moves import Ranks, different, groupings, layouts_near
 from lightning_pipe.planner.estimates.balance import Balancer
 from lightning_pipe.planner.estimates.bound_terms import Parts
-from lightning_pipe.planner.estimates.cut_windows import Windows
+from lightning_pipe.planner.estimates.cut_windows import CutWindows
 from lightning_pipe.planner.estimates.recurrence import LONG, Estimator, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.memory.settle import fitted
-from lightning_pipe.planner.portfolio.neighborhood import GROUPED, Near, Ring, Sieve, shape_of
+from lightning_pipe.planner.portfolio.neighborhood import GROUPED, CandidateSet, Neighborhood, Sieve, shape_of
 from lightning_pipe.planner.problem import Problem
 
 Value = tuple[float, float]
-Planner = Callable[[Problem], list[Outline]]
+Planner = Callable[[Problem], list[Candidate]]
 
 _COARSE = 96  # positions over which layouts are compared
 _FINE = 400  # positions over which cuts are moved
@@ -80,7 +80,7 @@ def auto(problem: Problem, planners: Mapping[str, Planner]) -> list[Judged]:
     return search.judged([outlines[0] for outlines in by_planner if outlines])
 
 
-def _proposed(planner: Planner, problem: Problem) -> list[Outline] | PlanError:
+def _proposed(planner: Planner, problem: Problem) -> list[Candidate] | PlanError:
     """Return what a planner proposes, or why it has nothing: for so few operations, say."""
     try:
         return planner(problem)
@@ -89,18 +89,18 @@ def _proposed(planner: Planner, problem: Problem) -> list[Outline] | PlanError:
 
 
 class _Search:
-    """Outlines with their values, and what may still be spent on more of them."""
+    """Candidates with their values, and what may still be spent on more of them."""
 
     def __init__(self, problem: Problem, positions: Iterable[int]) -> None:
         self._problem = problem
         coarse = worthwhile(problem, sliced=True, most=max(_COARSE, 2 * problem.cluster.ranks))
         fine = {*worthwhile(problem, sliced=True, most=_FINE), *coarse, *positions}
         self._positions = sorted(fine)
-        self._windows = Windows(problem, self._positions)
-        few = Estimator(Segments(problem, coarse)) if len(coarse) < len(fine) else self._windows.fine
+        self._windows = CutWindows(problem, self._positions)
+        few = Estimator(StageCostTable(problem, coarse)) if len(coarse) < len(fine) else self._windows.fine
         self._balancer = Balancer(few)
-        self._values: dict[Outline, Value] = {}
-        self._seen: dict[tuple[tuple[int, ...], Ranks, int], Outline] = {}
+        self._values: dict[Candidate, Value] = {}
+        self._seen: dict[tuple[tuple[int, ...], Ranks, int], Candidate] = {}
         self._left = _ESTIMATED
 
     @property
@@ -108,7 +108,7 @@ class _Search:
         """Return whether there is any outline."""
         return bool(self._values)
 
-    def add(self, outlines: Iterable[Outline]) -> None:
+    def add(self, outlines: Iterable[Candidate]) -> None:
         """Take outlines of planners, with the depths that they chose and, if they are short, those that seem best."""
         for outline in outlines:
             if len(outline.ranks) * outline.microbatches <= LONG:
@@ -128,7 +128,7 @@ class _Search:
         for start in self._best(_CLIMBED):
             self._climb_cuts(start)
 
-    def _estimate(self, cuts: tuple[int, ...], ranks: Ranks, microbatches: int) -> Outline:
+    def _estimate(self, cuts: tuple[int, ...], ranks: Ranks, microbatches: int) -> Candidate:
         key = (cuts, ranks, microbatches)
         if key not in self._seen:
             outline, seconds, excess = self._windows.around(cuts).outline(cuts, ranks, microbatches)
@@ -137,10 +137,10 @@ class _Search:
             self._left -= 10 * microbatches * len(ranks)
         return self._seen[key]
 
-    def _best(self, count: int) -> list[Outline]:
+    def _best(self, count: int) -> list[Candidate]:
         return heapq.nsmallest(count, self._values, key=self._values.__getitem__)
 
-    def _balanced(self, ranks: Ranks, near: int | None = None) -> Outline | None:
+    def _balanced(self, ranks: Ranks, near: int | None = None) -> Candidate | None:
         """Return the best outline of a layout, its cuts balanced; with few micro-batches more or less than `near`."""
         counts = microbatch_counts(self._problem, stages=len(ranks), replicas=max(map(len, ranks)))
         if near is not None:
@@ -150,7 +150,7 @@ class _Search:
         ]
         return min(found, key=self._values.__getitem__, default=None)
 
-    def _climb_layouts(self, start: Outline) -> None:
+    def _climb_layouts(self, start: Candidate) -> None:
         """Change the layout for the better until nothing near is better."""
         here = start
         is_moving = True
@@ -162,7 +162,7 @@ class _Search:
                     here, is_moving = there, True
                     break
 
-    def _climb_cuts(self, start: Outline) -> None:
+    def _climb_cuts(self, start: Candidate) -> None:
         """Move cuts and change the number of micro-batches for the better until nothing near is better."""
         here = start
         is_moving = True
@@ -174,7 +174,7 @@ class _Search:
                     here, is_moving = there, True
                     break
 
-    def _near(self, outline: Outline) -> Iterator[tuple[tuple[int, ...], int]]:
+    def _near(self, outline: Candidate) -> Iterator[tuple[tuple[int, ...], int]]:
         stages, replicas = len(outline.ranks), max(map(len, outline.ranks))
         for count in microbatch_counts(self._problem, stages=stages, replicas=replicas):
             yield outline.cuts, count
@@ -182,14 +182,14 @@ class _Search:
             if can_meet(self._problem, cuts, outline.ranks):
                 yield cuts, outline.microbatches
 
-    def judged(self, choices: Sequence[Outline]) -> list[Judged]:
+    def judged(self, choices: Sequence[Candidate]) -> list[Judged]:
         """Judge the best outlines, go on from the winner, and return all, the best first.
 
         Args:
             choices: those of the planners; they are judged too, unless their estimates say that they cannot win.
         """
         judge, budget = Judge(self._problem), _Budget()
-        found: dict[Outline, Judged] = {}
+        found: dict[Candidate, Judged] = {}
         ranked = self._best(len(self._values))
         excess, seconds = self._values[ranked[0]]
         for outline in choices:
@@ -205,7 +205,7 @@ class _Search:
         different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
         return sorted(different.values(), key=self._rank)
 
-    def _is_short(self, outline: Outline) -> bool:
+    def _is_short(self, outline: Candidate) -> bool:
         """Say whether bounds cost little, and hold: they know of no relief, and near a wished warm-up may be others."""
         wishes = self._problem.wishes
         size = _instructions(outline) + len(self._problem.graph.operations)
@@ -213,9 +213,9 @@ class _Search:
         is_tight = may_relieve and any(excess > 0 for excess, _ in self._values.values())
         return size <= _SHORT and wishes.warmup is None and not is_tight
 
-    def _climb(self, ranked: Sequence[Outline], found: dict[Outline, Judged], judge: Judge) -> None:
+    def _climb(self, ranked: Sequence[Candidate], found: dict[Candidate, Judged], judge: Judge) -> None:
         """Look at all outlines by their bounds, and go on from the best to better ones near them."""
-        near = Near(self._problem, Parts(self._problem, judge.pricer))
+        near = Neighborhood(self._problem, Parts(self._problem, judge.pricer))
         if not found:
             found[ranked[0]] = fitted(self._problem, ranked[0], judge=judge)
         for ring in near.sweep(ranked[:_SWEPT]):
@@ -223,17 +223,19 @@ class _Search:
             for outline in near.better(ring, (excess, seconds * (1 + _CLOSE)))[:1]:
                 found[outline] = found.get(outline) or fitted(self._problem, outline, judge=judge)
                 near.left -= _instructions(outline)
-        starts: dict[tuple[int, ...], Outline] = {}
+        starts: dict[tuple[int, ...], Candidate] = {}
         for outline in sorted(found, key=lambda outline: self._rank(found[outline])):
             starts.setdefault(shape_of(outline.ranks), outline)
-        done: set[Outline] = set()
+        done: set[Candidate] = set()
         for start in starts.values():
-            here: Outline | None = start
+            here: Candidate | None = start
             while here is not None and here not in done:
                 done.add(here)
                 here = self._step(here, near, found, judge)
 
-    def _step(self, here: Outline, near: Near, found: dict[Outline, Judged], judge: Judge) -> Outline | None:
+    def _step(
+        self, here: Candidate, near: Neighborhood, found: dict[Candidate, Judged], judge: Judge
+    ) -> Candidate | None:
         """Return a better plan nearby; None if no bound is better, or nothing is left for them."""
         for ring in near.rings(here):
             there = self._better(here, ring, near, found, judge)
@@ -242,8 +244,8 @@ class _Search:
         return None
 
     def _better(
-        self, here: Outline, ring: Ring, near: Near, found: dict[Outline, Judged], judge: Judge
-    ) -> Outline | None:
+        self, here: Candidate, ring: CandidateSet, near: Neighborhood, found: dict[Candidate, Judged], judge: Judge
+    ) -> Candidate | None:
         """Return an outline of a ring that is better, if one is."""
         for outline in near.better(ring, self._rank(found[here])):
             if outline not in found:
@@ -256,7 +258,7 @@ class _Search:
         return None
 
     def _judge_best(
-        self, ranked: Sequence[Outline], found: dict[Outline, Judged], judge: Judge, budget: _Budget, sieve: Sieve
+        self, ranked: Sequence[Candidate], found: dict[Candidate, Judged], judge: Judge, budget: _Budget, sieve: Sieve
     ) -> None:
         """Judge the best outlines by their estimates, but those that estimate or bound say are not the best."""
         best = min(map(self._rank, found.values()), default=(math.inf, math.inf))
@@ -274,7 +276,7 @@ class _Search:
             found[outline] = fitted(self._problem, outline, judge=judge)
             best, worse = min(best, self._rank(found[outline])), 0
 
-    def _may_be_best(self, outline: Outline, best: Value) -> bool:
+    def _may_be_best(self, outline: Candidate, best: Value) -> bool:
         """Say whether an outline may be better than the best plan so far, for all that its estimate may be too long."""
         if best[0] > 0:
             return True
@@ -283,7 +285,9 @@ class _Search:
         row = self._windows.around(outline.cuts).row(outline.cuts, outline.ranks, outline.microbatches)
         return (outline.microbatches * max(row.loads()) + row.step) * (1 - _ROUGH) < best[1]
 
-    def _refine(self, best: Outline, found: dict[Outline, Judged], judge: Judge, budget: _Budget, sieve: Sieve) -> None:
+    def _refine(
+        self, best: Candidate, found: dict[Candidate, Judged], judge: Judge, budget: _Budget, sieve: Sieve
+    ) -> None:
         """Move cuts between nodes and depths by one, as the judge says."""
         is_moving = True
         while is_moving:
@@ -302,7 +306,7 @@ class _Search:
                     best, is_moving = outline, True
                     break
 
-    def _neighbours(self, outline: Outline) -> Iterator[Outline]:
+    def _neighbours(self, outline: Candidate) -> Iterator[Candidate]:
         """Yield outlines with one cut, the number of micro-batches, or one depth changed a little."""
         positions = cuttable(self._problem.graph, sliced=not share_alike(self._problem, outline.ranks))
         for cuts in shifted(outline.cuts, positions, steps=(1, 2)):
@@ -322,7 +326,7 @@ class _Search:
             if 1 <= depths[s] <= outline.microbatches:
                 yield replace(outline, depths=never_growing(depths))
 
-    def _layouts_near(self, outline: Outline) -> Iterator[Outline]:
+    def _layouts_near(self, outline: Candidate) -> Iterator[Candidate]:
         """Yield outlines whose layout differs by one move: with the same cuts where that is possible, and balanced."""
         if self._problem.wishes.replicas is not None:
             return
@@ -338,7 +342,7 @@ class _Search:
         return judged.rank(self._problem.cluster)
 
 
-def _error(outline: Outline) -> float:
+def _error(outline: Candidate) -> float:
     """Return by what share of the truth an outline's estimate may be too long."""
     return _REPLICATED_ERROR if max(map(len, outline.ranks)) > 1 else _STRAIGHT_ERROR
 
@@ -354,20 +358,20 @@ class _Budget:
     def __init__(self) -> None:
         self._left = float(_JUDGED)
 
-    def allows(self, outline: Outline, *, share: float = 1.0) -> bool:
+    def allows(self, outline: Candidate, *, share: float = 1.0) -> bool:
         """Say whether an outline can be judged so that no more than a share of all is spent."""
         return _JUDGED - self._left + _instructions(outline) <= _JUDGED * share
 
-    def spend(self, outline: Outline) -> None:
+    def spend(self, outline: Candidate) -> None:
         """Take off what judging an outline costs."""
         self._left -= _instructions(outline)
 
-    def bounded(self, outline: Outline) -> None:
+    def bounded(self, outline: Candidate) -> None:
         """Take off what the bounds of an outline cost, that is not judged then."""
         self._left -= _instructions(outline) * _BOUND_COST
 
 
-def _instructions(outline: Outline) -> int:
+def _instructions(outline: Candidate) -> int:
     """Return about how many instructions are judged: computes, messages of both ends, memory; of two equal groups."""
     replicas = [len(group) for group in outline.ranks]
     groups = math.gcd(*replicas)

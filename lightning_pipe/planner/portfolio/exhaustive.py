@@ -24,13 +24,13 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.candidate import Candidate
 from lightning_pipe.planner.candidates.cut_points import cuttable
 from lightning_pipe.planner.candidates.moves import Ranks, groupings
 from lightning_pipe.planner.estimates.bound_terms import Cuts, Parts
-from lightning_pipe.planner.estimates.lower_bounds import Depths, Field
+from lightning_pipe.planner.estimates.lower_bounds import CandidateBatch, Depths
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.problem import Problem
 
@@ -70,7 +70,7 @@ class _Search:
         self.parts = Parts(problem, self._judge.pricer)
         self.best: Judged | None = None
 
-    def judge_quicker(self, field: Field, depths: Depths) -> None:
+    def judge_quicker(self, field: CandidateBatch, depths: Depths) -> None:
         """Judge those plans of a field that may fit, and may be quicker than the best."""
         fitting = np.flatnonzero(field.lacking(depths) <= 0)
         if not fitting.size:
@@ -83,7 +83,7 @@ class _Search:
             if judged.overflow(self._problem.cluster) <= 0:
                 self._keep(judged)
 
-    def judge_smaller(self, field: Field, depths: Depths) -> None:
+    def judge_smaller(self, field: CandidateBatch, depths: Depths) -> None:
         """Judge those plans of a field that may exceed memory by less than the best."""
         lacking = field.lacking(depths)
         for i in np.argsort(lacking, kind="stable"):
@@ -91,9 +91,9 @@ class _Search:
                 return
             self._keep(self._judged(field, int(i), depths))
 
-    def _judged(self, field: Field, i: int, depths: Depths) -> Judged:
+    def _judged(self, field: CandidateBatch, i: int, depths: Depths) -> Judged:
         cuts, ranks = field.plans[i]
-        return self._judge.judge(Outline(cuts, ranks, field.microbatches, depths).plan(self._problem))
+        return self._judge.judge(Candidate(cuts, ranks, field.microbatches, depths).plan(self._problem))
 
     def _keep(self, judged: Judged) -> None:
         cluster = self._problem.cluster
@@ -101,20 +101,20 @@ class _Search:
             self.best = judged
 
 
-def _fields(problem: Problem, parts: Parts) -> Iterator[tuple[Field, list[Depths]]]:
+def _fields(problem: Problem, parts: Parts) -> Iterator[tuple[CandidateBatch, list[Depths]]]:
     """Yield all plans, with the depths to try."""
     wishes = problem.wishes
     is_open = problem.training and wishes.warmup is None and wishes.schedule != "gpipe"
-    estimator = None if is_open else Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    estimator = None if is_open else Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=True)))
     for count, plans in _groups(problem):
         if estimator is None:
-            yield Field(parts, plans, count), [*_all_depths(len(plans[0][1]), count)]
+            yield CandidateBatch(parts, plans, count), [*_all_depths(len(plans[0][1]), count)]
             continue
         wished: dict[Depths, Plans] = defaultdict(list)
         for cuts, ranks in plans:
             row, most = estimator.row(cuts, ranks, count), [count] * len(ranks)
             wished[next(estimator.depth_choices(row, most=most, microbatches=count))].append((cuts, ranks))
-        yield from ((Field(parts, alike, count), [depths]) for depths, alike in wished.items())
+        yield from ((CandidateBatch(parts, alike, count), [depths]) for depths, alike in wished.items())
 
 
 def _groups(problem: Problem) -> Iterator[tuple[int, Plans]]:

@@ -25,11 +25,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from lightning_pipe.cost.prices import Pricer
-from lightning_pipe.planner.candidates.candidate import Outline, can_meet, falling, never_growing
+from lightning_pipe.planner.candidates.candidate import Candidate, can_meet, falling, never_growing
 from lightning_pipe.planner.candidates.cut_points import cuttable, nearby
 from lightning_pipe.planner.candidates.moves import Ranks, different, groupings, layouts_near
 from lightning_pipe.planner.estimates.bound_terms import Cuts, Parts
-from lightning_pipe.planner.estimates.lower_bounds import Depths, Field
+from lightning_pipe.planner.estimates.lower_bounds import CandidateBatch, Depths
 from lightning_pipe.planner.estimates.recurrence import microbatch_counts
 from lightning_pipe.planner.problem import Problem
 
@@ -63,17 +63,17 @@ class Sieve:
         self._parts = Parts(problem, pricer)
         self._is_of_use = problem.cluster.ranks <= _SIEVED
 
-    def may_be_better(self, outline: Outline, than: Value) -> bool:
+    def may_be_better(self, outline: Candidate, than: Value) -> bool:
         """Return whether a plan, or the same with other depths if memory needs them, may be better; in doubt it may."""
         if not self._is_of_use or than[0] > 0:
             return True
-        field = Field(self._parts, [(outline.cuts, outline.ranks)], outline.microbatches)
+        field = CandidateBatch(self._parts, [(outline.cuts, outline.ranks)], outline.microbatches)
         if field.least_s()[0] >= than[1]:
             return False
         return bool(field.seconds(outline.depths)[0] < than[1] or field.lacking(outline.depths)[0] > 0)
 
 
-class Ring(NamedTuple):
+class CandidateSet(NamedTuple):
     """Plans that are bounded together, with every one of the depths."""
 
     plans: tuple[tuple[Cuts, Ranks], ...]
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
     depths: tuple[Depths, ...]
 
 
-class Near:
+class Neighborhood:
     """Plans near others.
 
     Args:
@@ -101,7 +101,7 @@ class Near:
         is_open = ranks <= GROUPED and problem.wishes.replicas is None
         self._groupings = [*different(groupings(range(ranks)), problem.cluster)] if is_open else []
 
-    def rings(self, outline: Outline) -> Iterator[Ring]:
+    def rings(self, outline: Candidate) -> Iterator[CandidateSet]:
         """Yield the plans around an outline, the nearest first."""
         shape, moved = shape_of(outline.ranks), self._moved(outline.cuts)
         layouts = self._layouts(outline.ranks)
@@ -119,9 +119,9 @@ class Near:
         stages, count = len(shape), outline.microbatches
         if math.comb(count + stages - 1, stages) <= _FEW_DEPTHS and self._is_open:
             every = itertools.combinations_with_replacement(range(count, 0, -1), stages)
-            yield Ring(tuple(dict.fromkeys(itertools.product(moved, alike))), count, tuple(every))
+            yield CandidateSet(tuple(dict.fromkeys(itertools.product(moved, alike))), count, tuple(every))
 
-    def sweep(self, outlines: Iterable[Outline]) -> Iterator[Ring]:
+    def sweep(self, outlines: Iterable[Candidate]) -> Iterator[CandidateSet]:
         """Yield the plans of outlines, with the usual depths; where plans alike are few, all of them."""
         alike: dict[tuple[Shape, int], list[tuple[Cuts, Ranks]]] = {}
         for outline in outlines:
@@ -141,7 +141,7 @@ class Near:
             return []
         return [*itertools.product(itertools.combinations(self._positions, len(shape) - 1), ranks)]
 
-    def better(self, ring: Ring, than: Value) -> list[Outline]:
+    def better(self, ring: CandidateSet, than: Value) -> list[Candidate]:
         """Return the outlines of a ring that may be better, the most promising first; none if nothing is left."""
         if self.left <= 0:
             return []
@@ -151,7 +151,7 @@ class Near:
             plans = [plan for plan in plans if self._parts.least_s(*plan, ring.microbatches) < than[1]]
         if not plans:
             return []
-        field = Field(self._parts, plans, ring.microbatches)
+        field = CandidateBatch(self._parts, plans, ring.microbatches)
         self.left -= _PRICED * self._problem.cluster.ranks * len(plans)
         if than[0] <= 0:
             field = field.only(np.flatnonzero(field.least_s() < than[1]))
@@ -159,7 +159,7 @@ class Near:
             return []
         walked = len(ring.depths) * len(plans[0][1]) * ring.microbatches
         self.left -= walked + walked * len(field.plans) // _ROWS
-        found: list[tuple[float, float, int, Outline]] = []
+        found: list[tuple[float, float, int, Candidate]] = []
         nothing = np.zeros(len(field.plans))
         is_roomy = bool((field.lacking((ring.microbatches,) * len(plans[0][1])) <= 0).all())  # for whatever depths
         for depths in ring.depths:
@@ -170,13 +170,13 @@ class Near:
             for i in np.lexsort((seconds, excess))[:_MOST].tolist():
                 if (excess[i], seconds[i]) < than:
                     cuts, ranks = field.plans[i]
-                    outline = Outline(cuts, ranks, ring.microbatches, depths)
+                    outline = Candidate(cuts, ranks, ring.microbatches, depths)
                     found.append((float(excess[i]), float(seconds[i]), len(found), outline))
         return [outline for *_, outline in heapq.nsmallest(_MOST, found)]
 
-    def _ring(self, plans: Iterable[tuple[Cuts, Ranks]], microbatches: int, depths: Depths) -> Ring:
+    def _ring(self, plans: Iterable[tuple[Cuts, Ranks]], microbatches: int, depths: Depths) -> CandidateSet:
         found = tuple(dict.fromkeys(plans))
-        return Ring(found, microbatches, self._depths(len(found[0][1]), microbatches, depths))
+        return CandidateSet(found, microbatches, self._depths(len(found[0][1]), microbatches, depths))
 
     def _depths(self, stages: int, microbatches: int, depths: Depths) -> tuple[Depths, ...]:
         if not self._is_open:

@@ -24,7 +24,7 @@ from lightning_pipe.planner.candidates.cut_places import too_few_places
 from lightning_pipe.planner.candidates.cut_points import worthwhile
 from lightning_pipe.planner.estimates.balance import Balancer
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.memory.settle import squeezed
 from lightning_pipe.planner.problem import Problem
@@ -75,7 +75,7 @@ def asks_for_drafts(problem: Problem) -> bool:
     return bool(wishes.order) or wishes.schedule not in (None, *OUTLINED) or wishes.chunks not in (None, 1)
 
 
-class Drafter:
+class ScheduleCandidates:
     """Make drafts of one problem.
 
     Args:
@@ -84,7 +84,7 @@ class Drafter:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._balancer = Balancer(Estimator(Segments(problem, worthwhile(problem, sliced=True))))
+        self._balancer = Balancer(Estimator(StageCostTable(problem, worthwhile(problem, sliced=True))))
         self._cuts: dict[tuple[tuple[Device, ...], int], tuple[int, ...] | None] = {}
 
     def drafts(self, rows: Mapping[Row, int]) -> Iterator[Draft]:
@@ -193,7 +193,7 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
         ConfigError: if the wished schedule cannot run on any of these rows.
         PlanError: if the graph is too small for the wished stages.
     """
-    drafter, wished = Drafter(problem), asks_for_drafts(problem)
+    drafter, wished = ScheduleCandidates(problem), asks_for_drafts(problem)
     left, judged, best = _INSTRUCTIONS, list[Judged](), found[0]
     refused: list[ConfigError] = []
     for draft in drafter.drafts(_rows(found, problem)):

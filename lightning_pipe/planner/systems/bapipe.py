@@ -29,13 +29,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightning_pipe.planner.candidates.candidate import Outline, share_alike
+from lightning_pipe.planner.candidates.candidate import Candidate, share_alike
 from lightning_pipe.planner.candidates.cut_points import worthwhile
 from lightning_pipe.planner.candidates.moves import Ranks
 from lightning_pipe.planner.candidates.replica_groups import equal_groups
 from lightning_pipe.planner.estimates.balance import TRAFFIC_PRICES, Balancer, least_largest
 from lightning_pipe.planner.estimates.recurrence import Estimator, bound_s, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Matrix, Segments
+from lightning_pipe.planner.estimates.stage_costs import Matrix, StageCostTable
 from lightning_pipe.planner.problem import Problem
 
 _MOST_OUTLINES = 8
@@ -43,11 +43,11 @@ _POSITIONS = ((16, 200), (64, 128))  # for up to so many stages; as many as stag
 _COUNTS = ((16, 4), (64, 2))  # numbers of micro-batches for which up to so many stages are cut; one for more
 _MOST_MENDED = 64  # moves of one partition
 
-Candidate = tuple[float, float, Outline]
+Scored = tuple[float, float, Candidate]
 """Bytes above memory, seconds, outline: smaller is better."""
 
 
-def bapipe(problem: Problem) -> list[Outline]:
+def bapipe(problem: Problem) -> list[Candidate]:
     """Return the best outlines after BaPipe, the best first.
 
     Args:
@@ -57,7 +57,7 @@ def bapipe(problem: Problem) -> list[Outline]:
     return list(dict.fromkeys(outline for _, _, outline in found))[:_MOST_OUTLINES]
 
 
-def candidates(problem: Problem, *, wanted: float = math.inf) -> Iterator[Candidate]:
+def candidates(problem: Problem, *, wanted: float = math.inf) -> Iterator[Scored]:
     """Yield the outlines that are explored, mended where they exceed memory.
 
     Args:
@@ -65,7 +65,7 @@ def candidates(problem: Problem, *, wanted: float = math.inf) -> Iterator[Candid
         wanted: how many of the best are wanted; what fits and surely is not among them is left out.
     """
     drafts = [draft for explorer in _explorers(problem) for draft in explorer.drafts()]
-    fitting: dict[Outline, float] = {}
+    fitting: dict[Candidate, float] = {}
     for bound, explorer, cuts, count in sorted(drafts, key=lambda draft: draft[0]):
         better = sum(seconds < bound for seconds in fitting.values())
         if better >= wanted and explorer.fits(cuts, count):
@@ -82,7 +82,7 @@ def _explorers(problem: Problem) -> Iterator[_Explorer]:
         most = next((most for stages, most in _POSITIONS if len(groups) <= stages), 2 * len(groups))
         key = (most, not share_alike(problem, groups))
         if key not in estimators:
-            estimators[key] = Estimator(Segments(problem, worthwhile(problem, sliced=key[1], most=most)))
+            estimators[key] = Estimator(StageCostTable(problem, worthwhile(problem, sliced=key[1], most=most)))
         if estimators[key].segments.units >= len(groups):
             yield _Explorer(estimators[key], groups)
 
@@ -110,11 +110,11 @@ class _Explorer:
         rooms = self._estimator.rooms(cuts, self._groups, count)
         return all(room.saved <= room.bytes for room in rooms)
 
-    def candidate(self, cuts: tuple[int, ...], count: int) -> Candidate:
+    def candidate(self, cuts: tuple[int, ...], count: int) -> Scored:
         """Return the outline with the best warm-up, mended where it exceeds memory."""
         return self._mended(self._candidate(cuts, count))
 
-    def _candidate(self, cuts: tuple[int, ...], count: int) -> Candidate:
+    def _candidate(self, cuts: tuple[int, ...], count: int) -> Scored:
         outline, seconds, excess = self._estimator.outline(cuts, self._groups, count)
         return max(0.0, excess), seconds, outline
 
@@ -142,7 +142,7 @@ class _Explorer:
             peak = segments.peak_bytes(n, min(count, len(self._groups) - s))
             yield np.where(is_stage, peak / memory, np.inf)
 
-    def _mended(self, candidate: Candidate) -> Candidate:
+    def _mended(self, candidate: Scored) -> Scored:
         """Move ends of stages that exceed memory while that helps."""
         for _ in range(_MOST_MENDED):
             excess, _, outline = candidate
@@ -155,7 +155,7 @@ class _Explorer:
             candidate = best
         return candidate
 
-    def _moved(self, outline: Outline) -> Iterator[tuple[int, ...]]:
+    def _moved(self, outline: Candidate) -> Iterator[tuple[int, ...]]:
         """Yield the partitions in which the fullest stage gives a position to a neighbour."""
         rooms = self._estimator.rooms(outline.cuts, outline.ranks, outline.microbatches)
         missing = [depth * room.saved - room.bytes for depth, room in zip(outline.depths, rooms, strict=True)]

@@ -41,12 +41,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import NO_SWAP
-from lightning_pipe.planner.candidates.candidate import Outline, share_alike
+from lightning_pipe.planner.candidates.candidate import Candidate, share_alike
 from lightning_pipe.planner.candidates.cut_points import cuttable, worthwhile
 from lightning_pipe.planner.candidates.moves import Ranks
 from lightning_pipe.planner.candidates.replica_groups import equal_groups
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Matrix, Segments
+from lightning_pipe.planner.estimates.stage_costs import Matrix, StageCostTable
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.schedule.lower.offload import AHEAD
 
@@ -61,18 +61,18 @@ _WIDER = 2  # positions by which the interval is widened on both sides
 _PER_BYTE = 1e6  # seconds charged for a byte that does not fit whatever is squeezed: more than all else
 
 
-def dawnpiper(problem: Problem) -> list[Outline]:
+def dawnpiper(problem: Problem) -> list[Candidate]:
     """Return the best outlines after DawnPiper, the best first.
 
     Args:
         problem: what is planned.
     """
     estimators: dict[bool, Estimator] = {}
-    found: dict[Outline, tuple[float, float]] = {}
+    found: dict[Candidate, tuple[float, float]] = {}
     for groups in equal_groups(problem, len(cuttable(problem.graph, sliced=False)) + 1):
         sliced = not share_alike(problem, groups)
         if sliced not in estimators:
-            estimators[sliced] = Estimator(Segments(problem, worthwhile(problem, sliced=sliced, most=_POSITIONS)))
+            estimators[sliced] = Estimator(StageCostTable(problem, worthwhile(problem, sliced=sliced, most=_POSITIONS)))
         estimator = estimators[sliced]
         if estimator.segments.units < len(groups):
             continue

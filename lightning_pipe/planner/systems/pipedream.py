@@ -42,12 +42,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import Cluster
-from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.candidate import Candidate
 from lightning_pipe.planner.candidates.cut_points import around, cuttable, worthwhile
 from lightning_pipe.planner.candidates.device_order import bandwidth
-from lightning_pipe.planner.estimates.block_costs import Blocks, DeviceRow, within_memory
+from lightning_pipe.planner.estimates.block_costs import BlockCosts, DeviceRow, within_memory
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Matrix, Segments
+from lightning_pipe.planner.estimates.stage_costs import Matrix, StageCostTable
 from lightning_pipe.planner.problem import Problem
 
 View = Literal["flat", "hierarchical", "straight"]
@@ -88,11 +88,11 @@ class SteadyPlan:
     seconds: float
 
 
-def pipedream(problem: Problem) -> list[Outline]:
+def pipedream(problem: Problem) -> list[Candidate]:
     """Return at most 8 outlines, those that seem to fit into memory first, then by their slowest stage or link."""
     plans = steady_plans(problem)
-    estimator = Estimator(Segments(problem, sorted({cut for plan in plans for cut in plan.cuts})))
-    found: dict[Outline, bool] = {}
+    estimator = Estimator(StageCostTable(problem, sorted({cut for plan in plans for cut in plan.cuts})))
+    found: dict[Candidate, bool] = {}
     for plan in plans:
         outline, missing = _outline(plan, estimator)
         found.setdefault(outline, missing > 0)
@@ -111,7 +111,7 @@ def noam_depths(replicas: Sequence[int]) -> tuple[int, ...]:
     return tuple(found[:0:-1])
 
 
-def _outline(plan: SteadyPlan, estimator: Estimator) -> tuple[Outline, float]:
+def _outline(plan: SteadyPlan, estimator: Estimator) -> tuple[Candidate, float]:
     """Return the outline with the paper's depths within memory, or those wished for, and the bytes that are missing."""
     wishes, stages = estimator.problem.wishes, len(plan.ranks)
     counts = microbatch_counts(estimator.problem, stages=stages, replicas=max(map(len, plan.ranks)))
@@ -120,7 +120,7 @@ def _outline(plan: SteadyPlan, estimator: Estimator) -> tuple[Outline, float]:
         outline, _, missing = estimator.outline(plan.cuts, plan.ranks, count)
         return outline, missing
     depths = noam_depths([len(group) for group in plan.ranks])
-    return within_memory(estimator, Outline(plan.cuts, plan.ranks, count, depths))
+    return within_memory(estimator, Candidate(plan.cuts, plan.ranks, count, depths))
 
 
 def steady_plans(problem: Problem) -> list[SteadyPlan]:
@@ -150,7 +150,7 @@ def _best_of_views(plans: Sequence[SteadyPlan]) -> list[SteadyPlan]:
 
 def _found(problem: Problem, row: DeviceRow, positions: Sequence[int]) -> list[SteadyPlan]:
     """Return plans over some positions; with less regard for memory, and for shares, if there are none with more."""
-    segments = Segments(problem, positions)
+    segments = StageCostTable(problem, positions)
     for held in _HELD:
         for may_be_small in (False, True):
             views = _Views(segments, row, held=held, may_be_small=may_be_small)
@@ -170,7 +170,7 @@ class _Views:
         may_be_small: whether replicas may get less than their least samples.
     """
 
-    def __init__(self, segments: Segments, row: DeviceRow, *, held: Held, may_be_small: bool) -> None:
+    def __init__(self, segments: StageCostTable, row: DeviceRow, *, held: Held, may_be_small: bool) -> None:
         self._problem, self._segments, self._row, self._held = segments.problem, segments, row, held
         problem = self._problem
         samples, wishes = min(problem.graph.samples, problem.samples), problem.wishes
@@ -207,7 +207,7 @@ class _Views:
 
     def _load(self, row: DeviceRow, rate: float) -> Load:
         """Return T of a stage on a block of some devices with this bandwidth, infinite where memory forbids it."""
-        blocks = Blocks(self._segments, row, samples=self._part)
+        blocks = BlockCosts(self._segments, row, samples=self._part)
 
         @functools.cache
         def load(first: int, count: int) -> Matrix:
@@ -260,7 +260,7 @@ class _Views:
             if max(map(len, plan.ranks)) <= self._most_replicas[0, -1 if len(plan.ranks) == 1 else 1]:
                 yield plan
 
-    def _unfolded(self, seconds: float, blocks: Sequence[Stage], inside: Level, devices: int) -> SteadyPlan:
+    def _unfolded(self, seconds: float, blocks: Sequence[WorkerStage], inside: Level, devices: int) -> SteadyPlan:
         """Return the plan in which every block of hosts runs the stages that each of its hosts would run alone."""
         ends, ranks = [], []
         for block in blocks:
@@ -282,7 +282,7 @@ def slowest_neighbours(cluster: Cluster, ranks: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True)
-class Stage:
+class WorkerStage:
     """Layers from bound a to bound b on `count` workers from `first` on."""
 
     a: int
@@ -329,7 +329,7 @@ class Level:
         slowest: NDArray[np.float64] = np.maximum(before[:, :, None], load[None, :, :])
         return slowest
 
-    def plans(self, a: int, b: int, workers: int) -> Iterator[tuple[float, list[Stage]]]:
+    def plans(self, a: int, b: int, workers: int) -> Iterator[tuple[float, list[WorkerStage]]]:
         """Yield the best plan of a range for every number of workers of its last stage, the best first."""
         values = []
         for degree in self._degrees:
@@ -341,8 +341,8 @@ class Level:
                 return
             yield seconds, self._traced(a, b, workers, degree, s)
 
-    def _traced(self, a: int, b: int, workers: int, degree: int, s: int) -> list[Stage]:
+    def _traced(self, a: int, b: int, workers: int, degree: int, s: int) -> list[WorkerStage]:
         if degree == workers:
-            return [Stage(a, b, 0, workers)]
+            return [WorkerStage(a, b, 0, workers)]
         _, before = next(self.plans(a, s, workers - degree))
-        return [*before, Stage(s, b, workers - degree, degree)]
+        return [*before, WorkerStage(s, b, workers - degree, degree)]

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import itertools
 
-from lightning_pipe.planner.candidates.candidate import Outline, share_alike
+from lightning_pipe.planner.candidates.candidate import Candidate, share_alike
 from lightning_pipe.planner.candidates.cut_places import too_few_places
 from lightning_pipe.planner.candidates.cut_points import worthwhile
 from lightning_pipe.planner.estimates.balance import Balancer
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
 
 _MOST_OUTLINES = 12
 
 
-def uniform(problem: Problem) -> list[Outline]:
+def uniform(problem: Problem) -> list[Candidate]:
     """Cut the graph into stages of equal work: one per rank, or `wishes.replicas`, each on the next ranks.
 
     Args:
@@ -40,7 +40,7 @@ def uniform(problem: Problem) -> list[Outline]:
             sliced=sliced,
             advice="Use fewer devices, or replicate stages by `layout`.",
         )
-    estimator = Estimator(Segments(problem, positions))
+    estimator = Estimator(StageCostTable(problem, positions))
     balancer = Balancer(estimator)
     found = [
         estimator.outline(cuts, ranks, count)

@@ -29,14 +29,14 @@ _LEAST_SHARE = 0.1  # of a large transfer's time is due to its size, whatever no
 
 
 @dataclass(frozen=True)
-class Line:
+class AlphaBeta:
     """Seconds of a transfer as a line over its bytes."""
 
     fixed_s: float
     bytes_per_s: float
 
 
-def fit_line(seconds: Callable[[int], float]) -> Line:
+def fit_line(seconds: Callable[[int], float]) -> AlphaBeta:
     """Return the line that explains how long transfers take.
 
     Args:
@@ -50,7 +50,7 @@ def fit_line(seconds: Callable[[int], float]) -> Line:
     trips = min(max(round(_TRIPS_S / max(last_s, first_s)), least), most)
     whole_s = median(seconds(count) for _ in range(trips))
     fixed_s = min(first_s, median(seconds(_TINY_BYTES) for _ in range(_TINY_TRIPS)))
-    return Line(fixed_s, count / max(whole_s - fixed_s, _LEAST_SHARE * whole_s))
+    return AlphaBeta(fixed_s, count / max(whole_s - fixed_s, _LEAST_SHARE * whole_s))
 
 
 def _long_enough(seconds: Callable[[int], float], fixed_s: float) -> tuple[int, float]:

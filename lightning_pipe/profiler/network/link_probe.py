@@ -36,7 +36,7 @@ EVERY_PAIR_UP_TO = 8  # ranks, or hosts
 _HEADER = torch.int64
 
 
-class Handle(Protocol):
+class ProbeHandle(Protocol):
     """A transfer or collective under way."""
 
     def wait(self, timeout_s: float) -> bool:
@@ -48,7 +48,7 @@ class Handle(Protocol):
         ...
 
 
-class Transport(Protocol):
+class ProbeTransport(Protocol):
     """What carries the messages of a pipeline, as far as it is needed here."""
 
     rank: int
@@ -57,20 +57,20 @@ class Transport(Protocol):
         """Create what is missing; on all ranks with the same arguments."""
         ...
 
-    def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:
+    def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> ProbeHandle:
         """Post the sending of tensors."""
         ...
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Handle:
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> ProbeHandle:
         """Post the receiving of tensors."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, *, group: tuple[int, ...]) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, *, group: tuple[int, ...]) -> ProbeHandle:
         """Post a sum, in place."""
         ...
 
 
-WaitFor: TypeAlias = Callable[[Handle, str], None]  # waits for a handle that an error calls by these words
+WaitFor: TypeAlias = Callable[[ProbeHandle, str], None]  # waits for a handle that an error calls by these words
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class LinkFacts:
     post_s_per_byte: float = 0.0
 
 
-def probe_links(transport: Transport, *, hosts: Sequence[int], device: torch.device, wait: WaitFor) -> LinkFacts:
+def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torch.device, wait: WaitFor) -> LinkFacts:
     """Measure links and all-reduces; called on all ranks together, with nothing under way.
 
     Opens the channels and groups that it needs. Takes about 0.1 s per pair and group; on one rank nothing.
@@ -193,7 +193,7 @@ def _sizes(count: int) -> Iterator[int]:
 class _Landed:
     """A handle that is done when another one has really landed. It looks without a pause: it is being timed."""
 
-    handle: Handle
+    handle: ProbeHandle
 
     def wait(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
@@ -221,7 +221,9 @@ class _Measured:
 class _Probe:
     """One rank's part of the measurements."""
 
-    def __init__(self, transport: Transport, *, device: torch.device, wait: WaitFor, everyone: tuple[int, ...]) -> None:
+    def __init__(
+        self, transport: ProbeTransport, *, device: torch.device, wait: WaitFor, everyone: tuple[int, ...]
+    ) -> None:
         self._transport, self._device, self._wait, self._everyone = transport, device, wait, everyone
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)
         self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
@@ -310,7 +312,7 @@ class _Probe:
     def _sum(self, tensor: torch.Tensor, group: tuple[int, ...], what: str) -> None:
         self._finish(self._transport.all_reduce(tensor, group=group), what)
 
-    def _finish(self, handle: Handle, what: str) -> None:
+    def _finish(self, handle: ProbeHandle, what: str) -> None:
         self._wait(_Landed(handle), what)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # only copies of what has landed: nothing that waits for a peer

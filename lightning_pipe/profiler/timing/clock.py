@@ -19,7 +19,7 @@ _QUEUEING_S = 100e-6  # per call, generously: arguments, dispatch, two events
 _ROWS = 4096  # of the matrices whose product keeps the device busy
 
 
-class Clock:
+class TimingClock:
     """Set marks on the CPU."""
 
     def now(self) -> Any:
@@ -37,7 +37,7 @@ class Clock:
         """Wait until the device has reached all marks."""
 
 
-class CudaClock(Clock):
+class CudaTimingClock(TimingClock):
     """Set marks on a CUDA device.
 
     Args:
@@ -80,6 +80,6 @@ class CudaClock(Clock):
         torch.mm(self._matrix, self._matrix, out=self._product)
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> TimingClock:
     """Return the clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else Clock()
+    return CudaTimingClock(device) if device.type == "cuda" else TimingClock()

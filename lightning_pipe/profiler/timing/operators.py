@@ -38,7 +38,7 @@ from lightning_pipe.profiler.timing.clock import clock_of
 from lightning_pipe.profiler.timing.glue import glue_names, known_glue, measure_glue
 from lightning_pipe.profiler.timing.op_sequence import Course
 from lightning_pipe.profiler.timing.progress import Bar
-from lightning_pipe.profiler.timing.sample_region import Part
+from lightning_pipe.profiler.timing.sample_region import SampleRegion
 from lightning_pipe.profiler.timing.timed_run import Tools
 from lightning_pipe.profiler.timing.workspace import gauge_of
 
@@ -108,7 +108,7 @@ class Operators:
             return {}
         with Bar("Profiling", shown=progress) as bar, _measuring(self._device):
             tools = Tools(Maker(self._device), clock_of(self._device), _LIMIT_BYTES)
-            parts = [Part(self._courses[n], names, tools) for n, names in wanted.items() if names]
+            parts = [SampleRegion(self._courses[n], names, tools) for n, names in wanted.items() if names]
             for part in parts * _ROUNDS:
                 part.measure(lambda done: bar.advance(done / (_ROUNDS * len(parts))))
             with gauge_of(self._device) as gauge:

@@ -20,7 +20,7 @@ import numpy as np
 from lightning_pipe.profiler.cache import Timing
 from lightning_pipe.profiler.timing.op_sequence import Course
 from lightning_pipe.profiler.timing.timed_run import Tools, Walk
-from lightning_pipe.profiler.timing.workspace import Gauge
+from lightning_pipe.profiler.timing.workspace import WorkspaceGauge
 
 _PART_S = 0.05  # of one run of a part: calls are met as often as this allows, at least once, and at most
 _MOST_INSTANCES = 32
@@ -31,7 +31,7 @@ _LONG_RUNS = 3
 _SLOWEST = 0.1  # of the repetitions, which do not count
 
 
-class Part:
+class SampleRegion:
     """What is measured of some calls of a course.
 
     Args:
@@ -82,7 +82,7 @@ class Part:
         walk.run()
         return walk, walk.run()
 
-    def watch(self, gauge: Gauge) -> None:
+    def watch(self, gauge: WorkspaceGauge) -> None:
         """Run every call once more, watched."""
         chosen = self._course.part(self._signatures, instances=1)
         Walk(self._course, chosen, self._tools, around=gauge.around).run()

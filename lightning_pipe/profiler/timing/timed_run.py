@@ -20,7 +20,7 @@ import torch
 
 from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec
 from lightning_pipe.profiler.timing.arguments import Maker, bytes_of, index_bounds, specs_of
-from lightning_pipe.profiler.timing.clock import Clock
+from lightning_pipe.profiler.timing.clock import TimingClock
 from lightning_pipe.profiler.timing.op_sequence import Course
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Tools:
     """
 
     maker: Maker
-    clock: Clock
+    clock: TimingClock
     limit_bytes: int
 
 

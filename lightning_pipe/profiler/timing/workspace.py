@@ -32,7 +32,7 @@ from lightning_pipe.profiler.timing.arguments import bytes_of
 log = logging.getLogger(__name__)
 
 
-class Gauge:
+class WorkspaceGauge:
     """Watch calls on the host, as a context manager.
 
     Attributes:
@@ -45,7 +45,7 @@ class Gauge:
         self._allocations: Allocations | None = None
         self._watched: list[tuple[str, int]] = []  # signature, bytes of results
 
-    def __enter__(self) -> Gauge:
+    def __enter__(self) -> WorkspaceGauge:
         if is_profiling():
             log.warning("Another profiler runs, so memory that operations need for themselves is not predicted.")
         else:
@@ -78,7 +78,7 @@ class Gauge:
         return watched
 
 
-class CudaGauge(Gauge):
+class CudaGauge(WorkspaceGauge):
     """Watch calls on a CUDA device.
 
     Args:
@@ -113,9 +113,9 @@ class CudaGauge(Gauge):
         return int(torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{which}"])
 
 
-def gauge_of(device: torch.device) -> Gauge:
+def gauge_of(device: torch.device) -> WorkspaceGauge:
     """Return the gauge of a device."""
-    return CudaGauge(device) if device.type == "cuda" else Gauge()
+    return CudaGauge(device) if device.type == "cuda" else WorkspaceGauge()
 
 
 def _note(scratch: dict[str, float], signature: str, found: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.exchanges.mailbox import Letter, Mailbox
+from lightning_pipe.runtime.exchanges.mailbox import Mailbox, PendingReceive
 from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, cut, from_tensor, join, packed, to_tensor
 from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import Sends, Stage
@@ -87,7 +87,7 @@ class Exchange:
         self._posted[receive] = self._recorder.mark()
         self._let_go()
         self._receives.append((receive, handle))
-        self._mailbox.put(Letter(message, receive.peer, buffers, handle))
+        self._mailbox.put(PendingReceive(message, receive.peer, buffers, handle))
 
     def _buffers(self, names: Sequence[str], samples: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Allocate what a message of these values fills, and return it with what travels of it."""
@@ -116,7 +116,7 @@ class Exchange:
             if letters:
                 stage.receive(compute.microbatch, self._joined(names, letters, compute))
 
-    def _arrive(self, letter: Letter) -> Walk[None]:
+    def _arrive(self, letter: PendingReceive) -> Walk[None]:
         receive = Recv(letter.message, letter.sender)
         yield Wait(letter.handle, receive)
         if receive in self._posted:  # not what a stage of this rank has handed over
@@ -130,7 +130,7 @@ class Exchange:
         for message in self._own_messages(compute.stage, compute.microbatch):
             if message.direction == direction:
                 tensors = [to_tensor(content, device=self._device) for content in self._parts(message).values()]
-                self._mailbox.put(Letter(message, self._transport.rank, tuple(tensors), Done()))
+                self._mailbox.put(PendingReceive(message, self._transport.rank, tuple(tensors), Done()))
 
     def finish_sends(self) -> Walk[None]:
         """Wait until every message posted has left."""
@@ -212,7 +212,9 @@ class Exchange:
         value = self._split.values[name]
         return cut(content, value, local=local, part=message.samples)
 
-    def _joined(self, names: tuple[str, ...], letters: tuple[Letter, ...], compute: Compute) -> dict[str, Content]:
+    def _joined(
+        self, names: tuple[str, ...], letters: tuple[PendingReceive, ...], compute: Compute
+    ) -> dict[str, Content]:
         """Join the parts of every value; letters hold tensors in the order of `names`."""
         local = self.local(compute.stage, compute.microbatch)
         columns = zip(*(letter.tensors for letter in letters), strict=True)

@@ -15,7 +15,7 @@ Address: TypeAlias = tuple[Pass, int, int, int]  # direction, source, target, mi
 
 
 @dataclass(frozen=True)
-class Letter:
+class PendingReceive:
     """The tensors of one message, valid once the handle is done; `sender` is this rank itself for a neighbour on it."""
 
     message: Message
@@ -28,19 +28,19 @@ class Mailbox:
     """Letters of one rank that no compute has taken yet."""
 
     def __init__(self) -> None:
-        self._letters: dict[Address, list[Letter]] = defaultdict(list)
+        self._letters: dict[Address, list[PendingReceive]] = defaultdict(list)
 
-    def put(self, letter: Letter) -> None:
+    def put(self, letter: PendingReceive) -> None:
         """Keep a letter until a compute takes it."""
         message = letter.message
         address = (message.direction, message.source, message.target, message.microbatch)
         self._letters[address].append(letter)
 
-    def take(self, address: Address) -> tuple[Letter, ...]:
+    def take(self, address: Address) -> tuple[PendingReceive, ...]:
         """Return and forget all letters of an address, in the order in which they were put."""
         return tuple(self._letters.pop(address, ()))
 
-    def left(self) -> tuple[Letter, ...]:
+    def left(self) -> tuple[PendingReceive, ...]:
         """Return the letters that nobody has taken."""
         return tuple(letter for letters in self._letters.values() for letter in letters)
 

@@ -27,7 +27,7 @@ from lightning_pipe.core.program import Layout, Program, Samples
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.groups import everyone
 from lightning_pipe.runtime.exchanges.slicing import Content, combine, from_tensor, to_tensor
-from lightning_pipe.runtime.job import Piece
+from lightning_pipe.runtime.job import ResultSlice
 from lightning_pipe.runtime.transport.collectives import as_bytes
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Wait, Walk
@@ -44,7 +44,7 @@ class Collected:
     """
 
     values: Mapping[str, Content]
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[ResultSlice, ...]]
     votes: Mapping[str, float]
 
 
@@ -120,7 +120,7 @@ class Results:
     def collect(
         self,
         program: Program,
-        pieces: Mapping[str, Sequence[Piece]],
+        pieces: Mapping[str, Sequence[ResultSlice]],
         names: Sequence[str],
         *,
         votes: Mapping[str, float] | None = None,
@@ -153,9 +153,9 @@ class Results:
             counts = [place.byte_count for place in letter.places]
             for place, content in zip(letter.places, torch.split(letter.content, counts), strict=True):
                 found[place] = content.clone().view(place.dtype).view(place.shape)  # a clone: bytes may lie askew
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[ResultSlice]] = {}
         for place in places:
-            pieces.setdefault(place.value.name, []).append(Piece(place.microbatch, place.samples, found[place]))
+            pieces.setdefault(place.value.name, []).append(ResultSlice(place.microbatch, place.samples, found[place]))
         values = {name: self._combined(self._split.values[name], own, program) for name, own in pieces.items()}
         counted = dict(zip(votes, numbers[len(sums.places) :].tolist(), strict=True))
         return Collected(values, {name: tuple(own) for name, own in pieces.items()}, counted)
@@ -197,7 +197,7 @@ class Results:
             letters.append(_Letter(theirs, packed, Wait(handle, f"the results of rank {rank}")))
         return tuple(letters)
 
-    def _combined(self, value: Value, pieces: Sequence[Piece], program: Program) -> Content:
+    def _combined(self, value: Value, pieces: Sequence[ResultSlice], program: Program) -> Content:
         """Combine the pieces of one output, in order."""
         contents = [piece.content for piece in pieces]
         if any(not isinstance(content, torch.Tensor) for content in contents):

@@ -22,7 +22,16 @@ import torch.distributed as dist
 from lightning_pipe.core.program import Instruction, Message, Recv, Send
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
-from lightning_pipe.runtime.guard.failure import INSIDE, NO_WAIT, OUTSIDE, PAIR, TOGETHER, UNHEARD, Failure, State
+from lightning_pipe.runtime.guard.failure import (
+    INSIDE,
+    NO_WAIT,
+    OUTSIDE,
+    PAIR,
+    TOGETHER,
+    UNHEARD,
+    Failure,
+    GuardedState,
+)
 from lightning_pipe.runtime.guard.watch import PATIENCE, POLL_S, MismatchError, OverdueError, Patience, PeerFailure
 from lightning_pipe.runtime.waiting import Wait
 
@@ -122,7 +131,7 @@ class GuardedWatch:
         end, look = start + self.patience.deadline_s, start + _LOOK_S
         page = self.guard.page
         page.wait(wait.kind, self._word(wait.what), count=self._met, limit=end + _MARGIN_S)
-        before: dict[int, State] = {}
+        before: dict[int, GuardedState] = {}
         try:
             while not wait.handle.wait(POLL_S):
                 self.raise_failure()
@@ -217,7 +226,7 @@ class GuardedWatch:
     def _others(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.ranks) if rank != self.rank)
 
-    def _look(self, before: dict[int, State]) -> dict[int, State]:
+    def _look(self, before: dict[int, GuardedState]) -> dict[int, GuardedState]:
         """Return what the other ranks do; raise if it is what they did before, and they can never meet."""
         now = self.guard.where(self._others)
         if now == before and len(now) == len(self._others):
@@ -233,7 +242,7 @@ class GuardedWatch:
         return now
 
 
-def never_meet(states: Sequence[State]) -> bool:
+def never_meet(states: Sequence[GuardedState]) -> bool:
     """Return whether all ranks wait for exchanges beside programs of which none can take place."""
     if any(state.waits not in (PAIR, TOGETHER) for state in states):
         return False

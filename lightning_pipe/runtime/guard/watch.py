@@ -12,7 +12,7 @@ from typing import Protocol
 
 from lightning_pipe.core.program import Instruction
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.guard.process import Limits
+from lightning_pipe.runtime.guard.process import GuardTimeouts
 from lightning_pipe.runtime.waiting import Wait
 
 POLL_S = 0.2  # how often a waiting rank looks up
@@ -89,9 +89,9 @@ class Patience:
     parting_s: float = 3.0
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> GuardTimeouts:
         """Return what the guard keeps to."""
-        return Limits(self.deadline_s, self.stale_s, self.grace_s)
+        return GuardTimeouts(self.deadline_s, self.stale_s, self.grace_s)
 
 
 def patience_until(deadline_s: float) -> Patience:

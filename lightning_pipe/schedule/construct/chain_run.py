@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from lightning_pipe.core.program import Compute, ComputeKind, Edge, Layout, Order, Traffic
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.lower.transfers import AHEAD
 from lightning_pipe.schedule.rules import Dataflow, halves
 
@@ -35,7 +35,7 @@ Parcel: TypeAlias = tuple[int, int, int]  # source stage, target stage, micro-ba
 Channels: TypeAlias = dict[tuple[int, int], "_Channel"]  # by sender and receiver
 
 
-def chain_makespan(order: Order, layout: Layout, times: Times) -> float:
+def chain_makespan(order: Order, layout: Layout, times: ChainTimes) -> float:
     """Return the seconds from the first start to the last end of an order.
 
     Raises:
@@ -44,7 +44,7 @@ def chain_makespan(order: Order, layout: Layout, times: Times) -> float:
     return max((line.ends[-1] for line in _run(order, layout, times) if line.ends), default=0.0)
 
 
-def chain_starts(order: Order, layout: Layout, times: Times) -> list[list[float]]:
+def chain_starts(order: Order, layout: Layout, times: ChainTimes) -> list[list[float]]:
     """Return the start of every compute of every rank, in the places of the order.
 
     A B starts with its I. A compute of which its rank has no samples starts when its turn comes, and takes no time.
@@ -115,7 +115,7 @@ class _Line:
     ends: list[float] = field(default_factory=list)
 
 
-def _run(order: Order, layout: Layout, times: Times) -> list[_Line]:
+def _run(order: Order, layout: Layout, times: ChainTimes) -> list[_Line]:
     """Run an order; return its lines with their starts and ends."""
     lines = _lines(order, layout, times)
     runnable = deque(range(len(lines)))
@@ -141,7 +141,7 @@ def _inputs_s(line: _Line) -> float | None:
     return ready
 
 
-def _compute(line: _Line, start: float, times: Times) -> Iterator[int]:
+def _compute(line: _Line, start: float, times: ChainTimes) -> Iterator[int]:
     """Run the next compute of a line; yield the ranks that have waited for what it sends."""
     n = len(line.ends)
     line.starts.append(start)
@@ -157,7 +157,7 @@ def _is_unfinished(line: _Line) -> bool:
     return len(line.ends) < len(line.tasks)
 
 
-def _lines(order: Order, layout: Layout, times: Times) -> list[_Line]:
+def _lines(order: Order, layout: Layout, times: ChainTimes) -> list[_Line]:
     """Return what the ranks run, with the channels between them."""
     wiring = _wiring(layout)
     channels: Channels = defaultdict(_Channel)
@@ -191,7 +191,7 @@ def _line(computes: Iterable[Compute], rank: int, wiring: _Wiring) -> _Line:
     return line
 
 
-def _given(task: Compute, rank: int, wiring: _Wiring, channels: Channels, times: Times) -> Iterator[_Channel]:
+def _given(task: Compute, rank: int, wiring: _Wiring, channels: Channels, times: ChainTimes) -> Iterator[_Channel]:
     """Enter the messages that a task makes, and yield the channel of each."""
     for target, receiver in wiring.of(task, rank).receivers:
         channel, parcel = channels[rank, receiver], (task.stage, target, task.microbatch)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_pipe.core.program import Compute, Order
-from lightning_pipe.schedule.construct.layout_shapes import Row
+from lightning_pipe.schedule.construct.layout_shapes import RowShape
 
 
-def order_of_devices(lines: Sequence[Sequence[Compute]], *, row: Row) -> Order:
+def order_of_devices(lines: Sequence[Sequence[Compute]], *, row: RowShape) -> Order:
     """Return the order in which every rank runs the line of its device; ranks of no device run nothing."""
     by_rank = {rank: tuple(line) for line, device in zip(lines, row.devices, strict=True) for rank in device}
     return tuple(by_rank.get(rank, ()) for rank in range(1 + max(by_rank)))

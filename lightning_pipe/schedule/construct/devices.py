@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_pipe.core.program import Compute, Layout, Order
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule.construct.layout_shapes import Device
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.rules import halves
 
 ROUNDING = 1e-9  # what fills the room exactly must fit, whatever the order of its sum
@@ -49,24 +49,24 @@ def order_of_lines(lines: Mapping[Device, Sequence[Compute]]) -> Order:
     return tuple(by_rank.get(rank, ()) for rank in range(1 + max(by_rank)))
 
 
-def room_of(device: Device, times: Times) -> float:
+def room_of(device: Device, times: ChainTimes) -> float:
     """Return the bytes that every rank of a device has."""
     return min(times.room_bytes[rank] for rank in device)
 
 
-def bytes_of(compute: Compute, times: Times) -> float:
+def bytes_of(compute: Compute, times: ChainTimes) -> float:
     """Return the bytes by which a compute changes what its rank keeps."""
     saved, kept = times.saved_bytes[compute.stage], times.kept_bytes[compute.stage]
     return {"F": saved, "I": kept - saved, "W": -kept, "B": -saved}[compute.kind]
 
 
-def peak_bytes(line: Iterable[Compute], times: Times) -> float:
+def peak_bytes(line: Iterable[Compute], times: ChainTimes) -> float:
     """Return the most bytes that a rank keeps while it runs a line."""
     changes = (bytes_of(half, times) for compute in line for half in halves(compute))
     return max(itertools.accumulate(changes), default=0.0)
 
 
-def fits(order: Order, times: Times) -> bool:
+def fits(order: Order, times: ChainTimes) -> bool:
     """Say whether no rank keeps more than it has room for."""
     peaks = (peak_bytes(line, times) for line in order)
     return all(peak <= room * (1 + ROUNDING) for peak, room in zip(peaks, times.room_bytes, strict=True))

@@ -26,7 +26,7 @@ Shape: TypeAlias = Callable[[Sequence[Device], int], Layout]
 
 
 @dataclass(frozen=True)
-class Row:
+class RowShape:
     """The devices of a layout in a row, and the number of stages on each (in each of its pipes)."""
 
     devices: tuple[Device, ...]
@@ -68,7 +68,7 @@ _WORDS: dict[Shape, str] = {
 }
 
 
-def row_of(layout: Layout, shape: Shape, *, schedule: str, chunks: int | None = None) -> Row:
+def row_of(layout: Layout, shape: Shape, *, schedule: str, chunks: int | None = None) -> RowShape:
     """Return the row of devices from which a shape makes a layout.
 
     Args:
@@ -85,7 +85,7 @@ def row_of(layout: Layout, shape: Shape, *, schedule: str, chunks: int | None = 
     if not rest and chunks in (None, found) and _can_be(row, shape):
         made = shape(row, found)
         if made.stages == layout.stages and made.whole == (layout.whole if shape is both_ways else frozenset()):
-            return Row(row, found)
+            return RowShape(row, found)
     number = "" if chunks is None else f", {chunks} on each device" + (" in each pipe" if shape is both_ways else "")
     raise ConfigError(
         f"schedule {schedule!r} needs {_WORDS[shape]}{number}; found the ranks {' '.join(map(str, layout.stages))}"

@@ -13,7 +13,7 @@ from lightning_pipe.core.program import Compute, Layout
 
 
 @dataclass(frozen=True)
-class Times:
+class ChainTimes:
     """Seconds and bytes of the parts of a chain.
 
     Attributes:
@@ -53,7 +53,7 @@ class Times:
         return self.ahead_s[source] if source < target else self.back_s[target]
 
 
-def unit_times(layout: Layout, *, room: float = math.inf) -> Times:
+def unit_times(layout: Layout, *, room: float = math.inf) -> ChainTimes:
     """Return one second for each of F, I and W, free messages, and one byte for every micro-batch that a stage keeps.
 
     Args:
@@ -62,4 +62,4 @@ def unit_times(layout: Layout, *, room: float = math.inf) -> Times:
     """
     stages = len(layout.stages)
     ones, links = (1.0,) * stages, (0.0,) * (stages - 1)
-    return Times(ones, ones, ones, links, links, ones, ones, (room,) * layout.ranks)
+    return ChainTimes(ones, ones, ones, links, links, ones, ones, (room,) * layout.ranks)

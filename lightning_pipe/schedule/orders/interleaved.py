@@ -15,7 +15,7 @@ from lightning_pipe.core.program import Compute, ComputeKind, Layout, Options, O
 from lightning_pipe.errors import ConfigError, ProgramError
 from lightning_pipe.schedule.construct.chain_run import chain_makespan
 from lightning_pipe.schedule.construct.device_orders import order_of_devices, padded, without_padding
-from lightning_pipe.schedule.construct.layout_shapes import Row, looping, row_of
+from lightning_pipe.schedule.construct.layout_shapes import RowShape, looping, row_of
 from lightning_pipe.schedule.construct.options import check_microbatches, read_options
 from lightning_pipe.schedule.construct.stage_times import unit_times
 from lightning_pipe.schedule.orders.gpipe import NO_OPTIONS
@@ -51,7 +51,7 @@ def interleaved(layout: Layout, microbatches: int, options: Options = NO_OPTIONS
     return checked(order, layout, group=group, schedule="interleaved")
 
 
-def read_group(options: Options, *, row: Row, microbatches: int, schedule: str) -> int:
+def read_group(options: Options, *, row: RowShape, microbatches: int, schedule: str) -> int:
     """Return the micro-batches per group of a schedule that has this one option.
 
     Raises:
@@ -65,7 +65,7 @@ def read_group(options: Options, *, row: Row, microbatches: int, schedule: str) 
     return group
 
 
-def _line(device: int, row: Row, group: int, microbatches: int) -> list[Compute]:
+def _line(device: int, row: RowShape, group: int, microbatches: int) -> list[Compute]:
     forwards = in_groups("F", device, row=row, group=group, microbatches=microbatches)
     backwards = in_groups("B", device, row=row, group=group, microbatches=microbatches)
     depth = min(2 * (len(row.devices) - 1 - device) + (row.chunks - 1) * group, len(forwards))
@@ -73,7 +73,7 @@ def _line(device: int, row: Row, group: int, microbatches: int) -> list[Compute]
     return [*forwards[:depth], *(compute for pair in pairs for compute in pair), *backwards[len(forwards) - depth :]]
 
 
-def in_groups(kind: ComputeKind, device: int, *, row: Row, group: int, microbatches: int) -> list[Compute]:
+def in_groups(kind: ComputeKind, device: int, *, row: RowShape, group: int, microbatches: int) -> list[Compute]:
     """Return the computes of one kind of a device: group by group, chunk by chunk; backwards from the last chunk on.
 
     Args:

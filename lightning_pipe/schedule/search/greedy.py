@@ -37,7 +37,7 @@ from lightning_pipe.schedule.construct.devices import (
     stages_by_device,
 )
 from lightning_pipe.schedule.construct.options import check_microbatches, read_options
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.orders.breadth_first import breadth_first
 from lightning_pipe.schedule.orders.controllable_memory import v_half, v_min
 from lightning_pipe.schedule.orders.gpipe import NO_OPTIONS, gpipe
@@ -46,13 +46,13 @@ from lightning_pipe.schedule.orders.interleaved import interleaved
 from lightning_pipe.schedule.orders.one_f_one_b import one_f_one_b, warmup_depths
 from lightning_pipe.schedule.orders.zero_bubble import zb_h1, zb_h2
 from lightning_pipe.schedule.orders.zero_bubble_v import zb_v
-from lightning_pipe.schedule.search.memory_guard import Store
+from lightning_pipe.schedule.search.memory_guard import MemoryGuard
 from lightning_pipe.schedule.search.zero_bubble_v_greedy import zb_v_greedy
 
 FIXED = (gpipe, one_f_one_b, interleaved, breadth_first, zb_h1, zb_h2, zb_v, v_half, v_min, hanayo)
 
 
-def greedy(layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
+def greedy(layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> Order:
     """Order as the best of eight list schedules and of the published orders that fit into memory.
 
     Four devices and six micro-batches, one unit for each of F, I and W, free messages, endless room:
@@ -81,7 +81,7 @@ def greedy(layout: Layout, microbatches: int, options: Options, times: Times, /)
     check_microbatches(microbatches)
     limit = _limit(read["keep"], microbatches)
     orders = [
-        _Run(layout, microbatches, times, switches=Switches(*on), limit=limit).order()
+        _Run(layout, microbatches, times, switches=GreedySwitches(*on), limit=limit).order()
         for on in itertools.product((False, True), repeat=3)
     ]
     orders += (
@@ -106,7 +106,7 @@ def _limit(keep: int | str, microbatches: int) -> int:
     return keep
 
 
-def published_orders(layout: Layout, microbatches: int, times: Times) -> Iterator[Order]:
+def published_orders(layout: Layout, microbatches: int, times: ChainTimes) -> Iterator[Order]:
     """Yield the orders of published schedules that suit a layout, whether they fit into memory or not."""
     for schedule in FIXED:
         with suppress(ConfigError):  # it is made for layouts of another shape
@@ -118,7 +118,7 @@ def published_orders(layout: Layout, microbatches: int, times: Times) -> Iterato
         yield one_f_one_b(layout, microbatches, {"warmup": ",".join(map(str, depths))})
 
 
-def _within_room(wanted: Sequence[int], layout: Layout, times: Times) -> list[int]:
+def _within_room(wanted: Sequence[int], layout: Layout, times: ChainTimes) -> list[int]:
     """Return depths for which a stage that is alone on its device has room, and that do not grow."""
     rooms = (min(times.room_bytes[rank] for rank in ranks) for ranks in layout.stages)
     most = (
@@ -145,7 +145,7 @@ def most_open(order: Order) -> int:
 
 
 @dataclass(frozen=True)
-class Switches:
+class GreedySwitches:
     """What a free device does, as described above."""
 
     ahead: bool
@@ -156,7 +156,9 @@ class Switches:
 class _Run:
     """One list schedule: clocks, messages and memory while it runs."""
 
-    def __init__(self, layout: Layout, microbatches: int, times: Times, *, switches: Switches, limit: int) -> None:
+    def __init__(
+        self, layout: Layout, microbatches: int, times: ChainTimes, *, switches: GreedySwitches, limit: int
+    ) -> None:
         held = stages_by_device(layout, schedule="greedy")
         self._devices, self._held = list(held), list(held.values())
         self._at = {s: d for d, stages in enumerate(self._held) for s in stages}
@@ -168,7 +170,7 @@ class _Run:
         self._free = [0.0] * len(held)
         self._events = [(0.0, d) for d in range(len(held))]  # when a device may find something to do
         self._stores = [
-            Store(stages, times, room=room_of(device, times), limit=limit) for device, stages in held.items()
+            MemoryGuard(stages, times, room=room_of(device, times), limit=limit) for device, stages in held.items()
         ]
         self._first = _first_inputs(self._held, times)
 
@@ -245,7 +247,7 @@ def _taker(compute: Compute, stages: int) -> Compute | None:
             return None
 
 
-def _first_inputs(held: Sequence[Sequence[int]], times: Times) -> list[float]:
+def _first_inputs(held: Sequence[Sequence[int]], times: ChainTimes) -> list[float]:
     """Return for every device when its first input gradient can come at the earliest."""
     count = len(times.forward_s)
     now = sum(times.forward_s) + sum(times.ahead_s)

@@ -24,10 +24,10 @@ import itertools
 from lightning_pipe.core.program import Compute, Layout, Options, Order
 from lightning_pipe.schedule.construct.devices import order_of_lines, stages_by_device
 from lightning_pipe.schedule.construct.options import check_microbatches, read_options
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 
 
-def pe(layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
+def pe(layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> Order:
     """Order the computes of every device by cycles, forwards first in each.
 
     Four stages and six micro-batches, one unit for each of F, I and W, free messages:
@@ -65,7 +65,7 @@ def pe(layout: Layout, microbatches: int, options: Options, times: Times, /) -> 
     return order_of_lines(lines)
 
 
-def steps(times: Times) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def steps(times: ChainTimes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the step of every stage's forward, and of its backward."""
     forward = tuple(itertools.accumulate((1 + (seconds > 0) for seconds in times.ahead_s), initial=0))
     back = itertools.accumulate((1 + (seconds > 0) for seconds in reversed(times.back_s)), initial=forward[-1])

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 
 from lightning_pipe.core.program import Compute
 from lightning_pipe.schedule.construct.devices import ROUNDING, bytes_of, peak_bytes
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 
 
-class Store:
+class MemoryGuard:
     """What one device keeps, by open micro-batch."""
 
-    def __init__(self, stages: Sequence[int], times: Times, *, room: float, limit: int) -> None:
+    def __init__(self, stages: Sequence[int], times: ChainTimes, *, room: float, limit: int) -> None:
         """Begin with nothing.
 
         Args:

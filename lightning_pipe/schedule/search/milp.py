@@ -49,15 +49,15 @@ from lightning_pipe.schedule.construct.devices import (
 )
 from lightning_pipe.schedule.construct.layout_shapes import Device
 from lightning_pipe.schedule.construct.options import check_microbatches, read_options
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.search.greedy import greedy
-from lightning_pipe.schedule.search.time_windows import Windows, computes_of, inputs_of, must_precede
+from lightning_pipe.schedule.search.time_windows import TimeWindows, computes_of, inputs_of, must_precede
 
 GAIN = 1e-4  # share of the time by which an order must be better to be looked for
 MOST_PAIRS = 10_000  # of computes on one device with a choice; to state more takes longer than to solve pays
 
 
-def milp(layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
+def milp(layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> Order:
     """Order by the integer program; as `greedy` does where that finds nothing better.
 
     Four devices and four micro-batches, one unit for each of F, I and W, free messages, endless room (`greedy` is best
@@ -91,7 +91,7 @@ def milp(layout: Layout, microbatches: int, options: Options, times: Times, /) -
     known = greedy(layout, microbatches, {}, times)
     within = chain_makespan(known, layout, times) * (1 - GAIN)
     lines = {device: computes_of(stages, microbatches) for device, stages in held.items()}
-    windows = Windows(layout, microbatches, times)
+    windows = TimeWindows(layout, microbatches, times)
     if not fits(known, times) or windows.least() > within or _pairs(lines) > MOST_PAIRS:
         return known
     found = _Model(lines, windows, times, within=within).solved(seconds)
@@ -141,7 +141,7 @@ class _Model:
     """The integer program: columns T, then all t, then all y; time in units of the horizon, bytes in units of room."""
 
     def __init__(
-        self, lines: Mapping[Device, Sequence[Compute]], windows: Windows, times: Times, *, within: float
+        self, lines: Mapping[Device, Sequence[Compute]], windows: TimeWindows, times: ChainTimes, *, within: float
     ) -> None:
         self._lines, self._windows, self._times, self._unit = lines, windows, times, within
         self._columns = 1 + len(windows.computes)

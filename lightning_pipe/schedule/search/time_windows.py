@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_pipe.core.program import Compute, ComputeKind, Layout
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 
 KINDS: tuple[ComputeKind, ...] = ("F", "I", "W")
 
@@ -61,10 +61,10 @@ def inputs_of(compute: Compute, *, stages: int) -> Iterator[Compute]:
             yield Compute(s, "I", m)
 
 
-class Windows:
+class TimeWindows:
     """Heads and tails of all computes of a chain."""
 
-    def __init__(self, layout: Layout, microbatches: int, times: Times) -> None:
+    def __init__(self, layout: Layout, microbatches: int, times: ChainTimes) -> None:
         self._stages, self._times = len(layout.stages), times
         self.computes = computes_of(range(self._stages), microbatches)
         self._held = {

@@ -30,7 +30,7 @@ from lightning_pipe.schedule.construct.chain_run import chain_makespan
 from lightning_pipe.schedule.construct.device_orders import order_of_devices
 from lightning_pipe.schedule.construct.layout_shapes import row_of, zigzag
 from lightning_pipe.schedule.construct.options import check_microbatches, read_options
-from lightning_pipe.schedule.construct.stage_times import Times
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.orders.controllable_memory import v_half, v_min
 from lightning_pipe.schedule.orders.zero_bubble_v import zb_v
 
@@ -38,17 +38,17 @@ V_SCHEDULES = (zb_v, v_half, v_min)
 
 
 @dataclass(frozen=True)
-class Switches:
+class FillingSwitches:
     """What a device does while it waits, as described above."""
 
     patient: bool
     overtaking: bool
 
 
-SWITCHES = tuple(Switches(*on) for on in itertools.product((True, False), repeat=2))
+SWITCHES = tuple(FillingSwitches(*on) for on in itertools.product((True, False), repeat=2))
 
 
-def zb_v_greedy(layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
+def zb_v_greedy(layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> Order:
     """Order as the fastest of ZB-V, V-Half and V-Min, each as it is and with W where devices would wait.
 
     Fastest by `chain_makespan`, so never slower than any of the three that keeps to the peak. With equal times it is
@@ -115,7 +115,9 @@ class _Device:
 class _Filling:
     """Run F and I of the devices in time, in their order, and W in between."""
 
-    def __init__(self, lines: Sequence[Sequence[Compute]], times: Times, *, peak: int, switches: Switches) -> None:
+    def __init__(
+        self, lines: Sequence[Sequence[Compute]], times: ChainTimes, *, peak: int, switches: FillingSwitches
+    ) -> None:
         self._devices = [_Device(list(line)) for line in lines]
         self._times = times
         self._peak = peak

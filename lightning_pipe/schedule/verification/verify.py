@@ -47,7 +47,7 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.rules import Dataflow, Needs, halves, holders
+from lightning_pipe.schedule.rules import ComputeNeeds, Dataflow, halves, holders
 from lightning_pipe.schedule.verification.deadlock import check_progress
 from lightning_pipe.schedule.verification.well_formed import check_frame
 
@@ -89,7 +89,7 @@ class _Demand:
     """What the laws demand of one rank; fulfilled demands are removed."""
 
     computes: set[Compute] = field(default_factory=set)  # with B as I and W
-    needs: dict[Compute, Needs] = field(default_factory=dict)  # of these
+    needs: dict[Compute, ComputeNeeds] = field(default_factory=dict)  # of these
     loads: set[Load] = field(default_factory=set)
     receives: set[Recv] = field(default_factory=set)
     evicts: set[Evict] = field(default_factory=set)

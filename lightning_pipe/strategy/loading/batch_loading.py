@@ -34,7 +34,7 @@ from lightning_pipe.runtime.guard.watch import Unwatched
 from lightning_pipe.strategy.loading.samplers import gather_shards
 from lightning_pipe.strategy.loading.world_size import WholeData
 from lightning_pipe.strategy.parameters.stand_ins import absent_batch
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 _HOST = torch.device("cpu")
 _MOST_STRUCTURES = 256
@@ -71,7 +71,7 @@ class Feed:
 
     def __init__(
         self,
-        control: Control,
+        control: ControlPlane,
         *,
         ahead: bool = False,
         device: torch.device = _HOST,

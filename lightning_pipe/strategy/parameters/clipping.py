@@ -15,7 +15,7 @@ from lightning_pipe.strategy.parameters.grad_norm import Norms
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 
 class Clipper:
@@ -34,7 +34,7 @@ class Clipper:
         groups: Groups,
         *,
         weights: Weights,
-        control: Control,
+        control: ControlPlane,
         device: torch.device,
         later: PostValidation | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
 
 from lightning_pipe.strategy.parameters.weights import Weights
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 
 class Groups:
@@ -42,7 +42,7 @@ class Groups:
         """List all parameters, real ones and stand-ins, in the order of the groups."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def gather(self, control: Control) -> dict[str, Any]:
+    def gather(self, control: ControlPlane) -> dict[str, Any]:
         """Return the state of the whole optimizer on rank 0, as on one device; on other ranks their own part."""
         local = self._optimizer.state_dict()
         states = dict(local["state"])

@@ -26,7 +26,7 @@ from lightning_pipe.runtime.exchanges.gradients import flat_runs
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.waiting import Handle, Wait
 from lightning_pipe.strategy.parameters.weights import Weights
-from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.connections import Connections
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SharedState:
         links: to the other ranks.
     """
 
-    def __init__(self, optimizer: Optimizer, weights: Weights, links: Links) -> None:
+    def __init__(self, optimizer: Optimizer, weights: Weights, links: Connections) -> None:
         self._weights, self._links = weights, links
         self._hook = optimizer.register_step_post_hook(self._gather)
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lightning_pipe.capture.steps.batch import Slot, Structure
+from lightning_pipe.capture.steps.batch import LeafSlot, Structure
 from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.torch_private import unguarded
 from lightning_pipe.errors import AbsentError
@@ -253,7 +253,7 @@ def absent_batch(structure: Structure, *, ranks: tuple[int, ...], rank: int, dev
 
 def _paths(template: Any, path: str) -> list[tuple[int, str]]:
     """List the tensors of a batch with the expressions that lead to them."""
-    if isinstance(template, Slot):
+    if isinstance(template, LeafSlot):
         return [(template.index, path)]
     if isinstance(template, Mapping):
         inner = [(value, f"{path}[{key!r}]") for key, value in template.items()]

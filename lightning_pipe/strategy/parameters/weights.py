@@ -29,11 +29,11 @@ from lightning_pipe.core.sharding import owners
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.parameters.gradient_stand_ins import show_gradient
 from lightning_pipe.strategy.parameters.stand_ins import Guarded, absent_buffer, form_of, occupy, unguarded, vacate
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorPlace:
     """A place in the module where a parameter or buffer hangs."""
 
     owner: nn.Module
@@ -51,7 +51,7 @@ class Weights:
         buffers: the module's present buffers by name.
     """
 
-    def __init__(self, module: pl.LightningModule, control: Control) -> None:
+    def __init__(self, module: pl.LightningModule, control: ControlPlane) -> None:
         self._module = module
         self._control = control
         self._real = {name: module.get_parameter(name) for name in dict.fromkeys(canonical_names(module).values())}
@@ -325,9 +325,9 @@ class _Buffers(Mapping[str, torch.Tensor]):
         self._hidden.clear()
 
 
-def _slot(module: nn.Module, name: str) -> Slot:
+def _slot(module: nn.Module, name: str) -> TensorPlace:
     path, _, attribute = name.rpartition(".")
-    return Slot(module.get_submodule(path), attribute)
+    return TensorPlace(module.get_submodule(path), attribute)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

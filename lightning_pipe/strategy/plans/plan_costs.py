@@ -31,15 +31,15 @@ from lightning_pipe.planner.problem import Problem, counted_problem
 from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
 from lightning_pipe.profiler.network.host_copies import measure_swap
-from lightning_pipe.profiler.network.link_probe import Handle, LinkFacts, computing, probe_links
+from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, computing, probe_links
 from lightning_pipe.profiler.optimizer import counted_optimizer, profile_optimizer
 from lightning_pipe.profiler.timing.operators import Operators
-from lightning_pipe.runtime.activations.protocol import Host
+from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.activations.trip import trip_s
 from lightning_pipe.runtime.waiting import Wait
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.strategy.plans.runtime_overhead import rehearse
-from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_runtime import slices
 from lightning_pipe.units import format_seconds
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _MOST_PER_STAGE = 8  # micro-batches per stage up to which planners go
 
 
-class Costs:
+class PlanCosts:
     """Find out, on all ranks together, what plans of this module cost.
 
     Args:
@@ -59,7 +59,7 @@ class Costs:
         host: where it offloads to.
     """
 
-    def __init__(self, config: DappleConfig, links: Links, *, device: torch.device, host: Host) -> None:
+    def __init__(self, config: DappleConfig, links: Connections, *, device: torch.device, host: HostStore) -> None:
         self._config, self._links, self._device, self._host = config, links, device, host
 
     def problem(
@@ -155,7 +155,7 @@ class Costs:
         return self._gathered(mine, "the devices")
 
     def _probed(self, facts: Sequence[DeviceFacts]) -> LinkFacts:
-        def wait(handle: Handle, what: str) -> None:
+        def wait(handle: ProbeHandle, what: str) -> None:
             self._links.watch.wait(Wait(handle, what))
 
         return probe_links(self._links.transport, hosts=hosts_of(facts), device=self._device, wait=wait)

@@ -22,8 +22,8 @@ from lightning_pipe.planner.comparison.pages import page_of
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.report import (
     Comparison,
-    Memory,
     Page,
+    RankPeak,
     chrome_trace,
     compare,
     comparison_table,
@@ -142,7 +142,7 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
     begins = (0.0,) * len(program.ranks) if problem.runs_ahead else None
     predicted = simulate(program, prices, begins=begins)
     curves = memory_curves(predicted, program=program, prices=prices)
-    expected = [Memory(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
+    expected = [RankPeak(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
     comparison = compare(
         predicted,
         recorded.comparable,

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.program import Step, VerifiedProgram
 from lightning_pipe.core.timeline import Event, Timeline
-from lightning_pipe.report import Memory, aligned, clock_offsets
+from lightning_pipe.report import RankPeak, aligned, clock_offsets
 from lightning_pipe.runtime.memory import state_bytes
-from lightning_pipe.strategy.ranks.control_plane import Control
-from lightning_pipe.strategy.steps.step_calls import Ran
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.steps.step_calls import StepResult
 
 WARM_UP = 2  # steps that are recorded but not compared
 _MEMORY_STEP = 1
@@ -48,7 +48,7 @@ class Recorded:
     program: VerifiedProgram
     timelines: tuple[Timeline, ...]
     comparable: tuple[Timeline, ...]
-    memory: tuple[Memory, ...]
+    memory: tuple[RankPeak, ...]
     held: dict[int, tuple[tuple[float, int], ...]]
 
 
@@ -71,7 +71,7 @@ class _OfRank:
 
     host: str
     timelines: tuple[Timeline, ...]
-    memory: Memory | None
+    memory: RankPeak | None
     held: tuple[tuple[float, int], ...]
 
 
@@ -87,8 +87,8 @@ class Recording:
     def __init__(self, config: DappleConfig, *, device: torch.device, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._clock = _Clock(device)
-        self._ran: list[Ran] = []
-        self._memory: Memory | None = None
+        self._ran: list[StepResult] = []
+        self._memory: RankPeak | None = None
         self._held: tuple[tuple[float, int], ...] = ()
         self._left = config.timeline_steps
         self._wants_memory = config.measure_memory or config.report is not None or device.type == "cuda"
@@ -104,14 +104,14 @@ class Recording:
         """Return whether the memory of the next step is measured."""
         return self._wants_memory and self._memory is None and len(self._ran) >= _MEMORY_STEP
 
-    def add(self, ran: Ran) -> None:
+    def add(self, ran: StepResult) -> None:
         """Keep what a step was like, before the optimizer steps."""
         self._close_step()
         self._ran.append(replace(ran, values={}))
         if ran.peak_bytes is not None:
             saved = max((held for _, held in ran.held), default=0)
             there = ran.state_bytes + state_bytes((), optimizers=self._optimizers)
-            self._memory, self._held = Memory(saved, there + ran.peak_bytes), ran.held
+            self._memory, self._held = RankPeak(saved, there + ran.peak_bytes), ran.held
         self._left -= ran.program.synchronise
         self._clock.mark()  # the program is the optimizer's closure, so a hook before the step would be too early
 
@@ -123,7 +123,7 @@ class Recording:
             events = (_lasting(event, marks[0], marks[-1]) for event in last.timeline.events)
             self._ran[-1] = replace(last, timeline=Timeline(tuple(events)))
 
-    def finish(self, control: Control, *, host: str) -> Recorded | None:
+    def finish(self, control: ControlPlane, *, host: str) -> Recorded | None:
         """Stop recording and bring everything to rank 0; on all ranks together. None elsewhere, or without steps.
 
         Args:
@@ -147,7 +147,7 @@ def _lasting(event: Event, start: float, end: float) -> Event:
     return replace(event, start=start, end=end) if isinstance(event.instruction, Step) else event
 
 
-def _together(ran: Sequence[Ran], everyone: Sequence[_OfRank]) -> Recorded:
+def _together(ran: Sequence[StepResult], everyone: Sequence[_OfRank]) -> Recorded:
     hosts = [[one.host for one in everyone].index(one.host) for one in everyone]
     steps = [
         Timeline(tuple(chain.from_iterable(timeline.events for timeline in of_ranks)))

@@ -29,12 +29,12 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report import accounts
 from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.executor import Executor
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.one_f_one_b import one_f_one_b
 from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.connections import Connections
 
 Work = Callable[[int, ComputeKind, int], None]  # stage, kind, samples
 ELEMENT_BYTES = 4  # float32
@@ -54,7 +54,7 @@ class Rehearsed:
     message_bytes: int
 
 
-def rehearse(links: Links, device: torch.device) -> Rehearsed | None:
+def rehearse(links: Connections, device: torch.device) -> Rehearsed | None:
     """Run the chain on all ranks together; return what it says on rank 0, None elsewhere."""
     control = links.control
     layout = Layout(tuple((rank,) for rank in range(control.ranks)))
@@ -67,7 +67,7 @@ def rehearse(links: Links, device: torch.device) -> Rehearsed | None:
         connect(links.transport, [program])
     parameters = {f"w{s}": torch.zeros(1, device=device) for s in range(control.ranks)}
     executor = Executor(split, layout, state=State(parameters, {}, device), transport=links.transport)
-    job = Job((torch.zeros(_MICROBATCHES, _WIDTH, device=device),), (True,), tuple(range(_MICROBATCHES)))
+    job = BatchInput((torch.zeros(_MICROBATCHES, _WIDTH, device=device),), (True,), tuple(range(_MICROBATCHES)))
     own: list[tuple[Timeline, float]] = []
     for _ in range(_RUNS):
         work.seconds.clear()

@@ -31,7 +31,7 @@ from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import MARGIN_S, process_group_transport
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _KEY = "lightning_pipe/{}"
 
 
 @dataclass(frozen=True)
-class Links:
+class Connections:
     """Everything that connects this rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class Links:
     """
 
     transport: Transport
-    control: Control
+    control: ControlPlane
     watch: GuardedWatch | Unwatched
 
     def close(self, *, healthy: bool = True) -> None:
@@ -200,11 +200,11 @@ def _addresses() -> list[str]:
 
 def connect_ranks(
     rank: int, ranks: int, *, device: torch.device, deadline_s: float, watch: GuardedWatch | None = None
-) -> Links:
+) -> Connections:
     """Connect this rank with the others of the default process group; on all ranks together."""
     if ranks == 1:
         alone = Unwatched()
-        return Links(Hub().endpoint(0), Control(None, rank=0, ranks=1, wait=alone.wait), alone)
+        return Connections(Hub().endpoint(0), ControlPlane(None, rank=0, ranks=1, wait=alone.wait), alone)
     watch = watch or begin_watch(rank, ranks, deadline_s=deadline_s)
     with watch.opening("the connections between ranks"):
         assert dist.group.WORLD is not None, "torch.distributed is initialised"
@@ -212,4 +212,4 @@ def connect_ranks(
         transport = process_group_transport(device, deadline_s=deadline_s)
         watch.guard.on_failure(transport.abort)
         host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)
-        return Links(transport, Control(host, rank=rank, ranks=ranks, wait=watch.wait), watch)
+        return Connections(transport, ControlPlane(host, rank=rank, ranks=ranks, wait=watch.wait), watch)

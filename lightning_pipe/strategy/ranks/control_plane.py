@@ -20,7 +20,7 @@ from lightning_pipe.runtime.waiting import Done, Handle, Wait
 T = TypeVar("T")
 
 
-class Control:
+class ControlPlane:
     """Exchange objects and host tensors between all ranks; every method is called on all of them together.
 
     Args:

@@ -17,7 +17,7 @@ _KEY = "lightning_pipe"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FitOutcome:
     """What is known after a fit (or validate, test, predict).
 
     Attributes:
@@ -31,19 +31,19 @@ class Outcome:
     steps_taken_back: int = 0
 
 
-def handed_over(trainer: pl.Trainer, outcome: Outcome) -> dict[str, Any]:
+def handed_over(trainer: pl.Trainer, outcome: FitOutcome) -> dict[str, Any]:
     """Return outcome and progress of a run for another process: in a file, as they may not fit into a pipe."""
     path = Path(tempfile.mkdtemp()) / "outcome"
     path.write_bytes(pickle.dumps((outcome, private.progress(trainer))))
     return {_KEY: str(path)}
 
 
-def taken_over(trainer: pl.Trainer, results: dict[str, Any]) -> Outcome:
+def taken_over(trainer: pl.Trainer, results: dict[str, Any]) -> FitOutcome:
     """Give a trainer the progress that was handed over, and return the outcome."""
     path = Path(results[_KEY])
     outcome, progress = pickle.loads(path.read_bytes())
     private.restore_progress(trainer, progress)
     path.unlink()
     path.parent.rmdir()
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, FitOutcome)
     return outcome

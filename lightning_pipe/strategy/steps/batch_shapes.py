@@ -10,14 +10,14 @@ from lightning_pipe.capture.graphs.lengths import Lengths, changed_sizes
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.step_calls import Call
-from lightning_pipe.strategy.steps.step_runtime import Step
+from lightning_pipe.strategy.steps.step_calls import StepRequest
+from lightning_pipe.strategy.steps.step_runtime import RankStep
 
 _MANY = 8  # shapes of batches of one step
 _TRIES = 3  # graphs with symbols for lengths that do not hold for the next lengths
 
 
-def symbolic_lengths(relatives: Sequence[Captured], call: Call, *, batch_dim: int) -> Lengths:
+def symbolic_lengths(relatives: Sequence[Captured], call: StepRequest, *, batch_dim: int) -> Lengths:
     """Return the sizes that have changed since a step was captured, so that a graph should have symbols for them.
 
     Args:
@@ -33,7 +33,7 @@ def symbolic_lengths(relatives: Sequence[Captured], call: Call, *, batch_dim: in
     return frozenset().union(*(change for change in changes if change))
 
 
-def different_traces(steps: Sequence[Step]) -> list[Step]:
+def different_traces(steps: Sequence[RankStep]) -> list[RankStep]:
     """Return one step for every graph with symbols for lengths that steps come from; the youngest first."""
     return [*{id(s.capture.general): s for s in steps if isinstance(s.capture, Capture)}.values()][::-1]
 
@@ -44,7 +44,7 @@ class ShapesCaptured:
     def __init__(self) -> None:
         self._seconds: dict[str, dict[object, float]] = defaultdict(dict)
 
-    def note(self, call: Call, seconds: float) -> None:
+    def note(self, call: StepRequest, seconds: float) -> None:
         """Note a capture, and warn where there have been many."""
         known = self._seconds[call.method]
         if call.structure.leaves in known:

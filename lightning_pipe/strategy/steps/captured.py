@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.replayed.replay import Replay
-from lightning_pipe.strategy.steps.string_fields import Reader
+from lightning_pipe.strategy.steps.string_fields import StringReads
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Captured:
 
     capture: Capture | Replay
     request: Request
-    reader: Reader
+    reader: StringReads
     template: Any
 
     def with_role(self, role: Literal["mean", "sum"] | None) -> Captured:

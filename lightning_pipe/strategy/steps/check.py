@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_pipe.capture import Capture, Request, canonical_names
-from lightning_pipe.capture.eager_reference import Plain, run_plainly
+from lightning_pipe.capture.eager_reference import EagerReference, run_plainly
 from lightning_pipe.capture.python.tracked_number import Situation
 from lightning_pipe.capture.recording.unit_state import left_as_it_was
 from lightning_pipe.capture.replayed.replay import Replay
@@ -40,10 +40,10 @@ from lightning_pipe.lightning_names import pl
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.strategy.lightning_private import located
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.metrics import wrong_answer
-from lightning_pipe.strategy.steps.step_calls import Call
+from lightning_pipe.strategy.steps.step_calls import StepRequest
 from lightning_pipe.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Incomparable(Exception):
     """The two cannot be compared; the text says why."""
 
 
-def check_captured(captured: Captured, call: Call, *, samples: int, control: Control, seed: int) -> float:
+def check_captured(captured: Captured, call: StepRequest, *, samples: int, control: ControlPlane, seed: int) -> float:
     """Compare a captured training step with the plain one on the first samples of a batch; on all ranks together.
 
     Args:
@@ -196,7 +196,7 @@ def plain_run(
     key: RandomKey,
     *,
     matched: bool = True,
-) -> Plain:
+) -> EagerReference:
     """Run the plain step, if it runs so early: hooks that prepare it may come later.
 
     Args:
@@ -303,7 +303,9 @@ def _move(module: pl.LightningModule, device: torch.device) -> None:
             owner._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def compared(plain: Plain, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> tuple[Difference, Difference]:
+def compared(
+    plain: EagerReference, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> tuple[Difference, Difference]:
     """Return the difference of the loss, and the largest of a gradient."""
     least = torch.finfo(plain.coarsest).eps ** 0.25
     pairs = {name: _pair(gradients.get(name), plain.gradients.get(name)) for name in {**plain.gradients, **gradients}}

@@ -25,14 +25,14 @@ import torch
 from lightning_pipe.capture.recording.replay_state import same_left
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, call_keys
-from lightning_pipe.capture.steps.record import Kept, LogCall, MetricCall, MetricValue, Ref, StepRecord
-from lightning_pipe.capture.steps.step_function import Recording
+from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
+from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.slicing import Content
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
-Words: TypeAlias = tuple[int, int, int, Recording]  # micro-batch, first sample, samples, what was said
+Words: TypeAlias = tuple[int, int, int, StepRecording]  # micro-batch, first sample, samples, what was said
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Piece:
     """What one play said, with the calls by key."""
 
     samples: int
-    recording: Recording
+    recording: StepRecording
     keys: tuple[Place, ...]
 
     @property
@@ -48,7 +48,7 @@ class _Piece:
         return dict(zip(self.keys, self.recording.calls, strict=True))
 
 
-def gathered(words: Sequence[Words], speakers: Sequence[int], control: Control) -> list[Words]:
+def gathered(words: Sequence[Words], speakers: Sequence[int], control: ControlPlane) -> list[Words]:
     """Return what all plays said, in the order of samples, on every rank.
 
     Args:
@@ -95,7 +95,7 @@ def uneven(words: Sequence[Words]) -> str:
         return "some of its micro-batches are skipped"
     if any(recording.answers != ends[0].answers for recording in ends):
         return "a question that the step asks of its tensors has different answers for micro-batches"
-    left: dict[int, list[Kept]] = {}
+    left: dict[int, list[KeptState]] = {}
     for microbatch, _, _, recording in words:
         named = {str(i): tensor for i, tensor in enumerate(recording.results)}
         real = partial(mapped, kinds=Ref, function=lambda ref, named=named: named.get(ref.name, ref))
@@ -112,7 +112,7 @@ def _holds_loss(returned: Any) -> bool:
     return any(ref.name == LOSS for ref in found_in(returned, Ref))
 
 
-def _on_host(recording: Recording) -> Recording:
+def _on_host(recording: StepRecording) -> StepRecording:
     return replace(recording, results=[tensor.detach().cpu() for tensor in recording.results])
 
 

@@ -22,9 +22,9 @@ from lightning_pipe.capture.python.places import ABSENT, follow
 from lightning_pipe.capture.python.tracked_number import Situation, evaluate
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
+    AnswerGuard,
     Computed,
-    Guard,
-    Kept,
+    KeptState,
     LogCall,
     MetricCall,
     MetricRef,
@@ -100,7 +100,7 @@ def replay(
     return real(record.returned)
 
 
-def _keep(kept: Kept, value: Any, module: pl.LightningModule) -> None:
+def _keep(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
     if not kept.path:
         raise PipelineError(
             f"The step changes {kept.name} in this batch, which can neither be put back for the next micro-batch nor "
@@ -136,7 +136,7 @@ def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> 
             return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
 
 
-def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> Guard | None:
+def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:
     """Return the first question whose answer is not the one that the step was captured with, None if all are."""
     return next((guard for guard in record.guards if float(values[guard.ref.name]) > 0), None)
 

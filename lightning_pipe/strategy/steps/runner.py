@@ -16,16 +16,16 @@ from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchanges.results import Collected
-from lightning_pipe.runtime.job import Job, Outcome
+from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.waiting import Walk, drive
 from lightning_pipe.strategy.parameters.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
-from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
-from lightning_pipe.strategy.steps.state_snapshot import Before
-from lightning_pipe.strategy.steps.step_calls import TRAINING, Call, Ran, Turn
-from lightning_pipe.strategy.steps.step_runtime import Step
+from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
+from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
+from lightning_pipe.strategy.steps.step_runtime import RankStep
 
 
 class Runner:
@@ -44,7 +44,13 @@ class Runner:
     """
 
     def __init__(
-        self, links: Links, *, weights: Weights, later: PostValidation | None, batch_dim: int, device: torch.device
+        self,
+        links: Connections,
+        *,
+        weights: Weights,
+        later: PostValidation | None,
+        batch_dim: int,
+        device: torch.device,
     ) -> None:
         self._links, self._weights, self._later = links, weights, later
         self._batch_dim, self._device = batch_dim, device
@@ -53,7 +59,9 @@ class Runner:
         self.reduced = False
         self._warned = False
 
-    def run(self, step: Step, call: Call, turn: Turn, *, sizes: tuple[int, ...], cut: tuple[bool, ...]) -> Ran:
+    def run(
+        self, step: RankStep, call: StepRequest, turn: RunOptions, *, sizes: tuple[int, ...], cut: tuple[bool, ...]
+    ) -> StepResult:
         """Run a captured step on a batch.
 
         Args:
@@ -71,7 +79,7 @@ class Runner:
         if training and self.reduced:
             step.keep_sums_once()
         leaves, cut = step.capture.with_totals(turn.tensors, cut=cut, sizes=sizes, buffers=step.buffers)
-        job = Job(
+        job = BatchInput(
             leaves=leaves,
             cut=cut,
             offsets=tuple(sum(sizes[:m]) for m in range(len(sizes))),
@@ -94,7 +102,7 @@ class Runner:
             record, said = combined(words, device=self._device, proportional=step.capture.trace.proportional)
             self._warn_of_denominators(step.capture)
             values = {**values, **said}
-        return Ran(
+        return StepResult(
             record,
             values,
             sum(sizes),
@@ -125,7 +133,9 @@ class Runner:
         self._trained += 1
         self.reduced = synchronised
 
-    def _follow(self, step: Step, program: VerifiedProgram, job: Job, turn: Turn) -> tuple[Outcome, Walk[Collected]]:
+    def _follow(
+        self, step: RankStep, program: VerifiedProgram, job: BatchInput, turn: RunOptions
+    ) -> tuple[ProgramResult, Walk[Collected]]:
         """Run a program; return what this rank has then, and the coroutine that gives what all have."""
         run = partial(
             step.executor.run,
@@ -146,7 +156,7 @@ class Runner:
                 step.results.collect(program, pieces, step.names, votes={"stop": float(turn.stop)})
             ),
         )
-        before = Before(self._weights) if later.pending else None
+        before = StateSnapshot(self._weights) if later.pending else None
         outcome = run(ahead=ahead)
         if outcome.given_up:
             assert before is not None, "only a step that is pending can be wrong"

@@ -8,7 +8,7 @@ from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from lightning_pipe.strategy.parameters.weights import Weights
 
 
-class Before:
+class StateSnapshot:
     """Gradients and buffers of one rank at one moment.
 
     Args:

@@ -19,7 +19,7 @@ TRAINING = "training_step"
 
 
 @dataclass(frozen=True)
-class Call:
+class StepRequest:
     """One call of a step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RunOptions:
     """What is special about one run.
 
     Attributes:
@@ -69,7 +69,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Ran:
+class StepResult:
     """What is known after a run.
 
     Attributes:

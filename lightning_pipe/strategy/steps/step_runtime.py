@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_pipe.capture.python.places import Slot
+from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.tracked_number import MOST_INPUTS
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.stages.split import check_slices
@@ -24,7 +24,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.runtime.activations.protocol import Host
+from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.agree import disagreements
 from lightning_pipe.runtime.exchanges.groups import bucket_group, connect
 from lightning_pipe.runtime.exchanges.results import Results
@@ -37,14 +37,14 @@ from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.strategy.parameters.weights import Weights
-from lightning_pipe.strategy.ranks.connections import Links
+from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.metrics import outputs
-from lightning_pipe.strategy.steps.step_calls import Call
+from lightning_pipe.strategy.steps.step_calls import StepRequest
 from lightning_pipe.strategy.steps.string_fields import texts
 
 
-class Step:
+class RankStep:
     """A captured step on this rank.
 
     Args:
@@ -69,10 +69,10 @@ class Step:
         split: Split,
         *,
         plan: Plan,
-        links: Links,
+        links: Connections,
         weights: Weights,
         device: torch.device,
-        host: Host,
+        host: HostStore,
         early: bool = False,
     ) -> None:
         check_slices(split, plan.layout)
@@ -98,7 +98,7 @@ class Step:
         self.results = Results(split, plan.layout, transport=beside or transport, device=device, carrier=carrier)
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
 
-    def misfit(self, call: Call) -> str:
+    def misfit(self, call: StepRequest) -> str:
         """Return "" if what was captured holds for a call now, else what has changed."""
         captured, template = self.captured, call.structure.template
         if isinstance(self.capture, Replay):
@@ -109,7 +109,7 @@ class Step:
             return "objects in the batch, which are no tensors, have changed"
         return self.capture.changed(call.situation)
 
-    def testimony(self, call: Call) -> str:
+    def testimony(self, call: StepRequest) -> str:
         """Return "" if the step's Python does now what was captured, else what it does otherwise."""
         if isinstance(self.capture, Replay):
             return ""
@@ -117,7 +117,7 @@ class Step:
         with torch.inference_mode(False):
             return self.capture.testimony(request)
 
-    def for_lengths(self, call: Call) -> Captured | None:
+    def for_lengths(self, call: StepRequest) -> Captured | None:
         """Return the captured step for a call with other lengths, if what was captured holds for them."""
         if isinstance(self.capture, Replay) or self.capture.general is None or self.misfit(call):
             return None
@@ -128,7 +128,7 @@ class Step:
         capture = self.capture.for_lengths(request)
         return capture and replace(captured, capture=capture, request=request, template=call.structure.template)
 
-    def varying(self) -> tuple[Slot, ...]:
+    def varying(self) -> tuple[Place, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
         return () if isinstance(self.capture, Replay) else self.capture.varying()
 
@@ -137,7 +137,7 @@ class Step:
         """Return whether the step gives a loss."""
         return self.capture.record.loss is not None
 
-    def prepare(self, call: Call) -> None:
+    def prepare(self, call: StepRequest) -> None:
         """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything."""
         if isinstance(self.capture, Replay):
             self.capture.begin(call.arguments, call.structure.template)
@@ -242,7 +242,7 @@ def joined_samples(program: Program) -> list[int]:
     )
 
 
-def agree(links: Links, what: Mapping[str, str]) -> None:
+def agree(links: Connections, what: Mapping[str, str]) -> None:
     """Compare texts over all ranks.
 
     Raises:

@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_pipe.capture.steps.batch import Slot
+from lightning_pipe.capture.steps.batch import LeafSlot
 
 
-class Reader:
+class StringReads:
     """Remember whether any of the texts that were marked by this reader was looked at."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class _Marked(str):
 
     __slots__ = ("_reader",)
 
-    def __new__(cls, text: str, reader: Reader) -> _Marked:
+    def __new__(cls, text: str, reader: StringReads) -> _Marked:
         marked = super().__new__(cls, text)
         object.__setattr__(marked, "_reader", reader)
         return marked
@@ -68,4 +68,6 @@ def texts(template: Any) -> tuple[str, ...]:
 
 
 def _map_texts(template: Any, function: Callable[[str], Any]) -> Any:
-    return apply_to_collection(template, (str, Slot), lambda leaf: function(leaf) if isinstance(leaf, str) else leaf)
+    return apply_to_collection(
+        template, (str, LeafSlot), lambda leaf: function(leaf) if isinstance(leaf, str) else leaf
+    )

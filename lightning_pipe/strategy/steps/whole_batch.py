@@ -32,7 +32,7 @@ from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.strategy.ranks.control_plane import Control
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.check import (
     Difference,
@@ -43,7 +43,7 @@ from lightning_pipe.strategy.steps.check import (
     run_captured,
 )
 from lightning_pipe.strategy.steps.metrics import wrong_answer
-from lightning_pipe.strategy.steps.step_calls import Call
+from lightning_pipe.strategy.steps.step_calls import StepRequest
 from lightning_pipe.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Measured:
 
 
 def role_by_numbers(
-    captured: Captured, call: Call, *, sizes: tuple[int, ...], control: Control, seconds: float
+    captured: Captured, call: StepRequest, *, sizes: tuple[int, ...], control: ControlPlane, seconds: float
 ) -> Role | None:
     """Return how losses of micro-batches make that of the batch, None if that was not measured; on all ranks together.
 

@@ -31,7 +31,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.planner.estimates.recurrence import Row
+from lightning_pipe.planner.estimates.recurrence import PipelineTimes
 
 Values: TypeAlias = NDArray[np.float64]
 _NEVER = -1e30  # below all times, and a number even when taken zero times
@@ -51,7 +51,7 @@ class Element:
     reduce: float = 0.0
 
 
-def elements_of(row: Row) -> list[Element]:
+def elements_of(row: PipelineTimes) -> list[Element]:
     """Return stages and links of a pipeline in turn."""
     stages = [Element(*times) for times in zip(row.forward, row.backward, row.finish, strict=True)]
     links = [Element(*times) for times in zip(row.ahead, row.back, strict=True)]
@@ -106,7 +106,7 @@ def data_parallel_s(
 
 
 @dataclass(frozen=True)
-class Times:
+class ElementTimes:
     """An element of many pipelines at once, as arrays.
 
     Attributes:
@@ -119,9 +119,9 @@ class Times:
     reduce: Values
     excess: Values
 
-    def take(self, choose: Callable[[Values], Values]) -> Times:
+    def take(self, choose: Callable[[Values], Values]) -> ElementTimes:
         """Return the element of which every array is what `choose` makes of the one here."""
-        return Times(*(choose(getattr(self, field.name)) for field in fields(self)))
+        return ElementTimes(*(choose(getattr(self, field.name)) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Prefix:
         pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
         return Prefix(*(np.where(condition, mine, its) for mine, its in pairs))
 
-    def append(self, element: Times, *, microbatches: int) -> Prefix:
+    def append(self, element: ElementTimes, *, microbatches: int) -> Prefix:
         """Return the prefixes with one more element; arrays are broadcast."""
         load = element.forward + element.backward
         f, b = self.forward + element.forward, self.backward + element.backward

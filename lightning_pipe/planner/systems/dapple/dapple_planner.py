@@ -39,14 +39,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_pipe.planner.candidates.candidate import Outline, never_growing, share_of
+from lightning_pipe.planner.candidates.candidate import Candidate, never_growing, share_of
 from lightning_pipe.planner.candidates.cut_points import worthwhile
 from lightning_pipe.planner.estimates.balance import Balancer
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts, row_s
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.systems.dapple.dapple_latency import data_parallel_s, elements_of, latency_s
-from lightning_pipe.planner.systems.dapple.dapple_search import Costs, Limits, Network, Ranks, search
+from lightning_pipe.planner.systems.dapple.dapple_search import DappleCosts, Network, Ranks, SearchLimits, search
 
 _MOST_OUTLINES = 8
 _MOST_ALIKE = 2  # outlines with the same ranks
@@ -76,14 +76,14 @@ class Ranked:
         excess: bytes by which it is estimated to exceed memory; 0 or less if it fits.
     """
 
-    outline: Outline
+    outline: Candidate
     latency_s: float
     ideal_s: float
     seconds: float
     excess: float
 
 
-def dapple(problem: Problem) -> list[Outline]:
+def dapple(problem: Problem) -> list[Candidate]:
     """Return the best outlines by DAPPLE, the best first.
 
     Args:
@@ -94,7 +94,7 @@ def dapple(problem: Problem) -> list[Outline]:
 
 def ranked(problem: Problem) -> list[Ranked]:
     """Return the best outlines of all numbers of stages with what they are ranked by, those that fit first."""
-    found: dict[Outline, Ranked] = {}
+    found: dict[Candidate, Ranked] = {}
     alike: Counter[object] = Counter()
     for one in sorted(_Planner(problem).ranked(), key=_rank):
         if one.outline not in found and alike[one.outline.ranks] < _MOST_ALIKE:
@@ -147,7 +147,7 @@ class _Planner:
         speeds = {problem.cluster.device(rank).speed for rank in range(self._devices)}
         is_sliced = len(speeds) > 1 or bool(problem.graph.coupled)  # however equal the numbers of replicas are
         positions = sorted({*worthwhile(problem, sliced=is_sliced, most=_FINE), *coarse})
-        self._estimator = Estimator(Segments(problem, positions))
+        self._estimator = Estimator(StageCostTable(problem, positions))
         self._positions = positions
         self._place = {position: place for place, position in enumerate(positions)}
         self._bounds = [0, *(positions.index(cut) + 1 for cut in coarse), len(positions) + 1]
@@ -173,8 +173,8 @@ class _Planner:
         network = Network(self._problem)
         for count in self._counts():
             most_replicas = max(1, self._problem.samples // (count * self._problem.wishes.least_samples))
-            limits = Limits(self._degrees(), self._effort.stages, self._effort.states, most_replicas)
-            costs = Costs(self._estimator.segments, self._bounds, network, microbatches=count)
+            limits = SearchLimits(self._degrees(), self._effort.stages, self._effort.states, most_replicas)
+            costs = DappleCosts(self._estimator.segments, self._bounds, network, microbatches=count)
             for found in search(costs, limits, kept=self._effort.kept):
                 yield _Layout(found.cuts, found.ranks), count
 

@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 
 from lightning_pipe.cost.comm import all_reduce_of, exchange_of
 from lightning_pipe.planner.candidates.candidate import weights_of
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.systems.dapple.dapple_latency import Prefix, Times, Values, empty_prefix
+from lightning_pipe.planner.systems.dapple.dapple_latency import ElementTimes, Prefix, Values, empty_prefix
 from lightning_pipe.planner.systems.dapple.placement import (
     Counts,
     Site,
@@ -104,7 +104,7 @@ def _pairs(senders: Ranks, receivers: Ranks) -> list[tuple[int, int]]:
     return [(sender, receivers[j]) for i, sender in enumerate(senders) for j in range(i * q // p, -(-(i + 1) * q // p))]
 
 
-class Costs:
+class DappleCosts:
     """Times of stages and links for one number of micro-batches.
 
     Args:
@@ -114,7 +114,7 @@ class Costs:
         microbatches: micro-batches per batch.
     """
 
-    def __init__(self, segments: Segments, bounds: Sequence[int], network: Network, *, microbatches: int) -> None:
+    def __init__(self, segments: StageCostTable, bounds: Sequence[int], network: Network, *, microbatches: int) -> None:
         self.segments, self.network, self.microbatches = segments, network, microbatches
         self.bounds = np.array(bounds)
         self.samples = segments.problem.samples / microbatches
@@ -126,8 +126,8 @@ class Costs:
         self._ahead = crossing["F"].bytes(self.samples)[self.bounds]
         self._back = crossing["B"].bytes(self.samples)[self.bounds]
         self._slices: dict[float, tuple[Values, Values, Values]] = {}
-        self._by_ranks: dict[tuple[Ranks, int], Times] = {}
-        self._by_look: dict[tuple[object, int], Times] = {}
+        self._by_ranks: dict[tuple[Ranks, int], ElementTimes] = {}
+        self._by_look: dict[tuple[object, int], ElementTimes] = {}
 
     @property
     def penalty_s(self) -> float:
@@ -135,7 +135,7 @@ class Costs:
         forward, backward, _ = self._slice(self.samples)
         return _WHOLE_MODEL_TIMES * self.microbatches * float(forward[0, -1] + backward[0, -1])
 
-    def stage(self, ranks: Ranks, *, held: int) -> Times:
+    def stage(self, ranks: Ranks, *, held: int) -> ElementTimes:
         """Return the times of all stages [j, k) on these ranks, which hold so many micro-batches."""
         if (ranks, held) not in self._by_ranks:
             look = (self.network.look(ranks), held)
@@ -144,7 +144,7 @@ class Costs:
             self._by_ranks[ranks, held] = self._by_look[look]
         return self._by_ranks[ranks, held]
 
-    def _stage(self, ranks: Ranks, *, held: int) -> Times:
+    def _stage(self, ranks: Ranks, *, held: int) -> ElementTimes:
         cluster = self.network.cluster
         weights = weights_of(cluster, ranks) or (1,) * len(ranks)
         forward, backward, excess = (np.zeros_like(self._trained) for _ in range(3))
@@ -158,7 +158,7 @@ class Costs:
         reduce = np.where(self._trained > 0, start + self._trained * per_byte, 0.0)
         if not self._training:
             backward, reduce = np.zeros_like(backward), np.zeros_like(reduce)
-        return Times(forward, backward, reduce, excess)
+        return ElementTimes(forward, backward, reduce, excess)
 
     def _slice(self, samples: float) -> tuple[Values, Values, Values]:
         if samples not in self._slices:
@@ -168,15 +168,15 @@ class Costs:
             self._slices[samples] = forward, backward, segments.saved_bytes.all(samples)[self._pick]
         return self._slices[samples]
 
-    def link(self, senders: Ranks, receivers: Ranks) -> Times:
+    def link(self, senders: Ranks, receivers: Ranks) -> ElementTimes:
         """Return the times of the link between two stages, for every bound at which they may meet."""
         nothing = np.zeros_like(self._ahead)
         latency, per_byte = self.network.exchange(senders, receivers)
         ahead = latency + per_byte * self._ahead
         if not self._training:
-            return Times(ahead, nothing, nothing, nothing)
+            return ElementTimes(ahead, nothing, nothing, nothing)
         latency, per_byte = self.network.exchange(receivers, senders)
-        return Times(ahead, latency + per_byte * self._back, nothing, nothing)
+        return ElementTimes(ahead, latency + per_byte * self._back, nothing, nothing)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """How far to search.
 
     Attributes:
@@ -245,13 +245,13 @@ class Limits:
     most_replicas: int
 
 
-def search(costs: Costs, limits: Limits, *, kept: int) -> list[Found]:
+def search(costs: DappleCosts, limits: SearchLimits, *, kept: int) -> list[Found]:
     """Return the best plans with 2, 3, ... stages, at most `kept` of each number, those with few stages first."""
     return _Search(costs, limits).run(kept)
 
 
 class _Search:
-    def __init__(self, costs: Costs, limits: Limits) -> None:
+    def __init__(self, costs: DappleCosts, limits: SearchLimits) -> None:
         self._costs, self._limits = costs, limits
         self._site: Site = costs.network.site
         self._ranks = costs.network.cluster.ranks
@@ -335,7 +335,9 @@ class _Search:
             link = self._costs.link(ranks_of(self._site, begun, taken), ranks)
             links = np.where(state.move == index, (link.forward, link.backward), links)
         nothing = np.zeros(self._size)
-        return state.prefix.append(Times(links[0], links[1], nothing, nothing), microbatches=self._costs.microbatches)
+        return state.prefix.append(
+            ElementTimes(links[0], links[1], nothing, nothing), microbatches=self._costs.microbatches
+        )
 
     def _found(self, state: _State, j: int) -> Found:
         """Return the plan of a state, in the hosts' own order."""

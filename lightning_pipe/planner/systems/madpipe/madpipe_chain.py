@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.planner.candidates.candidate import weights_of
 from lightning_pipe.planner.candidates.cut_points import cuttable
-from lightning_pipe.planner.estimates.recurrence import Estimator, Row
-from lightning_pipe.planner.estimates.stage_costs import Matrix, Segments
+from lightning_pipe.planner.estimates.recurrence import Estimator, PipelineTimes
+from lightning_pipe.planner.estimates.stage_costs import Matrix, StageCostTable
 from lightning_pipe.planner.problem import Problem
 
 Bytes = NDArray[np.float64]  # [bound] or [unit]
@@ -142,7 +142,7 @@ def chain_of(estimator: Estimator, groups: Sequence[tuple[int, ...]], microbatch
 
 
 def _processor(
-    segments: Segments, shares: Sequence[tuple[float, float]], memory_bytes: float, *, is_replicated: bool
+    segments: StageCostTable, shares: Sequence[tuple[float, float]], memory_bytes: float, *, is_replicated: bool
 ) -> Processor:
     """Return the costs of stages on replicas with these (samples, speed)."""
     training, most = segments.problem.training, max(samples for samples, _ in shares)
@@ -169,7 +169,7 @@ def _batch_bytes(graph: Graph, samples: float) -> float:
     return sum(t.bytes_per_sample * samples + t.fixed_bytes for t in graph.tensors if t.maker < 0)
 
 
-def _workspace_bytes(segments: Segments, samples: float) -> Matrix:
+def _workspace_bytes(segments: StageCostTable, samples: float) -> Matrix:
     """Return for every stage the most that one of its operations reads and makes."""
     units = np.array([segments.workspace_bytes(u, u + 1, samples) for u in range(segments.units)])
     largest = np.zeros((len(units) + 1, len(units) + 1))
@@ -202,7 +202,9 @@ def _wished_depths(estimator: Estimator, stages: int, microbatches: int) -> tupl
     if wishes.schedule != "gpipe" and wishes.warmup in (None, "1f1b*"):
         return None
     ones, zeros = (1.0,) * stages, (0.0,) * (stages - 1)
-    row = Row(ones, ones, zeros, zeros, (0.0,) * stages, (0.0,) * stages)  # such depths do not depend on times
+    row = PipelineTimes(
+        ones, ones, zeros, zeros, (0.0,) * stages, (0.0,) * stages
+    )  # such depths do not depend on times
     return next(estimator.depth_choices(row, most=(microbatches,) * stages, microbatches=microbatches))
 
 
@@ -216,7 +218,7 @@ def published_chain(problem: Problem, *, versions: int = 2) -> Chain:
         versions: versions of the weights that a stage holds.
     """
     graph, samples, ranks = problem.graph, problem.samples, problem.cluster.ranks
-    segments = Segments(problem, sole_positions(graph))
+    segments = StageCostTable(problem, sole_positions(graph))
     forward = segments.forward_s.all(samples)
     load = forward + segments.backward_s.all(samples)
     made = _made_bytes(graph, segments, samples)
@@ -248,7 +250,7 @@ def sole_positions(graph: Graph) -> list[int]:
     return [k for k in cuttable(graph, sliced=False) if (made[k], given[k]) == (1, 0)]
 
 
-def _made_bytes(graph: Graph, segments: Segments, samples: int) -> Matrix:
+def _made_bytes(graph: Graph, segments: StageCostTable, samples: int) -> Matrix:
     """Return the bytes of all outputs of forward operations in every stage, views not counted."""
     per_node = np.zeros(len(graph.nodes))
     for tensor in graph.tensors:

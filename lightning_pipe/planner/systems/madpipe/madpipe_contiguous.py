@@ -38,7 +38,7 @@ _GROWTH = 1.5  # of a period until one is feasible
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PeriodicPipeline:
     """Contiguous stages that sustain a period within memory.
 
     Attributes:
@@ -64,7 +64,7 @@ class Pipeline:
         )
 
 
-def best_pipeline(chain: Chain, *, precision: float = 1e-6) -> Pipeline | None:
+def best_pipeline(chain: Chain, *, precision: float = 1e-6) -> PeriodicPipeline | None:
     """Return the pipeline with the least period; None if memory allows none.
 
     Args:
@@ -77,7 +77,7 @@ def best_pipeline(chain: Chain, *, precision: float = 1e-6) -> Pipeline | None:
     return least_period(search.pipeline, least=least, most=longest_period(chain), precision=precision)
 
 
-def least_exceeding(chain: Chain) -> Pipeline:
+def least_exceeding(chain: Chain) -> PeriodicPipeline:
     """Return a pipeline that exceeds memory as little as any, however long its period."""
     most = max(float(p.fixed_bytes.max() + p.saved_bytes.max()) for p in chain.processors) * chain.held(0, 1)
     period = longest_period(chain)
@@ -88,7 +88,7 @@ def least_exceeding(chain: Chain) -> Pipeline:
     return found
 
 
-def stretched(chain: Chain, cuts: Sequence[int], *, precision: float = 1e-6) -> Pipeline | None:
+def stretched(chain: Chain, cuts: Sequence[int], *, precision: float = 1e-6) -> PeriodicPipeline | None:
     """Return the least period that given stages can sustain within memory; None if they do not fit at all.
 
     Args:
@@ -138,7 +138,7 @@ def least_period(
     return found
 
 
-def sustained(chain: Chain, cuts: Sequence[int], period: float) -> Pipeline | None:
+def sustained(chain: Chain, cuts: Sequence[int], period: float) -> PeriodicPipeline | None:
     """Return how given stages sustain a period within memory; None if they cannot."""
     bounds = [*itertools.pairwise((0, *cuts, chain.bounds - 1))]
     group, filled = 1, 0.0
@@ -164,7 +164,7 @@ def sustained(chain: Chain, cuts: Sequence[int], period: float) -> Pipeline | No
                 return None
     groups.reverse()
     held = tuple(chain.held(s, number) for s, number in enumerate(groups))
-    return Pipeline(tuple(cuts), tuple(groups), held, tuple(reversed(shares)), period)
+    return PeriodicPipeline(tuple(cuts), tuple(groups), held, tuple(reversed(shares)), period)
 
 
 def _share(processor: Processor, a: int, b: int, held: int) -> float:
@@ -229,7 +229,7 @@ class _Search:
         different = {id(processor): processor for processor in chain.processors}
         self._bands = {key: _band(processor, self._ends) for key, processor in different.items()}
 
-    def pipeline(self, period: float) -> Pipeline | None:
+    def pipeline(self, period: float) -> PeriodicPipeline | None:
         """Return a pipeline that sustains a period, with the least V; None if there is none."""
         units, count = self._chain.bounds - 1, len(self._chain.processors)
         group, filled = np.ones(units + 1), np.full(units + 1, np.inf)

@@ -34,7 +34,7 @@ Kind = Literal["F", "B", "ahead", "back"]
 
 
 @dataclass(frozen=True)
-class Operation:
+class PeriodicOperation:
     """What is done to every micro-batch once.
 
     Attributes:
@@ -62,7 +62,7 @@ class Periodic:
     """
 
     period: float
-    operations: tuple[Operation, ...]
+    operations: tuple[PeriodicOperation, ...]
     starts: tuple[float, ...]
     shifts: tuple[int, ...]
 
@@ -80,24 +80,24 @@ def least_periodic(chain: Chain, allocation: Allocation) -> Periodic | None:
     return _Model(chain, allocation).solved()
 
 
-def operations_of(chain: Chain, allocation: Allocation) -> tuple[Operation, ...]:
+def operations_of(chain: Chain, allocation: Allocation) -> tuple[PeriodicOperation, ...]:
     """Return what is done to a micro-batch, in order: forward along the stages and back."""
     bounds = [*itertools.pairwise((0, *allocation.cuts, chain.bounds - 1))]
     forward, backward = [], []
     for s, (a, b) in enumerate(bounds):
         processor, owner = chain.processors[0], allocation.processors[s]
         forward_s = float(processor.forward_s[a, b])
-        forward.append(Operation("F", s, forward_s, owner))
-        backward.append(Operation("B", s, float(processor.load_s[a, b]) - forward_s, owner))
+        forward.append(PeriodicOperation("F", s, forward_s, owner))
+        backward.append(PeriodicOperation("B", s, float(processor.load_s[a, b]) - forward_s, owner))
         if s + 1 < len(bounds) and owner != allocation.processors[s + 1]:
             link = frozenset((owner, allocation.processors[s + 1]))
             half = float(chain.links[0][b]) / 2
-            forward.append(Operation("ahead", s, half, link))
-            backward.append(Operation("back", s, half, link))
+            forward.append(PeriodicOperation("ahead", s, half, link))
+            backward.append(PeriodicOperation("back", s, half, link))
     return (*forward, *_backward(backward))
 
 
-def _backward(operations: Sequence[Operation]) -> Iterator[Operation]:
+def _backward(operations: Sequence[PeriodicOperation]) -> Iterator[PeriodicOperation]:
     """Yield operations from the last stage to the first, a message to a stage before the stage's compute."""
     yield from sorted(operations, key=lambda o: (-o.stage, o.kind == "B"))
 

@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.candidate import Candidate
 from lightning_pipe.planner.candidates.cut_points import around, cuttable, worthwhile
 from lightning_pipe.planner.candidates.device_order import device_order
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts, row_s
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.systems.madpipe.madpipe_chain import chain_of
-from lightning_pipe.planner.systems.madpipe.madpipe_contiguous import Pipeline, best_pipeline, least_exceeding
+from lightning_pipe.planner.systems.madpipe.madpipe_contiguous import PeriodicPipeline, best_pipeline, least_exceeding
 
 _COARSE = 144  # positions over which everything is compared
 _FINE = 256  # positions around the cuts of the best
@@ -52,10 +52,10 @@ class _Candidate:
     seconds: float
     groups: tuple[tuple[int, ...], ...]
     microbatches: int
-    outline: Outline
+    outline: Candidate
 
 
-def madpipe(problem: Problem) -> list[Outline]:
+def madpipe(problem: Problem) -> list[Candidate]:
     """Return pipelines of equal groups with the least periods within memory, best first by their estimated seconds.
 
     Args:
@@ -138,7 +138,7 @@ class _Search:
     def _estimator(self, positions: Sequence[int]) -> Estimator:
         key = tuple(positions)
         if key not in self._estimators:
-            self._estimators[key] = Estimator(Segments(self._problem, key))
+            self._estimators[key] = Estimator(StageCostTable(self._problem, key))
         return self._estimators[key]
 
 
@@ -148,11 +148,11 @@ def _is_sliced(groups: Sequence[tuple[int, ...]]) -> bool:
 
 
 def _candidate(
-    estimator: Estimator, pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], microbatches: int
+    estimator: Estimator, pipeline: PeriodicPipeline, groups: tuple[tuple[int, ...], ...], microbatches: int
 ) -> _Candidate:
     cuts = tuple(int(estimator.segments.bounds[b]) for b in pipeline.cuts)
     row = estimator.row(cuts, groups, microbatches)
     made_anew = zip(row.backward, pipeline.dropped, row.forward, strict=True)
     row = replace(row, backward=tuple(backward + share * forward for backward, share, forward in made_anew))
     seconds = row_s(row, depths=pipeline.held, microbatches=microbatches)
-    return _Candidate(seconds, groups, microbatches, Outline(cuts, groups, microbatches, pipeline.held))
+    return _Candidate(seconds, groups, microbatches, Candidate(cuts, groups, microbatches, pipeline.held))

@@ -34,12 +34,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.planner.candidates.candidate import Outline
+from lightning_pipe.planner.candidates.candidate import Candidate
 from lightning_pipe.planner.candidates.cut_points import around, cuttable, worthwhile
 from lightning_pipe.planner.candidates.device_order import device_order
-from lightning_pipe.planner.estimates.block_costs import Blocks, DeviceRow, Pipeline, within_memory
+from lightning_pipe.planner.estimates.block_costs import BlockCosts, DeviceRow, RowSeconds, within_memory
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
-from lightning_pipe.planner.estimates.stage_costs import Segments
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.systems.spp.spp_partition import partitions, recut
 
@@ -66,7 +66,7 @@ _TRIES: tuple[tuple[tuple[Held, ...], bool], ...] = (  # until there is a partit
 )
 
 
-def pe_bound(pipeline: Pipeline, *, microbatches: int, depths: Sequence[int] | None = None) -> float:
+def pe_bound(pipeline: RowSeconds, *, microbatches: int, depths: Sequence[int] | None = None) -> float:
     """Return the seconds that a batch takes at most if executed in PE's order.
 
     PE regards S stages as J = 4S - 3 steps: computes and links forward, then backward, the last stage's F and B being
@@ -106,7 +106,7 @@ def pe_depths(stages: int, *, is_free: bool) -> tuple[int, ...]:
     return tuple(step * (stages - 1 - s) + 1 for s in range(stages))
 
 
-def spp(problem: Problem) -> list[Outline]:
+def spp(problem: Problem) -> list[Candidate]:
     """Return at most 8 outlines, those that seem to fit into memory first, then by PE's bound."""
     row = DeviceRow(problem.cluster, device_order(problem.cluster), most=_MOST_UNITS)
     most = max(_LEAST_POSITIONS, min(_MOST_POSITIONS, _POSITIONS_AND_UNITS // len(row)))
@@ -114,7 +114,7 @@ def spp(problem: Problem) -> list[Outline]:
     outlines = [draft.outline for draft in drafts]
     wishes = problem.wishes
     if wishes.warmup is not None or wishes.schedule not in (None, "1f1b"):
-        estimator = Estimator(Segments(problem, sorted({cut for outline in outlines for cut in outline.cuts})))
+        estimator = Estimator(StageCostTable(problem, sorted({cut for outline in outlines for cut in outline.cuts})))
         outlines = [estimator.outline(draft.cuts, draft.ranks, draft.microbatches)[0] for draft in outlines]
     return list(dict.fromkeys(outlines))
 
@@ -131,7 +131,7 @@ class _Draft:
         score: seconds of a batch by PE's bound.
     """
 
-    outline: Outline
+    outline: Candidate
     degrees: tuple[int, ...]
     sum_price: float
     fits: bool
@@ -155,7 +155,7 @@ class _Costs:
         is_bound: whether memory has forbidden anything.
     """
 
-    def __init__(self, blocks: Blocks, *, microbatches: int, sum_price: float, held: Held) -> None:
+    def __init__(self, blocks: BlockCosts, *, microbatches: int, sum_price: float, held: Held) -> None:
         self._blocks, self._microbatches, self._held = blocks, microbatches, held
         self._price = sum_price / microbatches
         self.is_bound = False
@@ -198,7 +198,7 @@ class _Search:
 
     def __init__(self, problem: Problem, row: DeviceRow, positions: Sequence[int]) -> None:
         self._problem, self._row = problem, row
-        self._segments = Segments(problem, positions)
+        self._segments = StageCostTable(problem, positions)
         self._estimator = Estimator(self._segments)
         self._allowed = cuttable(problem.graph, sliced=True)
 
@@ -246,7 +246,7 @@ class _Search:
                     break
 
     def _by_stages(
-        self, blocks: Blocks, costs: _Costs, *, microbatches: int, degrees: Sequence[int], price: float
+        self, blocks: BlockCosts, costs: _Costs, *, microbatches: int, degrees: Sequence[int], price: float
     ) -> Iterator[_Draft]:
         """Yield the best partition for every number of stages that may be worth it."""
         best = math.inf
@@ -259,18 +259,18 @@ class _Search:
             if (microbatches + 4 * x) * blocks.balanced_s() >= best:  # x + 1 stages cannot score better
                 return
 
-    def _blocks(self, segments: Segments, microbatches: int) -> Blocks:
-        return Blocks(segments, self._row, samples=self._problem.samples / microbatches)
+    def _blocks(self, segments: StageCostTable, microbatches: int) -> BlockCosts:
+        return BlockCosts(segments, self._row, samples=self._problem.samples / microbatches)
 
     def _draft(
-        self, estimator: Estimator, blocks: Blocks, bounds: Sequence[int], degrees: tuple[int, ...], price: float
+        self, estimator: Estimator, blocks: BlockCosts, bounds: Sequence[int], degrees: tuple[int, ...], price: float
     ) -> _Draft:
         pipeline = blocks.pipeline(bounds, degrees)
         cuts = tuple(int(estimator.segments.bounds[bound]) for bound in bounds)
         ranks = tuple(self._row.ranks(first, count) for first, count in _placed(degrees))
         microbatches = round(self._problem.samples / blocks.samples)
         wanted = pe_depths(len(ranks), is_free=not any(pipeline.links))
-        outline, missing = within_memory(estimator, Outline(cuts, ranks, microbatches, wanted))
+        outline, missing = within_memory(estimator, Candidate(cuts, ranks, microbatches, wanted))
         score = pe_bound(pipeline, microbatches=microbatches, depths=outline.depths)
         return _Draft(outline, degrees, price, missing <= 0, score)
 
@@ -293,7 +293,7 @@ class _Search:
         if not cuts:
             return draft
         near = [around(self._allowed, (cut,), most=_FINE // len(cuts)) for cut in cuts]
-        segments = Segments(self._problem, sorted({position for window in near for position in window}))
+        segments = StageCostTable(self._problem, sorted({position for window in near for position in window}))
         blocks = self._blocks(segments, microbatches)
         costs = _Costs(blocks, microbatches=microbatches, sum_price=draft.sum_price, held="pa")
         placed = _placed(draft.degrees)
