@@ -206,7 +206,8 @@ class BatchStandIn(Guarded, torch.Tensor):
 
 def vacate(parameter: nn.Parameter, name: str, *, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
     """Give up the memory and the gradient of a parameter that other ranks hold."""
-    form = torch.empty_like(parameter.detach(), device="meta")
+    form = torch.empty_like(form_of(parameter).detach(), device="meta")
+    occupy(parameter, None)
     parameter.grad = None
     absence = Absence(f"the parameter {name}", ranks, rank, device, form, type(parameter))
     parameter.data = torch.empty(0, dtype=parameter.dtype)

@@ -35,7 +35,6 @@ from lightning_pipe.lightning_names import (
     TrainerFn,
     pl,
     rank_zero_only,
-    rank_zero_warn,
 )
 from lightning_pipe.lightning_package import package_in_use
 from lightning_pipe.report import Comparison
@@ -61,6 +60,7 @@ from lightning_pipe.strategy.refusals import (
 )
 from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.start.building import building
 from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
 T = TypeVar("T")
@@ -492,12 +492,12 @@ class DappleStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create tensors on the device and with values: whether a checkpoint will give them some is not known yet."""
-        if empty_init:
-            rank_zero_warn(
-                "empty_init=True is ignored: parameters are initialised as usual. Without a checkpoint to load, "
-                "training would begin with whatever is in memory."
-            )
+        """Build a module without its values where they are made later: in configure_model, and by `empty_init=True`."""
+        configures = self._links is not None and self._session is None
+        if self.num_nodes * self.num_processes > 1 and (configures or empty_init):
+            with building():
+                yield
+            return
         with super().tensor_init_context(empty_init=False):
             yield
 

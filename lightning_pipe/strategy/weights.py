@@ -1,6 +1,6 @@
 """Where does each parameter live? On the ranks whose stages use it; elsewhere it is a stand-in without memory.
 
-    share()      every rank gets the values of rank 0, so that no seed is needed
+    share()      every rank gets the values of rank 0, so that no seed is needed; those that are made later, their origin
     place()      parameters that this rank does not need lose their memory and become stand-ins (`stand_ins`)
     whole()      on rank 0, for the time of a checkpoint, all current values are in the module
     everywhere() the same on every rank, for hooks that all ranks run
@@ -29,6 +29,9 @@ from lightning_pipe.core.sharding import owners
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.gradient_stand_ins import show_gradient
+from lightning_pipe.strategy.start import values
+from lightning_pipe.strategy.start.pending import Pending
+from lightning_pipe.strategy.start.room import too_large_to_run
 from lightning_pipe.strategy.stand_ins import Guarded, absent_buffer, form_of, occupy, unguarded, vacate
 
 
@@ -68,7 +71,9 @@ class Weights:
         """Copy parameters and buffers of rank 0 to every rank."""
         if self._control.ranks == 1:
             return
-        tensors: dict[str, torch.Tensor] = {**self._real, **dict(self._module.named_buffers())}
+        values.agree(self._real, self._control)
+        present = {name: parameter for name, parameter in self._real.items() if not isinstance(parameter, Pending)}
+        tensors: dict[str, torch.Tensor] = {**present, **dict(self._module.named_buffers())}
         for name, tensor in tensors.items():
             _assign(tensor, self._control.copy(_on_host(tensor), source=0, what=f"the initial value of {name}"))
 
@@ -99,6 +104,11 @@ class Weights:
         self._is_whole, self._device = False, device
         self._vacate(self._elsewhere())
         self._hide_buffers()
+
+    def too_large(self) -> str:
+        """Return why values that are made later are not all made on this rank for a while; "" if they may be."""
+        pending = values.pending_in(self._real)
+        return too_large_to_run(sum(parameter.nbytes for parameter in self._real.values())) if pending else ""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -148,6 +158,10 @@ class Weights:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Have every current value in the module of rank 0 inside; called on all ranks."""
+        if self._is_whole and self._control.rank == 0:
+            with values.made(self._real):
+                yield
+            return
         if self._is_whole or self._is_filled:
             yield
             return
@@ -180,6 +194,8 @@ class Weights:
 
         What is held here is itself, the rest are copies. So what all ranks write inside stays, where it is held.
         """
+        if self._is_whole:
+            values.make(self._real.values(), device=self._device)
         if self._is_whole or self._is_filled:
             yield
             return
@@ -214,15 +230,17 @@ class Weights:
     def forget(self) -> None:
         """Let stand-ins be the user's own parameters again, whatever they hold."""
         for parameter in self._real.values():
-            occupy(parameter, None)
+            if not isinstance(parameter, Pending):
+                occupy(parameter, None)
         self.buffers.show()
         self._is_whole = True
         self._owners = {}
 
     def move(self, device: torch.device) -> None:
-        """Move what is here to a device."""
+        """Move what is here to a device; what has no values yet gets them."""
         for name, parameter in self._real.items():
             if self.holds(name):
+                values.make([parameter], device=device)
                 parameter.data = parameter.data.to(device)
         self.buffers.show()
         moved = {id(buffer): buffer.to(device) for buffer in self._module.buffers()}
