@@ -61,6 +61,7 @@ from lightning_pipe.strategy.refusals import (
 from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
 from lightning_pipe.strategy.start.building import building
+from lightning_pipe.strategy.weights import Weights
 from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
 T = TypeVar("T")
@@ -118,6 +119,9 @@ class DappleStrategy(ParallelStrategy):
         trace: str | os.PathLike[str] | None = None,
         timeline_steps: int = 5,
         start_method: str = "popen",
+        weights: str | os.PathLike[str] | None = None,
+        save_distributed_checkpoint: bool = False,
+        restore: str = "auto",
         **unknown: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
@@ -437,8 +441,8 @@ class DappleStrategy(ParallelStrategy):
         if self._session is None:
             return self.lightning_module.state_dict()
         self._session.settle()
-        with self._session.weights.whole():
-            return self._session.weights.state_dict()
+        with self._reached_weights() as weights, weights.whole():
+            return weights.state_dict()
 
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[None]:
@@ -456,8 +460,17 @@ class DappleStrategy(ParallelStrategy):
             yield
             return
         self._session.settle()
-        with self._session.weights.everywhere():
+        with self._reached_weights() as weights, weights.everywhere():
             yield
+
+    @contextlib.contextmanager
+    def _reached_weights(self) -> Iterator[Weights]:
+        """Have weights inside that other ranks can be asked for, after the fit too."""
+        assert self._session is not None, "set up before"
+        with self._connected() as links:
+            if links is not None:
+                self._session.weights.reach(links.control)
+            yield self._session.weights
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of the gradients of all parameters, on every rank; called by hooks that all ranks run.

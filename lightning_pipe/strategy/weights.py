@@ -4,7 +4,7 @@
     place()      parameters that this rank does not need lose their memory and become stand-ins (`stand_ins`)
     whole()      on rank 0, for the time of a checkpoint, all current values are in the module
     everywhere() the same on every rank, for hooks that all ranks run
-    restore()    every rank gets its own parameters back, with their current values
+    restore()    ranks get all parameters back, with their current values
 
 A parameter has one canonical name, the first of its names. The parameter objects of the user are the same all the time,
 so whoever holds them sees the trained values, or a stand-in.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Weights:
         self._holders: dict[str, tuple[int, ...]] = {}
         self._owners: dict[str, int] = {}  # of parameters that several ranks hold, where these share optimizer state
         self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
-        self._is_whole = True
+        self._whole_on = frozenset(range(control.ranks))  # ranks that have all values
         self._is_filled = False  # every rank has all values for a while
         self._device = torch.device("cpu")
 
@@ -73,6 +73,10 @@ class Weights:
             return
         values.agree(self._real, self._control)
         present = {name: parameter for name, parameter in self._real.items() if not isinstance(parameter, Pending)}
+        self._holders = values.holders(self._real, self._control)
+        if self._holders:  # as the last fit has left them
+            self._whole_on = frozenset()
+            present = {name: parameter for name, parameter in present.items() if name not in self._holders}
         tensors: dict[str, torch.Tensor] = {**present, **dict(self._module.named_buffers())}
         for name, tensor in tensors.items():
             _assign(tensor, self._control.copy(_on_host(tensor), source=0, what=f"the initial value of {name}"))
@@ -96,19 +100,31 @@ class Weights:
                 if name in self.buffers:
                     self._moving[name] = tuple(sorted(layout.stages[program.stage]))
         # in model order, since values are exchanged in this order; a set's order differs from process to process
-        self._holders = {name: tuple(sorted(holders[name])) for name in self._real if name in holders}
+        before, self._holders = (
+            self._holders,
+            {name: tuple(sorted(holders[name])) for name in self._real if name in holders},
+        )
         if shard_optimizer:
             trained = {name for program in split.stages for name in program.gradients.values()}
             sizes = {name: self._real[name].nbytes * (name in trained) for name in self._holders}
             self._owners = owners(sizes, self._holders)
-        self._is_whole, self._device = False, device
+        self._whole_on, self._device = frozenset(), device
+        self._fetch(before)
         self._vacate(self._elsewhere())
         self._hide_buffers()
 
+    def reach(self, control: Control) -> None:
+        """Ask other ranks by these connections from now on."""
+        self._control = control
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._control.rank in self._whole_on
+
     def too_large(self) -> str:
-        """Return why values that are made later are not all made on this rank for a while; "" if they may be."""
-        pending = values.pending_in(self._real)
-        return too_large_to_run(sum(parameter.nbytes for parameter in self._real.values())) if pending else ""
+        """Return why all values are not brought to this rank for a while, where they are not there; "" if they may."""
+        is_here = self._is_whole and not values.pending_in(self._real)
+        return "" if is_here else too_large_to_run(sum(parameter.nbytes for parameter in self._real.values()))
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -162,7 +178,7 @@ class Weights:
             with values.made(self._real):
                 yield
             return
-        if self._is_whole or self._is_filled:
+        if 0 in self._whole_on or self._is_filled:
             yield
             return
         found: dict[str, torch.Tensor] = {}
@@ -194,9 +210,10 @@ class Weights:
 
         What is held here is itself, the rest are copies. So what all ranks write inside stays, where it is held.
         """
-        if self._is_whole:
+        is_whole = len(self._whole_on) == self._control.ranks
+        if is_whole:
             values.make(self._real.values(), device=self._device)
-        if self._is_whole or self._is_filled:
+        if is_whole or self._is_filled:
             yield
             return
         absent = self._elsewhere()
@@ -215,17 +232,29 @@ class Weights:
             self._vacate(absent)
             self._hide_buffers()
 
-    def restore(self) -> None:
-        """Give every rank all parameters and buffers with their current values; on all ranks together."""
-        if self._is_whole:
+    def restore(self, ranks: Collection[int]) -> None:
+        """Give these ranks (all of them, the first, or none) the current values of all parameters; on all together.
+
+        Every rank gets the buffers. Other ranks keep what they hold.
+        """
+        if len(self._whole_on) == self._control.ranks:
             return
-        for name, ranks in self._holders.items():
-            if len(ranks) < self._control.ranks:
+        for name, holders in self._holders.items():
+            if len(holders) == self._control.ranks or not ranks:
+                continue
+            if len(ranks) == 1:
+                value = self._brought(name, self._real[name], self.speaker(name))
+            else:
                 value = self.copied(name)
-                if not self.holds(name):
-                    occupy(self._real[name], value)
+            if not self.holds(name) and self._control.rank in ranks:
+                occupy(self._real[name], value)
         self._share_moving()
-        self.forget()
+        self.buffers.show()
+        self._whole_on, self._owners = frozenset(ranks), {}
+
+    def missing_bytes(self) -> int:
+        """Return the size of the parameters whose values are on other ranks."""
+        return sum(self._real[name].nbytes for name in self._elsewhere())
 
     def forget(self) -> None:
         """Let stand-ins be the user's own parameters again, whatever they hold."""
@@ -233,7 +262,7 @@ class Weights:
             if not isinstance(parameter, Pending):
                 occupy(parameter, None)
         self.buffers.show()
-        self._is_whole = True
+        self._whole_on = frozenset(range(self._control.ranks))
         self._owners = {}
 
     def move(self, device: torch.device) -> None:
@@ -279,6 +308,19 @@ class Weights:
         """Let the user's hooks see that no rank has gradients."""
         for name in self._elsewhere():
             self._real[name].grad = None
+
+    def _fetch(self, before: Mapping[str, tuple[int, ...]]) -> None:
+        """Get what this rank holds now, and what others held before."""
+        everyone = tuple(range(self._control.ranks))
+        for name, ranks in before.items():
+            wanted = self._holders.get(name, everyone)
+            if set(wanted) <= set(ranks):
+                continue
+            here = self._real[name]
+            value = _on_host(here) if self._control.rank in ranks else torch.empty(here.shape, dtype=here.dtype)
+            self._control.copy(value, source=ranks[0], what=f"the value of {name}")
+            if self._control.rank in wanted and self._control.rank not in ranks:
+                occupy(here, value)
 
     def _elsewhere(self) -> list[str]:
         return [name for name in self._real if not self.holds(name)]

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.control import Control
-from lightning_pipe.strategy.stand_ins import occupy
+from lightning_pipe.strategy.stand_ins import StandIn, occupy
 from lightning_pipe.strategy.start.pending import Pending, call_it, put_off
 from lightning_pipe.strategy.start.tape import Tape
 
@@ -46,6 +46,25 @@ def agree(parameters: Mapping[str, nn.Parameter], control: Control) -> None:
         )
     for tape, state in zip(tapes, states, strict=True):
         tape.begin_from(state)
+
+
+def holders(parameters: Mapping[str, nn.Parameter], control: Control) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that have the values of a parameter where others have none; on all ranks together.
+
+    Raises:
+        UnsupportedError: on every rank, if nobody has the values of a parameter.
+    """
+    here = [not isinstance(parameter, StandIn) or isinstance(parameter, Pending) for parameter in parameters.values()]
+    table = torch.zeros(control.ranks, len(here))
+    table[control.rank] = torch.tensor(here, dtype=torch.float32)
+    table = control.sum(table, what="which rank has the values of which parameters")
+    found = {name: tuple(table[:, n].nonzero().flatten().tolist()) for n, name in enumerate(parameters)}
+    if lost := [name for name, ranks in found.items() if not ranks]:
+        raise UnsupportedError(
+            f"No rank has the values of {lost[0]} any more (and of {len(lost) - 1} others), because the fit before this "
+            "one has failed. Build the module again, and resume from a checkpoint."
+        )
+    return {name: ranks for name, ranks in found.items() if len(ranks) < control.ranks}
 
 
 def make(parameters: Iterable[nn.Parameter], *, device: torch.device) -> None:
