@@ -4,7 +4,7 @@
     setup                refuse what cannot work, create optimizers, look at the first batch, capture, plan, place
     training_step        run the program of the batch: loss and gradients
     validation_step, ... run a forward-only program
-    teardown             every rank gets the whole trained module back
+    teardown             every rank gets the whole trained module back, where memory allows
 
 `optimizer.step`, hooks, callbacks, loggers and loops are Lightning's; see `loop` for the one that is ours.
 """
@@ -15,6 +15,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from lightning_pipe.lightning_names import (
     ClusterEnvironment,
     ParallelStrategy,
     Precision,
+    TorchCheckpointIO,
     TrainerFn,
     pl,
     rank_zero_only,
@@ -60,7 +62,10 @@ from lightning_pipe.strategy.refusals import (
 )
 from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.stand_ins import bare
 from lightning_pipe.strategy.start.building import building
+from lightning_pipe.strategy.start.commit import existing
+from lightning_pipe.strategy.start.saving import load, save_plain, save_sharded
 from lightning_pipe.strategy.weights import Weights
 from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
@@ -436,11 +441,13 @@ class DappleStrategy(ParallelStrategy):
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole module on rank 0; the same names elsewhere."""
+        """Return the state of the whole module on rank 0, the same names elsewhere; or each rank's part."""
         assert self.lightning_module is not None
         if self._session is None:
             return self.lightning_module.state_dict()
         self._session.settle()
+        if self.config.save_distributed_checkpoint:
+            return self._session.weights.state_dict()
         with self._reached_weights() as weights, weights.whole():
             return weights.state_dict()
 
@@ -493,7 +500,40 @@ class DappleStrategy(ParallelStrategy):
                 return super().optimizer_state(optimizer)
             self._session.settle()
             groups = self._session.groups[self.optimizers.index(optimizer)]
+            if self.config.save_distributed_checkpoint:
+                return groups.part(links.control.rank)
             return groups.gather(links.control)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint: rank 0 a file, or every rank its part of a directory; the one before is never lost."""
+        session = self._session
+        if session is not None and self.config.save_distributed_checkpoint:
+            with self._reached_weights() as weights:
+                control = weights.control
+                path = Path(control.broadcast(os.fspath(filepath), source=0, what="where the checkpoint is written"))
+                save_sharded(path, checkpoint, weights=weights, groups=session.groups, control=control)
+        elif self.is_global_zero and storage_options is None and self._writes_files(filepath):
+            save_plain(Path(filepath), checkpoint)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, file or directory; weights and optimizer states are read where they are needed."""
+        path = Path(checkpoint_path)
+        if "://" in os.fspath(checkpoint_path) or not existing(path).exists():
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)
+            return found
+        is_plain = self._writes_files(checkpoint_path)
+        return load(path, self.checkpoint_io, is_plain=is_plain, weights_only=weights_only)
+
+    def _writes_files(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether checkpoints are plain files of torch on this host."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in os.fspath(path)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the parameters that are here from those of all."""
@@ -554,7 +594,7 @@ class DappleStrategy(ParallelStrategy):
             self._watch.report(exception)
 
     def teardown(self) -> None:
-        """Give every rank the whole trained module, and let go of the others; whatever has happened."""
+        """Give ranks the whole trained module, as `restore` says, and let go of the others; whatever has happened."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._end_watch)
             undo.callback(self._disconnect)
@@ -562,7 +602,8 @@ class DappleStrategy(ParallelStrategy):
             if self._session is not None:
                 self._session.end(healthy=not self._failed)
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
-        with contextlib.suppress(*impossible):
+        module = self.lightning_module
+        with contextlib.suppress(*impossible), bare(module.parameters() if module is not None else ()):
             super().teardown()
 
     def _disconnect(self) -> None:

@@ -57,7 +57,8 @@ class Weights:
     def __init__(self, module: pl.LightningModule, control: Control) -> None:
         self._module = module
         self._control = control
-        self._real = {name: module.get_parameter(name) for name in dict.fromkeys(canonical_names(module).values())}
+        self._aliases = canonical_names(module)
+        self._real = {name: module.get_parameter(name) for name in dict.fromkeys(self._aliases.values())}
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
         self._holders: dict[str, tuple[int, ...]] = {}
@@ -118,6 +119,11 @@ class Weights:
         self._control = control
 
     @property
+    def control(self) -> Control:
+        """Return the connections to the other ranks."""
+        return self._control
+
+    @property
     def _is_whole(self) -> bool:
         return self._control.rank in self._whole_on
 
@@ -154,6 +160,14 @@ class Weights:
     def speaker(self, name: str) -> int:
         """Return the rank whose value of a parameter counts."""
         return self._holders[name][0] if name in self._holders else 0
+
+    def first_name(self, name: str) -> str:
+        """Return the canonical name of what hangs under a name."""
+        return self._aliases.get(name, name)
+
+    def saver(self, name: str) -> int:
+        """Return the rank that writes what hangs under a name, of a parameter, a buffer or something else."""
+        return self._moving[name][0] if name in self._moving else self.speaker(self.first_name(name))
 
     def owner(self, name: str) -> int:
         """Return the rank whose gradient and optimizer state of a parameter count."""
@@ -250,7 +264,9 @@ class Weights:
                 occupy(self._real[name], value)
         self._share_moving()
         self.buffers.show()
-        self._whole_on, self._owners = frozenset(ranks), {}
+        self._whole_on = frozenset(ranks)
+        if len(ranks) == self._control.ranks:
+            self._owners = {}
 
     def missing_bytes(self) -> int:
         """Return the size of the parameters whose values are on other ranks."""

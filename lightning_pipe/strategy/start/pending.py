@@ -18,6 +18,7 @@ from lightning_pipe.capture.torch_private import TorchDispatchMode, swap_content
 from lightning_pipe.errors import AbsentError
 from lightning_pipe.strategy.stand_ins import Absence, StandIn
 from lightning_pipe.strategy.start.tape import Tape
+from lightning_pipe.strategy.start.unread import Unread
 
 _WAY_OUT = "Do it in configure_model, where values are read at once; or in on_fit_start and later, where they are made"
 _HOST = torch.device("cpu")
@@ -56,6 +57,9 @@ class Pending(StandIn):
             return super().__torch_function__(func, types, args, kwargs)
         tape = first.absence.tape
         assert tape is not None, "given by `suspend`"
+        if name == "copy_" and isinstance(args[1], Unread) and args[1].shape == first.shape:
+            tape.load(first.absence.form, args[1].read)
+            return first
         forms = apply_to_collection((args, kwargs), Pending, lambda parameter: parameter.absence.form)
         with unguarded(), Recording(tape):
             func(*forms[0], **forms[1])

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.control import Control
 from lightning_pipe.strategy.start.commit import begin, commit, existing
+from lightning_pipe.strategy.start.unread import Unread
 
 REST = "meta.pt"
 MODEL = "model"
@@ -68,7 +69,7 @@ def is_sharded(path: Path) -> bool:
     return (existing(path) / ".metadata").is_file()
 
 
-class Directory(Mapping[str, "Unread"]):
+class Directory(Mapping[str, Unread]):
     """The tensors of a directory, each read when it is asked for.
 
     Args:
@@ -102,19 +103,6 @@ class Directory(Mapping[str, "Unread"]):
         return target[name]
 
 
-class Unread(torch.Tensor):
-    """A tensor whose values are in a file: on the meta device, until `read` is called."""
-
-    read: Any
-
-    @classmethod
-    def of(cls, size: Any, dtype: torch.dtype, read: Any) -> Unread:
-        """Return a tensor that `read` reads."""
-        tensor = torch.empty(size, dtype=dtype, device="meta").as_subclass(cls)
-        tensor.read = read
-        return tensor
-
-
 def load(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Return a checkpoint as Lightning knows it, with tensors that are not read yet.
 
@@ -122,39 +110,52 @@ def load(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
         UnsupportedError: if the directory was written by something else.
     """
     tensors = Directory(path)
-    options = {} if weights_only is None else {"weights_only": weights_only}
     if not (tensors.path / REST).is_file():
         raise UnsupportedError(
             f"{path} is a directory of torch.distributed.checkpoint without {REST}, so that nothing but tensors can be "
             f"read from it. Give it as DappleStrategy(weights={str(path)!r}) to start from its weights."
         )
-    rest: dict[str, Any] = torch.load(tensors.path / REST, map_location="cpu", **options)
+    rest: dict[str, Any] = torch.load(tensors.path / REST, map_location="cpu", weights_only=weights_only)
     ours = rest.pop(_OURS, None)
     if ours is None:
         raise UnsupportedError(
             f"{path} was written by another strategy. Make a plain file of it (python -m "
             "lightning.pytorch.utilities.consolidate_checkpoint), and resume from that."
         )
-    state = {name: tensors[f"{MODEL}.{first}"] for name, first in ours["names"].items()}
-    optimizers = [_optimizer(number, one, tensors) for number, one in enumerate(ours["optimizers"])]
-    return {**rest, "state_dict": state, **({"optimizer_states": optimizers} if optimizers else {})}
+    names, others = ours["names"], ours["others"]
+    unread = {first: tensors[f"{MODEL}.{first}"] for first in dict.fromkeys(names.values())}
+    state = {name: unread[names[name]] if name in names else others[name] for name in ours["order"]}
+    found: dict[str, Any] = {**rest, "state_dict": state}
+    if ours["optimizers"] is not None:
+        found["optimizer_states"] = [_optimizer(number, one, tensors) for number, one in enumerate(ours["optimizers"])]
+    return found
 
 
 def _optimizer(number: int, saved: dict[str, Any], tensors: Directory) -> dict[str, Any]:
     """Return the state dict of an optimizer."""
-    state = {key: dict(values) for key, values in saved["state"].items()}
-    for key, names in saved["tensors"].items():
-        state.setdefault(key, {}).update(
-            {name: tensors[f"optimizer_{number}.{saved['names'][key]}.{name}"] for name in names}
-        )
-    return {"state": state, **saved["rest"]}
+    state: dict[Any, Any] = {key: dict(values) for key, values in saved["state"].items()}
+    for key, written in saved.pop("written").items():
+        found = {name: tensors[f"{optimizer_part(number)}.{spelled}"] for name, spelled in written.items()}
+        state[key] = found[""] if "" in found else {**state[key], **found}
+    return {**saved, "state": dict(sorted(state.items(), key=lambda item: str(item[0]).zfill(12)))}
 
 
-def described(names: Mapping[str, str], optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+def optimizer_part(number: int) -> str:
+    """Return what the tensors of an optimizer are under."""
+    return f"optimizer_{number}"
+
+
+def described(
+    order: list[str], names: Mapping[str, str], others: Mapping[str, Any], optimizers: list[dict[str, Any]] | None
+) -> dict[str, Any]:
     """Return what `load` needs to know.
 
     Args:
-        names: names in the state dict -> under which they were written.
-        optimizers: see `strategy.optimizer.Groups.part`.
+        order: the keys of the state dict.
+        names: of its tensors -> under which they were written.
+        others: what else is in it.
+        optimizers: of each its state dict without tensors; "written" says where these are. None if none is saved.
     """
-    return {_OURS: {"version": 1, "names": dict(names), "optimizers": optimizers}}
+    return {
+        _OURS: {"version": 1, "order": order, "names": dict(names), "others": dict(others), "optimizers": optimizers}
+    }

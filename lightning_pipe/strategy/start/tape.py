@@ -91,7 +91,9 @@ class Act:
 
     def described(self) -> str:
         """Spell what every rank must have written down alike."""
-        return f"{self.operator} {self.args} {sorted(self.writes)} {self.makes} {self.state is not None}"
+        kinds = (Place, Given, Later)
+        args = apply_to_collection(self.args, kinds, lambda at: str(at) if isinstance(at, Place) else type(at).__name__)
+        return f"{self.operator} {args} {sorted(self.writes)} {self.makes} {self.state is not None}"
 
 
 @dataclass
@@ -146,9 +148,10 @@ class Tape:
 
     def load(self, tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
         """Let a tensor have the values that `read` returns, when it is made."""
-        place = self._place(tensor)
-        copy = torch.ops.aten.copy_.default
-        self._add(Act(copy, (place, Later(read)), {}, frozenset(), frozenset({place.storage})))
+        place, copy = self._place(tensor), torch.ops.aten.copy_.default
+        storages = frozenset({place.storage})
+        reads = frozenset() if self._fills(copy, tensor) else storages
+        self._add(Act(copy, (place, Later(read)), {}, reads, storages, (None,)))
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make tensors; those that share a storage share it."""
