@@ -41,19 +41,19 @@ from lightning_pipe import DappleStrategy
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.published import load_published
 from lightning_pipe.core.serial import from_yaml, save_yaml, to_yaml
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.errors import PipeError
-from lightning_pipe.planner.capacity import Largest, largest_batches
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.problem import EXECUTED, Problem, Wishes
+from lightning_pipe.planner.comparison.capacity import Largest, largest_batches
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.problem import EXECUTED, Constraints, Problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import places_of
-from lightning_pipe.profiler.operators import profile_capture
 from lightning_pipe.profiler.optimizer import counted_optimizer
+from lightning_pipe.profiler.timing.operators import profile_capture
+from lightning_pipe.profiles.published import load_published
 from lightning_pipe.runtime.memory import held_to, return_freed_memory, state_bytes
-from lightning_pipe.strategy.stand_ins import Guarded
+from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from lightning_pipe.units import format_bytes, format_seconds
 
 CPU = torch.device("cpu")
@@ -169,7 +169,7 @@ def _problem_of_gpt(
     profile = profile_capture(capture, device=CPU, sizes=sizes, cache=None, progress=False)
     profile = replace(profile, optimizer=counted_optimizer(module.configure_optimizers(), device=CPU))
     host = Host("here", (Device("cpu", limit),) * ranks, inside=Link(1e-4, 1e9), network=Link(1e-4, 1e9), swap=PCIE)
-    wishes = Wishes(microbatches=microbatches, replicas=(1,) * ranks)
+    wishes = Constraints(microbatches=microbatches, replicas=(1,) * ranks)
     return Problem(capture.graph, profile, Cluster((host,)), microbatches, wishes=wishes)
 
 
@@ -184,7 +184,7 @@ def bert(profile_path: str | None) -> None:
     graph, profile = load_published(profile_path, optimizer_state=2.0)
     for gigabytes in (40, 16):
         host = Host("h", (Device("A100", gigabytes * 10**9),) * 4, inside=NVLINK, network=NVLINK, swap=PCIE)
-        problem = Problem(graph, profile, Cluster((host,)), 8, wishes=Wishes(microbatches=8))
+        problem = Problem(graph, profile, Cluster((host,)), 8, wishes=Constraints(microbatches=8))
         print(f"\nBERT-32, {gigabytes} GB, 4 devices, 8 micro-batches, swap 12 GB/s")
         _print_reached(list(largest_batches(problem)))
 
@@ -388,7 +388,7 @@ def _any_problem(draw: random.Random) -> Problem:
         path = Path(folder) / "chain-pbs-4.txt"
         path.write_text("\n".join([*layers, *links]) + "\n", encoding="utf-8")
         graph, profile = load_published(path, optimizer_state=2.0)
-    wishes = Wishes(EXHAUSTIVE_COUNT, (1, 1), "1f1b", reliefs=frozenset(("recompute",)))
+    wishes = Constraints(EXHAUSTIVE_COUNT, (1, 1), "1f1b", reliefs=frozenset(("recompute",)))
 
     def asked(memory: int) -> Problem:
         host = Host("h", (Device("x", memory),) * 2, inside=NVLINK, network=NVLINK)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
@@ -26,13 +26,13 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.runtime.executor import Executor
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
-from lightning_pipe.strategy.rehearsal import ELEMENT_BYTES, chain_split, chain_traffic
+from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.strategy.plans.runtime_overhead import ELEMENT_BYTES, chain_split, chain_traffic
 
 CPU = torch.device("cpu")
 SAMPLES = 4  # per micro-batch
@@ -142,8 +142,8 @@ def chain_executor(layout: Layout, split: Split, transport: Transport) -> Execut
     return Executor(split, layout, state=State(parameters, {}, CPU), transport=transport)
 
 
-def chain_job(program: Program, bytes_per_sample: int) -> Job:
+def chain_job(program: Program, bytes_per_sample: int) -> BatchInput:
     """Return a batch of zeros for a program."""
     sizes = program.sizes
     batch = torch.zeros(sum(sizes), bytes_per_sample // ELEMENT_BYTES)
-    return Job((batch,), (True,), tuple(sum(sizes[:m]) for m in range(len(sizes))))
+    return BatchInput((batch,), (True,), tuple(sum(sizes[:m]) for m in range(len(sizes))))

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from lightning_pipe.core.program import Layout, Options, Order, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.schedule import SCHEDULES, order_of
-from lightning_pipe.schedule.chain import chain
+from lightning_pipe.schedule.construct.chain import chain
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import join_of
-from lightning_pipe.schedule.times import Times
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 FUSED, SPLIT, EQUAL = "fused", "split", "equal"
@@ -39,7 +39,7 @@ class Row:
     m: int
     chunks: int | None = None
     options: Options = field(default_factory=dict)
-    times: Times | None = None
+    times: ChainTimes | None = None
 
     @property
     def layout(self) -> Layout:

@@ -41,7 +41,7 @@ from benchmarks.ranks import run_ranks
 from lightning_pipe.core.program import Layout, Options, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report import step_seconds
-from lightning_pipe.runtime.groups import connect
+from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Handle

@@ -21,12 +21,12 @@ from benchmarks.replay import CPU, cuts_of, make_gpt
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.core.program import AnyCompute, Layout
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.units import format_seconds
 
 MICROBATCHES, STAGES, WARM_UP = 8, 3, 3
@@ -45,7 +45,7 @@ def batches(sizes: dict[str, int], samples: int) -> dict[int, Callable[[], float
     order = tuple(tuple(sorted(line, key=lambda c: (c.kind == "W") * (1 + c.stage))) for line in order)
     state = State(dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers()), CPU)
     executor = Executor(split, layout, state=state, transport=Hub().endpoint(0), loss=capture.record.loss)
-    job = Job((batch,), (True,), tuple(range(0, len(batch), samples)))
+    job = BatchInput((batch,), (True,), tuple(range(0, len(batch), samples)))
 
     def run_of(join: int) -> Callable[[], float]:
         program = verify(lower(order, layout=layout, sizes=microbatches, traffic=split.traffic, join=join))

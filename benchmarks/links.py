@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.fits import fit
 from benchmarks.two_hosts import NoNamespacesError, run_on_both, two_hosts
 from lightning_pipe import DappleStrategy
-from lightning_pipe.profiler.links import Handle, LinkFacts, probe_links
+from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, probe_links
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.units import format_rate, format_seconds
 
@@ -62,7 +62,7 @@ def plan() -> Planned | None:
     return Planned(strategy.plan.stages[1].at, strategy.plan.microbatches, step.predicted, step.measured)
 
 
-def _settle(handle: Handle, what: str) -> None:
+def _settle(handle: ProbeHandle, what: str) -> None:
     if not handle.wait(DEADLINE_S):
         raise TimeoutError(f"waited {DEADLINE_S} s for {what}")
 

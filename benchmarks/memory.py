@@ -41,28 +41,28 @@ from benchmarks.models import GPT, MODELS
 from benchmarks.ranks import run_ranks
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.allocations import Allocations, highest
-from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.policies import policies_of
-from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory.policies import policies_of
+from lightning_pipe.planner.problem import Constraints, Problem, counted_problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import places_of
 from lightning_pipe.report import step_seconds
 from lightning_pipe.runtime.activations.plain import FileHost
+from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.groups import connect
-from lightning_pipe.runtime.job import Job, Outcome
+from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import simulate
 from lightning_pipe.units import format_bytes, format_seconds
 
@@ -80,9 +80,9 @@ class Pipeline:
     split: Split
     modules: list[pl.LightningModule]
     executors: list[Executor]
-    job: Job
+    job: BatchInput
 
-    def step(self, **record: bool) -> list[Outcome]:
+    def step(self, **record: bool) -> list[ProgramResult]:
         """Run one batch; gradients begin at nothing."""
         for module in self.modules:
             module.zero_grad()
@@ -99,7 +99,7 @@ def captured(module: pl.LightningModule, tensors: Sequence[torch.Tensor]) -> Cap
 
 def problem_of(capture: Capture, ranks: int) -> Problem:
     problem = counted_problem(capture.graph, ranks=ranks, samples=BATCH)
-    return replace(problem, wishes=Wishes(MICROBATCHES, (1,) * ranks, "1f1b", "pa"))
+    return replace(problem, wishes=Constraints(MICROBATCHES, (1,) * ranks, "1f1b", "pa"))
 
 
 def plan_of(problem: Problem, *, recompute: float = 0.0, offload: float = 0.0) -> Plan:
@@ -131,7 +131,7 @@ def pipeline(
     sizes = microbatch_sizes(BATCH, MICROBATCHES)
     cut = (True,) * len(tensors)
     leaves, cut = capture.with_totals(list(tensors), cut=cut, sizes=sizes, buffers=states[0].buffers)
-    job = Job(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=1)
+    job = BatchInput(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=1)
     return Pipeline(capture, judged, split, modules, executors, job)
 
 
@@ -315,7 +315,7 @@ def resident(console: Console) -> None:
     table = Table("policy", "saved, simulated, after all forwards", "resident memory above that before the step")
     module, tensors = GPT(depth=8).train(), MODELS["gpt"].batch(BATCH)
     capture = captured(module, tensors)
-    problem = replace(problem_of(capture, ranks=1), wishes=Wishes(MICROBATCHES, (1,), "gpipe"))
+    problem = replace(problem_of(capture, ranks=1), wishes=Constraints(MICROBATCHES, (1,), "gpipe"))
     for name, share in (("keep all", 0.0), ("offload all", 1.0)):
         run = pipeline(module, tensors, capture, plan_of(problem, offload=share), problem)
         run.step()  # touches what stays

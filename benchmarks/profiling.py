@@ -38,11 +38,11 @@ from torch import nn
 from benchmarks.models import GPT, MODELS, Model, Trained
 from benchmarks.prediction import noise
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.stage import stage_works
-from lightning_pipe.profiler.operators import Operators, profile_capture
+from lightning_pipe.profiler.timing.operators import Operators, profile_capture
 from lightning_pipe.units import format_bytes, format_seconds
 
 CPU = torch.device("cpu")

@@ -31,18 +31,18 @@ import torch
 
 from benchmarks.prediction import noise
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.replay import Replay
-from lightning_pipe.capture.unit_trace import trace_units
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.units import format_seconds
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ class Stages:
         order = order_of("gpipe", layout=self._layout, microbatches=len(sizes))
         program = verify(lower(order, layout=self._layout, sizes=sizes, traffic=self._split.traffic))
         offsets = tuple(sum(sizes[:m]) for m in range(len(sizes)))
-        job = Job((batch,), (True,), offsets)
+        job = BatchInput((batch,), (True,), offsets)
 
         def run() -> float:
             self._module.zero_grad()

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.closed_forms import FORMS, Row, chain, deviations
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 DEVICES = range(2, 17)

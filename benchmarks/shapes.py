@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipe.capture import Request, capture_step, flatten
-from lightning_pipe.capture.lengths import changed_sizes
+from lightning_pipe.capture.graphs.lengths import changed_sizes
 
 _WIDTH, _HEADS, _WORDS, _SAMPLES = 64, 4, 100, 4
 

@@ -21,7 +21,7 @@ from lightning_pipe.errors import PipeError
 from lightning_pipe.report import plot_memory, plot_timeline
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -18,13 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import instead_of, schedule_advice, schedule_name
-from lightning_pipe.planner.problem import EXECUTED, Sharding, Wishes
+from lightning_pipe.planner.problem import EXECUTED, Constraints, Sharding
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
-from lightning_pipe.schedule.one_f_one_b import WARMUPS
-from lightning_pipe.schedule.options import hint
+from lightning_pipe.schedule.construct.options import hint
+from lightning_pipe.schedule.formats.text import format_order
+from lightning_pipe.schedule.formats.torch_csv import load_csv
+from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS
 from lightning_pipe.schedule.registry import SCHEDULES
-from lightning_pipe.schedule.text import format_order
-from lightning_pipe.schedule.torch_csv import load_csv
 from lightning_pipe.units import parse_bytes
 
 
@@ -161,7 +161,7 @@ class DappleConfig:
         return None if self.layout is None else tuple(int(count) for count in self.layout.split("-"))
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Constraints:
         """Return what a plan must keep to; a file of a schedule is read for it.
 
         Raises:
@@ -170,9 +170,9 @@ class DappleConfig:
         """
         if self.schedule is not None and _is_file(self.schedule):
             order = format_order(load_csv(self.schedule))
-            return Wishes(self.microbatches, order=order, reliefs=EXECUTED, shard_optimizer=self._sharding)
+            return Constraints(self.microbatches, order=order, reliefs=EXECUTED, shard_optimizer=self._sharding)
         schedule = "1f1b" if self.warmup is not None else self.schedule
-        wishes = Wishes(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
+        wishes = Constraints(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
         return replace(wishes, reliefs=EXECUTED, shard_optimizer=self._sharding)
 
     @property

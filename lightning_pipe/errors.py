@@ -25,7 +25,7 @@ class ProfileError(PipeError, ValueError):
 
 
 class ProgramError(PipeError, ValueError):
-    """Report a program (or its text) that breaks a law that `schedule.verify` checks."""
+    """Report a program (or its text) that breaks a law that `schedule.verification.verify` checks."""
 
 
 class CaptureError(PipeError):

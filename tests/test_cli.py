@@ -19,11 +19,11 @@ from lightning_pipe.cli.problem import problem_of
 from lightning_pipe.config import conf_dir
 from lightning_pipe.core.cluster_file import find_cluster
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.published import load_published
 from lightning_pipe.core.serial import load_yaml
-from lightning_pipe.planner.judge import judge
+from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import PLANNER_NAMES
+from lightning_pipe.profiles.published import load_published
 from lightning_pipe.units import format_bytes, format_seconds
 
 PROFILE = "".join(

@@ -14,7 +14,7 @@ from lightning_pipe.core.program import Compute
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report import draw
 from lightning_pipe.schedule import SCHEDULES
-from lightning_pipe.schedule.torch_csv import read_csv
+from lightning_pipe.schedule.formats.torch_csv import read_csv
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lightning_pipe.config import DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import _INSTEAD, schedule_name
-from lightning_pipe.planner.problem import EXECUTED, Wishes
+from lightning_pipe.planner.problem import EXECUTED, Constraints
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
@@ -114,8 +114,8 @@ def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig(layout="2-1").replicas == (2, 1)
     assert DappleConfig().replicas is None
     may = {"reliefs": EXECUTED, "shard_optimizer": "auto"}
-    assert DappleConfig(warmup="pb", layout="2-1").wishes == Wishes(None, (2, 1), "1f1b", "pb", **may)
-    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Wishes(4, schedule="gpipe", **may)
+    assert DappleConfig(warmup="pb", layout="2-1").wishes == Constraints(None, (2, 1), "1f1b", "pb", **may)
+    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Constraints(4, schedule="gpipe", **may)
     assert DappleConfig(post_validation=True).wishes.shard_optimizer == "off"
 
 

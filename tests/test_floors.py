@@ -4,13 +4,15 @@
     floor 4  strategy, above config
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
-    floor 1  core
+    floor 1  core, below profiles
     floor 0  errors, below units, collection and lightning_package
 
 Neighbours on a floor do not see each other. Imports hidden in functions count.
 """
 
 import ast
+import collections
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,7 @@ FLOORS = (
     {"errors"},
     {"units", "collection", "lightning_package", "foreign_names"},
     {"core", "lightning_names"},
+    {"profiles"},
     {"cost", "schedule", "simulator", "report", "capture"},
     {"planner", "profiler", "runtime"},
     {"config"},
@@ -39,6 +42,7 @@ PURE = {
     "lightning_package",
     "foreign_names",
     "core",
+    "profiles",
     "cost",
     "schedule",
     "simulator",
@@ -94,6 +98,47 @@ def imports_of(source: str, file: Path = PACKAGE / "__init__.py") -> Iterator[Im
 
 IMPORTS = [found for file in FILES for found in imports_of(file.read_text(encoding="utf-8"), file)]
 OWN = [found for found in IMPORTS if found.of == "lightning_pipe"]
+
+
+def test_no_folder_is_a_crowd():
+    """At most 15 modules in a folder, so that what one looks for is found by its topic."""
+    crowds = {
+        str(folder.relative_to(PACKAGE)): count
+        for folder in {file.parent for file in FILES}
+        if (count := sum(file.parent == folder for file in FILES)) > 15
+    }
+    assert not crowds, f"give them sub-packages by topic: {crowds}"
+
+
+def rooms_of(module: str) -> tuple[str, str]:
+    """Return the part of a module, and the sub-package of the part in which it lies; "" for its own files."""
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    folder = path if path.is_dir() else path.parent
+    part, *inner = (*folder.relative_to(PACKAGE).parts, "")
+    return part, ".".join(inner).strip(".")
+
+
+def test_sub_packages_import_each_other_in_one_direction():
+    arrows = collections.defaultdict(set)
+    for found in OWN:
+        here = rooms_of(".".join(("lightning_pipe", *found.file.relative_to(PACKAGE).with_suffix("").parts)))
+        there = rooms_of(found.module)
+        if here[0] == there[0] and here != there and here[1] and there[1]:
+            arrows[here].add(there)
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"sub-packages in a circle: {error.args[1]}")
+
+
+def test_no_two_public_classes_share_a_name():
+    places = collections.defaultdict(list)
+    for file in FILES:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(file.relative_to(PACKAGE)))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not twice, f"name them apart: {twice}"
 
 
 def test_every_part_has_a_floor():

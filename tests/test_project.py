@@ -30,7 +30,7 @@ from lightning_pipe.core.serial import from_yaml
 from lightning_pipe.report import draw
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ import pytest
 
 import lightning_pipe
 from benchmarks.two_hosts import CARD, NoNamespacesError, two_hosts
-from lightning_pipe.strategy import network_card
+from lightning_pipe.strategy.ranks import network_card
 from test_templates import PROJECT
 
 ROOT = Path(lightning_pipe.__file__).parent.parent

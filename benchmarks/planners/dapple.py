@@ -38,15 +38,15 @@ from lightning_pipe.core.cluster import NO_LINK, Cluster, PairLink
 from lightning_pipe.core.cluster_file import load_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.dapple import Ranked, ranked
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.memory.settle import fitted
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.settle import fitted
+from lightning_pipe.planner.systems.dapple.dapple_planner import Ranked, ranked
+from lightning_pipe.profiles.published import load_published
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT.parent / "shared" / "profiles" / "dapple_alibabapai"
@@ -105,7 +105,7 @@ PLENTY = 1 << 50  # bytes of memory
 def problem(model: Model, configuration: str) -> Problem:
     """Return one entry of the table."""
     graph, profile = read_profile(model)
-    return Problem(graph, profile, cluster(configuration), model.batch, wishes=Wishes(least_samples=model.slice))
+    return Problem(graph, profile, cluster(configuration), model.batch, wishes=Constraints(least_samples=model.slice))
 
 
 def read_profile(model: Model) -> tuple[Graph, Profile]:
@@ -184,11 +184,11 @@ def matches(published: str, found: Ranked) -> bool:
     return abs(int(wanted.split(":")[0]) - int(ours.split(":")[0])) <= 1
 
 
-def ratio(entry: Problem, outline: Outline) -> float:
+def ratio(entry: Problem, outline: Candidate) -> float:
     """Return the ACR: mean seconds of a link over mean seconds of a stage, forward and backward."""
     if not outline.cuts:
         return 0.0
-    row = Estimator(Segments(entry, outline.cuts)).row(outline.cuts, outline.ranks, outline.microbatches)
+    row = Estimator(StageCostTable(entry, outline.cuts)).row(outline.cuts, outline.ranks, outline.microbatches)
     return sum(row.links()) / len(row.links()) / (sum(row.loads()) / len(row.loads()))
 
 

@@ -4,7 +4,7 @@
 
 Two to eight layers in a chain, in some problems with skips; one to five devices of unequal speed on one or two hosts;
 links of every pair drawn at random; memory from too little to plenty. The best of all 1F1B pipelines is found by trying
-them (`planner.exhaustive`), so `auto` is asked for 1F1B too.
+them (`planner.portfolio.exhaustive`), so `auto` is asked for 1F1B too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import NamedTuple
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, PairLink
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.published_graph import graph_of, profile_of
-from lightning_pipe.core.published_layers import Layer, Layers, Output
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
+from lightning_pipe.profiles.published_graph import graph_of, profile_of
+from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers
 from lightning_pipe.units import format_seconds
 
 SAMPLES = 8
@@ -51,8 +51,8 @@ def random_problem(seed: int, size: Size = Size()) -> Problem:  # noqa: B008 - i
     devices = [
         Device("x", 1 << 40, draw.choice((1.0, 1.0, 1.0, 0.5, 2.0))) for _ in range(draw.randint(1, size.devices))
     ]
-    problem = Problem(graph, profile, _cluster(draw, devices), SAMPLES, wishes=Wishes(schedule="1f1b"))
-    whole = judge(Outline((), (tuple(range(len(devices))),), 1, (1,)).plan(problem), problem)
+    problem = Problem(graph, profile, _cluster(draw, devices), SAMPLES, wishes=Constraints(schedule="1f1b"))
+    whole = judge(Candidate((), (tuple(range(len(devices))),), 1, (1,)).plan(problem), problem)
     memory = round(max(whole.peak_bytes) * draw.choice((0.4, 0.6, 0.8, 1.0, 2.0)))
     return replace(problem, cluster=_with_memory(problem.cluster, memory))
 
@@ -64,7 +64,7 @@ def _model(draw: random.Random, count: int, share: float) -> tuple[Graph, Profil
         forward_s = draw.uniform(0.05, 1.0)
         readers = [k + 1] if k + 1 < count else []
         readers += [skips[k]] if k in skips else []
-        outputs = (Output(draw.choice((8.0, 80.0, 800.0)), tuple(readers)),) if readers else ()
+        outputs = (LayerOutput(draw.choice((8.0, 80.0, 800.0)), tuple(readers)),) if readers else ()
         weight = draw.choice((0, 100, 1000, 4000))
         layers.append(
             Layer(f"layer_{k}", "layer", forward_s, draw.uniform(1.0, 2.5) * forward_s, weight, outputs, 40.0)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.madpipe_chain import Chain, published_chain
-from lightning_pipe.planner.madpipe_contiguous import best_pipeline, stretched
 from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.systems.madpipe.madpipe_chain import Chain, published_chain
+from lightning_pipe.planner.systems.madpipe.madpipe_contiguous import best_pipeline, stretched
+from lightning_pipe.profiles.published import load_published
 
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles" / "pipedream_msr_fiddle"
 LINK = Link(latency_s=0.0, bytes_per_s=12e9)

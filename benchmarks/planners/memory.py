@@ -21,7 +21,7 @@ double it. What that means for numbers of devices:
                         counts what is kept between passes only (48 MB of a layer that is recomputed): by that count,
                         printed beside, 36 devices suffice
 
-Plans of a planner are relieved (`planner.activations`) at their own depths, at 1F1B's and at lower ones; the best by
+Plans of a planner are relieved (`fit_memory`) at their own depths, at 1F1B's and at lower ones; the best by
 the simulator counts. The shares of saved bytes that stages recompute are printed: they fall along the pipeline, as in
 the plans that vPipe (Zhao et al., TPDS 2022) published, since early stages hold more micro-batches. (By a few percent
 they may not: the first stage keeps inputs that others do not have. Nor where all hold one micro-batch.)
@@ -35,20 +35,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.activations import relieve
-from lightning_pipe.planner.dapple import dapple
-from lightning_pipe.planner.dawnpiper import dawnpiper
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem, Relief, Wishes
-from lightning_pipe.planner.resolve import resolve_reliefs
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.resolve import resolve_reliefs
+from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.problem import Constraints, Problem, Relief
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
+from lightning_pipe.planner.systems.dawnpiper import dawnpiper
+from lightning_pipe.profiles.published import load_published
 
 PROFILE = Path(__file__).parents[3] / "shared" / "profiles" / "piper_msr_fiddle" / "bert32a100.json"
 LINK = Link(latency_s=5e-6, bytes_per_s=25e9)
 SAMPLES = 32
 SETTINGS = ((8, 8), (4, 8), (2, 20), (2, 36), (1, 36))  # gigabytes, devices
-PLANNERS: dict[str, Callable[[Problem], list[Outline]]] = {"dapple": dapple, "dawnpiper": dawnpiper}
+PLANNERS: dict[str, Callable[[Problem], list[Candidate]]] = {"dapple": dapple, "dawnpiper": dawnpiper}
 REMADE_GB = 0.9  # stash and gradients of one layer, and messages: what is there while a layer is made anew
 _OUTLINES = 2  # of each planner
 _UNEVEN = 0.05  # of what a stage would save
@@ -73,7 +73,7 @@ def problem(gigabytes: float, devices: int, *reliefs: Relief) -> Problem:
     """Return the problem of a batch on so many devices with so much memory."""
     graph, profile = load_published(PROFILE, optimizer_state=0.0)
     host = Host("host", (Device("A100", round(gigabytes * 1e9)),) * devices, inside=LINK, network=LINK)
-    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Wishes(reliefs=frozenset(reliefs)))
+    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Constraints(reliefs=frozenset(reliefs)))
 
 
 def best(asked: Problem, planner: str) -> Found:
@@ -90,7 +90,7 @@ def best(asked: Problem, planner: str) -> Found:
     return Found(least, least.overflow(asked.cluster), tuple(shares(asked, least)))
 
 
-def tried_depths(outline: Outline) -> list[tuple[int, ...]]:
+def tried_depths(outline: Candidate) -> list[tuple[int, ...]]:
     """Return the depths of an outline, those of 1F1B, and these with fewer and fewer in flight; the deepest first."""
     stages = len(outline.ranks)
     most = [stages // 2**k for k in range(stages.bit_length())]

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.pipedream import SteadyPlan, steady_plans
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.systems.pipedream import SteadyPlan, steady_plans
+from lightning_pipe.profiles.published import load_published
 
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles" / "pipedream_msr_fiddle"
 GIGABIT = 1e9 / 8  # bytes
@@ -100,7 +100,7 @@ def _best(problem: Problem, view: str) -> SteadyPlan:
 
 def data_parallel_s(problem: Problem) -> float:
     """Return the seconds of a mini-batch on all devices: T^2 of the whole model, whose T^1 is that of one host."""
-    segments, hosts = Segments(problem, []), problem.cluster.hosts
+    segments, hosts = StageCostTable(problem, []), problem.cluster.hosts
     alone = float(sum(times.all(problem.samples)[0, 1] for times in (segments.forward_s, segments.backward_s)))
     weights, devices = float(segments.trained_bytes[0, 1]), len(hosts[0].devices)
     inside = max(alone, 2 * (devices - 1) * weights / INSIDE) / devices

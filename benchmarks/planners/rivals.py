@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planners.exhaustive import SAME, Size, random_problem
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.judge import Judged
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.evaluation.evaluate import Judged
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import PLANNERS, propose
 
 SIZE = Size(layers=10, devices=6, skips=0.3)
@@ -50,7 +50,7 @@ class Verdict:
 
 def any_problem(seed: int, size: Size = SIZE) -> Problem:
     """Return a random problem without wishes."""
-    return replace(random_problem(seed, size), wishes=Wishes())
+    return replace(random_problem(seed, size), wishes=Constraints())
 
 
 def verdict(seed: int, size: Size = SIZE) -> Verdict:

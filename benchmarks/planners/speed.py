@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published_graph import graph_of, profile_of
-from lightning_pipe.core.published_layers import Layer, Layers, Output
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.auto import Planner
+from lightning_pipe.planner.portfolio.auto import Planner
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import PLANNERS, propose
+from lightning_pipe.profiles.published_graph import graph_of, profile_of
+from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers
 from lightning_pipe.units import format_seconds
 
 SIZES = ((250, 64), (500, 64), (1000, 8), (1000, 64), (1000, 256), (1000, 1024))  # nodes, devices
@@ -38,7 +38,7 @@ def problem(nodes: int, devices: int, *, parameters: int = PARAMETERS) -> Proble
     layers = []
     for k in range(nodes):
         seconds = draw.uniform(1e-5, 1e-4)
-        outputs = (Output(draw.choice((1e3, 1e4, 1e5)), (k + 1,)),) if k + 1 < nodes else ()
+        outputs = (LayerOutput(draw.choice((1e3, 1e4, 1e5)), (k + 1,)),) if k + 1 < nodes else ()
         layers.append(Layer(f"layer_{k}", "layer", seconds, 2 * seconds, parameters, outputs, 1e5))
     known, name = Layers(tuple(layers), 1), "chain"
     graph = graph_of(known, fingerprint=name)

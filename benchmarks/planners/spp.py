@@ -18,17 +18,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planners.dapple import CONFIGURATIONS, MODELS, problem
-from lightning_pipe.planner.blocks import Blocks, DeviceRow
-from lightning_pipe.planner.dapple import dapple
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.pipedream import pipedream
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.estimates.block_costs import BlockCosts, DeviceRow
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.memory.settle import fitted
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.settle import fitted
-from lightning_pipe.planner.spp import pe_bound, spp
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
+from lightning_pipe.planner.systems.pipedream import pipedream
+from lightning_pipe.planner.systems.spp.spp_planner import pe_bound, spp
 
-OTHERS: dict[str, Callable[[Problem], list[Outline]]] = {"pipedream": pipedream, "dapple": dapple}
+OTHERS: dict[str, Callable[[Problem], list[Candidate]]] = {"pipedream": pipedream, "dapple": dapple}
 
 
 def lines(names: Sequence[str], configurations: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -48,10 +48,10 @@ def lines(names: Sequence[str], configurations: Sequence[str]) -> Iterator[tuple
             yield tuple(cells)
 
 
-def bound_s(asked: Problem, outline: Outline) -> float:
+def bound_s(asked: Problem, outline: Candidate) -> float:
     """Return PE's bound of an outline."""
     row = DeviceRow(asked.cluster, [rank for group in outline.ranks for rank in group], most=asked.cluster.ranks)
-    blocks = Blocks(Segments(asked, outline.cuts), row, samples=asked.samples / outline.microbatches)
+    blocks = BlockCosts(StageCostTable(asked, outline.cuts), row, samples=asked.samples / outline.microbatches)
     pipeline = blocks.pipeline(range(1, len(outline.ranks)), [len(group) for group in outline.ranks])
     return pe_bound(pipeline, microbatches=outline.microbatches)
 

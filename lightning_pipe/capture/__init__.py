@@ -5,9 +5,10 @@ capture = capture_step(Request(module, "training_step", structure, samples=4))
 split = capture.split((17, 40))      # three stages
 """
 
-from lightning_pipe.capture.batch import Structure, flatten
-from lightning_pipe.capture.capture import Capture, canonical_names, capture_step
-from lightning_pipe.capture.trace import Request, real_answers
+from lightning_pipe.capture.capture import Capture, capture_step
+from lightning_pipe.capture.graphs.trace import Request, real_answers
+from lightning_pipe.capture.steps.batch import Structure, flatten
+from lightning_pipe.capture.steps.module_tables import canonical_names
 
 __all__ = [
     "Capture",

@@ -29,7 +29,7 @@ _SILENT = "99"  # above all levels of torch's profiler, which else prints lines 
 log = logging.getLogger(__name__)
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Bytes that were allocated (positive) or released (negative) at a time, in nanoseconds."""
 
     time_ns: int
@@ -50,7 +50,7 @@ class Allocations:
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         self._profile = profile(use_cpu=True, profile_memory=True)
         self.failed = False
-        self.changes: tuple[Change, ...] = ()
+        self.changes: tuple[MemoryChange, ...] = ()
         self.spans: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Allocations:
@@ -68,12 +68,12 @@ class Allocations:
             self.failed, self.changes, self.spans = True, (), {}
 
     def _read(self) -> None:
-        changes: list[Change] = []
+        changes: list[MemoryChange] = []
         for event in recorded_events(self._profile):
             if event.name.startswith(_SPAN):
                 self.spans[event.name.removeprefix(_SPAN)] = (event.start_ns, event.end_ns)
             elif event.host_bytes:
-                changes.append(Change(event.start_ns, event.host_bytes))
+                changes.append(MemoryChange(event.start_ns, event.host_bytes))
         self.changes = tuple(sorted(changes, key=itemgetter(0)))  # of the same time: in the order of their report
 
 
@@ -84,7 +84,7 @@ def span(name: str) -> Iterator[None]:
         yield
 
 
-def highest(changes: Iterable[Change]) -> int:
+def highest(changes: Iterable[MemoryChange]) -> int:
     """Return by how many bytes memory rises above what it is before these changes, at most."""
     return max(accumulate((change.bytes for change in changes), initial=0))
 

@@ -17,31 +17,31 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from lightning_pipe.capture.assign import Kinds, classify, moved, uncuttable, unsliceable
-from lightning_pipe.capture.fingerprint import fingerprint, spelled
-from lightning_pipe.capture.flow import BATCH_STATISTICS, Flow, follow, size_function
-from lightning_pipe.capture.gradient_nodes import split_input_and_weight_gradients, with_own_gradients
-from lightning_pipe.capture.hazards import hazard
-from lightning_pipe.capture.joining import joining
-from lightning_pipe.capture.joint import JointGraph
-from lightning_pipe.capture.lengths import at_lengths
-from lightning_pipe.capture.numbers import calls_of_samples, numbers_said, of_samples
-from lightning_pipe.capture.operations import operations_of, tensors_of
-from lightning_pipe.capture.python_places import Slot
-from lightning_pipe.capture.record import StepRecord
-from lightning_pipe.capture.sizes import Sizes
-from lightning_pipe.capture.split import Splitter
-from lightning_pipe.capture.stage_program import NOT_HELD, Split
-from lightning_pipe.capture.terms import with_one_kind_of_term
-from lightning_pipe.capture.totals import combined_totals, totals_of, with_totals
-from lightning_pipe.capture.trace import Request, trace
-from lightning_pipe.capture.tracked_number import Situation
-from lightning_pipe.capture.variants import Variants, is_fixed
-from lightning_pipe.capture.witness import testimony
+from lightning_pipe.capture.graphs.fingerprint import fingerprint, spelled
+from lightning_pipe.capture.graphs.gradient_nodes import split_input_and_weight_gradients, with_own_gradients
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.lengths import at_lengths
+from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.graphs.trace import Request, trace
+from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.graphs.variants import Variants, is_fixed
+from lightning_pipe.capture.graphs.witness import testimony
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.stages.assign import Kinds, classify, moved, uncuttable, unsliceable
+from lightning_pipe.capture.stages.batched_weight_grad import joining
+from lightning_pipe.capture.stages.denominator_totals import combined_totals, totals_of, with_totals
+from lightning_pipe.capture.stages.loss_terms import with_one_kind_of_term
+from lightning_pipe.capture.stages.operations import operations_of, tensors_of
+from lightning_pipe.capture.stages.split import Splitter
+from lightning_pipe.capture.steps.hazards import hazard
+from lightning_pipe.capture.steps.module_tables import canonical_names
+from lightning_pipe.capture.steps.numbers import calls_of_samples, numbers_said, of_samples
+from lightning_pipe.capture.steps.record import StepRecord
+from lightning_pipe.capture.steps.stage_program import NOT_HELD, Split
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import pl
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,11 @@ class Capture:
         return self.joint.guards.broken(situation)
 
     def testimony(self, request: Request) -> str:
-        """Return "" if the step's Python does now what it did when it was captured (`capture.witness`), else what."""
+        """Return "" if the step's Python does now what it did when it was captured (`witness`), else what."""
         lengths = frozenset[tuple[int, int]]() if self.general is None else frozenset(self.general.lengths)
         return testimony(replace(request, symbolic=self.variants is None, lengths=lengths), self.joint)
 
-    def varying(self) -> tuple[Slot, ...]:
+    def varying(self) -> tuple[Place, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
         return self.joint.guards.varying()
 
@@ -287,12 +287,6 @@ def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> Join
     calls = tuple(calls_of_samples([one.calls for one in records], counts))
     returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
     return replace(joint, record=replace(record, calls=calls, returned=returned))
-
-
-def canonical_names(module: pl.LightningModule) -> dict[str, str]:
-    """Map every parameter name to the first name of the same parameter."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str]) -> Graph:

@@ -23,14 +23,14 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
-from lightning_pipe.planner.alternatives import alternatives
-from lightning_pipe.planner.judge import Judged, judge, unfolded
-from lightning_pipe.planner.pages import page_of, stages_table
+from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.comparison.pages import page_of, stages_table
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge, unfolded
+from lightning_pipe.planner.evaluation.resolve import check_weights
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import check_weights
 from lightning_pipe.report import chrome_trace, explain, html_page, plot_memory, plot_timeline
-from lightning_pipe.strategy.planning import check_samples
+from lightning_pipe.strategy.plans.planning import check_samples
 from lightning_pipe.units import format_bytes, format_seconds
 
 

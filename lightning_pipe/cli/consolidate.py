@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_pipe.strategy.start.consolidate import consolidate
+from lightning_pipe.strategy.checkpoints.consolidate import consolidate
 from lightning_pipe.units import format_bytes, format_seconds
 
 

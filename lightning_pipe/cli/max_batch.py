@@ -12,8 +12,8 @@ from lightning_pipe.cli.options import StepOptions, check_names, option
 from lightning_pipe.cli.problem import problem_of
 from lightning_pipe.core.cluster import NO_SWAP, Cluster, Link
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.planner.capacity import POLICIES, Largest, deepest_models, largest_batches
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.comparison.capacity import POLICIES, Largest, deepest_models, largest_batches
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.report.table import text_of
 from lightning_pipe.units import format_bytes, format_seconds, parse_rate
@@ -83,7 +83,7 @@ def _as_deep(options: MaxBatchOptions, depth: int) -> MaxBatchOptions:
 def _problem(options: MaxBatchOptions) -> Problem:
     problem = problem_of(options)
     cluster = problem.cluster if options.swap is None else _swapping(problem.cluster, parse_rate(options.swap))
-    return replace(problem, cluster=cluster, wishes=Wishes(microbatches=options.microbatches))
+    return replace(problem, cluster=cluster, wishes=Constraints(microbatches=options.microbatches))
 
 
 def _swapping(cluster: Cluster, bytes_per_s: float) -> Cluster:

@@ -28,8 +28,8 @@ from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError
 from lightning_pipe.lightning_names import is_overridden, pl
-from lightning_pipe.profiler.operators import profile_capture
-from lightning_pipe.schedule.options import hint
+from lightning_pipe.profiler.timing.operators import profile_capture
+from lightning_pipe.schedule.construct.options import hint
 
 SHIPPED = {f"gpt-{size}": f"lightning_pipe.examples.gpt:gpt_{size}" for size in ("125m", "1b3", "13b", "175b")}
 _MOST_PER_RANK = 8  # micro-batches per rank for which operations are timed

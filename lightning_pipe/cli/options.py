@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_pipe.config import DappleConfig, read_config
-from lightning_pipe.core.published import ADAM_STATE
 from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.planner.problem import Relief, Wishes
+from lightning_pipe.planner.problem import Constraints, Relief
 from lightning_pipe.planner.registry import PLANNER_NAMES
-from lightning_pipe.schedule.options import hint
+from lightning_pipe.profiles.published import ADAM_STATE
+from lightning_pipe.schedule.construct.options import hint
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -90,9 +90,9 @@ class StepOptions:
         return read_config({name: value for name, value in shared.items() if value is not None})
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Constraints:
         """Return what a plan must keep to."""
-        return Wishes()
+        return Constraints()
 
 
 _OF_MODELS = ("model_args", "batch", "batch_dim", "costs", "cache")
@@ -128,7 +128,7 @@ class WishedOptions(StepOptions):
         check_names("reliefs", self.reliefs, get_args(Relief))
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Constraints:
         """Return what a plan must keep to."""
         reliefs: frozenset[Any] = frozenset(self.reliefs)
         return replace(self.config.wishes, least_samples=self.least_samples, reliefs=reliefs)

@@ -16,9 +16,9 @@ from lightning_pipe.core.cluster import Cluster, limited
 from lightning_pipe.core.cluster_file import find_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import OptimizerProfile, Profile
-from lightning_pipe.core.published import load_published
 from lightning_pipe.cost.counted import counted_on
 from lightning_pipe.planner.problem import Problem, nominal_cluster
+from lightning_pipe.profiles.published import load_published
 
 
 def problem_of(options: StepOptions) -> Problem:

@@ -25,18 +25,18 @@ from lightning_pipe.errors import ConfigError, PipeError
 from lightning_pipe.report import draw, mean_bubble
 from lightning_pipe.report.table import text_of
 from lightning_pipe.schedule import SCHEDULES, order_of
-from lightning_pipe.schedule.chain import chain
-from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import join_of
-from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.torch_csv import (
+from lightning_pipe.schedule.construct.chain import chain
+from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
+from lightning_pipe.schedule.formats.torch_csv import (
     layout_of,
     load_csv,
     microbatches_of,
     write_csv,
     write_csv_with_communication,
 )
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import join_of
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, period, simulate
 from lightning_pipe.units import counted_noun, format_share
 
@@ -204,7 +204,7 @@ def _prices(layout: Layout, options: SchedulesOptions) -> UnitPrices:
     return UnitPrices(options.forward / parts, options.input / parts, options.weight / parts, latency=options.message)
 
 
-def _times(layout: Layout, prices: UnitPrices) -> Times:
+def _times(layout: Layout, prices: UnitPrices) -> ChainTimes:
     """Return what a schedule that looks at times sees."""
     stages = len(layout.stages)
     links = tuple(0.0 if one == other else prices.latency for one, other in pairwise(layout.stages))

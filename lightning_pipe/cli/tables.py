@@ -9,7 +9,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_pipe.planner.judge import Judged
+from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.table import WIDTH, text_of
 from lightning_pipe.units import format_bytes, format_seconds, format_share, numbers_text

@@ -2,7 +2,7 @@
 
 A plan is a small YAML file (`core.serial`): printed, saved, edited, reused. A stage begins `at` a forward node of the
 captured graph (`addmm_7`) or at the first node of a module (`model.blocks.3`); both are resolved against the graph by
-`planner.resolve`. Stage 0 begins at the start of the graph and says `at: ""`.
+`planner.evaluation.resolve`. Stage 0 begins at the start of the graph and says `at: ""`.
 """
 
 from __future__ import annotations

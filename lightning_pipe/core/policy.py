@@ -1,6 +1,6 @@
 """The activation policy of a stage as the names of one captured graph: what its backward runs again, what is offloaded.
 
-A plan names places (`core.plan`); `planner.policies` turns them into this, and `capture` into functions.
+A plan names places (`core.plan`); `planner.memory.policies` turns them into this, and `capture` into functions.
 """
 
 from __future__ import annotations

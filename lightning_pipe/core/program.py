@@ -2,7 +2,7 @@
 
 A program is one list of instructions per rank. An instruction is a frozen dataclass with only the fields it has; its
 `str()` is the notation of torch.distributed.pipelining (`2F0`, `1SEND_F3`) where that exists, and
-`lightning_pipe.schedule.text.parse` is its inverse.
+`lightning_pipe.schedule.formats.text.parse` is its inverse.
 
 Legend: s stage, m micro-batch, r rank. Samples are counted within one micro-batch: `Samples(0, 2)` are its first two.
 """
@@ -309,7 +309,7 @@ class Program:
 
 @dataclass(frozen=True)
 class VerifiedProgram(Program):
-    """A program that `schedule.verify.verify` has proved; simulator and executor accept nothing else."""
+    """A program that `schedule.verification.verify.verify` has proved; simulator and executor accept nothing else."""
 
 
 Options: TypeAlias = Mapping[str, int | str]

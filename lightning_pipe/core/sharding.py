@@ -2,7 +2,7 @@
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020), stage 1,
 "P_os". There every parameter is cut into equal flat parts; here whole parameters are dealt out, so that any optimizer
-that steps each parameter by itself (`strategy.separable`) steps it as it would without, to the last bit. What that
+that steps each parameter by itself (`separable`) steps it as it would without, to the last bit. What that
 costs is balance: an owner may have up to one parameter more than its share.
 
     dealt     largest parameters first, each to the holder that has least so far (Graham 1969, LPT)

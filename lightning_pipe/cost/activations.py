@@ -25,7 +25,7 @@ from functools import cached_property
 
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.cost.stage import HalfWork, StageWork
-from lightning_pipe.cost.tables import Tables
+from lightning_pipe.cost.tables import GraphArrays
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ KEEP = Reliefs(frozenset(), frozenset())
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SavedMemory:
     """A memory that a stage saves.
 
     Attributes:
@@ -60,7 +60,7 @@ class Candidate:
     is_remakeable: bool
 
 
-def candidates(graph: Graph, work: StageWork) -> tuple[Candidate, ...]:
+def candidates(graph: Graph, work: StageWork) -> tuple[SavedMemory, ...]:
     """Return what a stage saves, in order, and what can be recomputed of it.
 
     Args:
@@ -69,7 +69,7 @@ def candidates(graph: Graph, work: StageWork) -> tuple[Candidate, ...]:
     """
     remakeable = Memories(graph, work).remakeable
     found = ((m, graph.tensors[m]) for m in work.saved)
-    return tuple(Candidate(m, t.bytes_per_sample, t.fixed_bytes, m in remakeable) for m, t in found)
+    return tuple(SavedMemory(m, t.bytes_per_sample, t.fixed_bytes, m in remakeable) for m, t in found)
 
 
 def checkpointed(graph: Graph, work: StageWork) -> frozenset[int]:
@@ -92,7 +92,7 @@ def checkpointed(graph: Graph, work: StageWork) -> frozenset[int]:
     return frozenset(memory for memory, calls in seen.items() if len(calls) == 1 and calls != {-1})
 
 
-def relieved(tables: Tables, work: StageWork, reliefs: Reliefs) -> StageWork:
+def relieved(tables: GraphArrays, work: StageWork, reliefs: Reliefs) -> StageWork:
     """Return what a stage runs and holds when it recomputes; what cannot be recomputed stays kept.
 
     F runs what it ran; it drops more.
@@ -168,7 +168,7 @@ class Memories:
 class _Relieved:
     """One stage that drops some memories, all of which can be made anew."""
 
-    def __init__(self, tables: Tables, memories: Memories, dropped: frozenset[int]) -> None:
+    def __init__(self, tables: GraphArrays, memories: Memories, dropped: frozenset[int]) -> None:
         self._tables, self._memories, self._dropped = tables, memories, dropped
         self._before, self._operations, self._tensors = memories.work, tables.graph.operations, tables.graph.tensors
         self._there = memories.there - dropped

@@ -107,7 +107,7 @@ def flows(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int,
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ConcurrentFlows:
     """Flows that start together.
 
     Attributes:
@@ -123,12 +123,12 @@ class Exchange:
         return max((link.seconds(count / self.flows) for link in self.links), default=0.0)
 
 
-def exchange_of(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> Exchange:
+def exchange_of(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> ConcurrentFlows:
     """Return the exchange over all pairs."""
     shared = flows(cluster, pairs)
     ways = ((pair, shared[pair]) for pair in _unlike(cluster, pairs))
     links = dict.fromkeys(_shared(cluster, *pair, out=out, into=into) for pair, (out, into) in ways)
-    return Exchange(len(pairs), tuple(links))
+    return ConcurrentFlows(len(pairs), tuple(links))
 
 
 def _unlike(cluster: Cluster, pairs: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
@@ -173,7 +173,7 @@ class Rings:
 class AllReduce:
     """The ways to sum among some ranks, of which the quickest is taken: by rings, or as it was measured."""
 
-    ways: tuple[Rings | Exchange, ...]
+    ways: tuple[Rings | ConcurrentFlows, ...]
 
     def seconds(self, count: float) -> float:
         """Return the seconds of an all-reduce of `count` bytes."""
@@ -186,7 +186,7 @@ def all_reduce_of(cluster: Cluster, ranks: Sequence[int]) -> AllReduce:
         return AllReduce(())
     measured = cluster.reduction(ranks)
     if measured is not None:
-        return AllReduce((Exchange(1, (Link(measured.latency_s, measured.bytes_per_s),)),))
+        return AllReduce((ConcurrentFlows(1, (Link(measured.latency_s, measured.bytes_per_s),)),))
     return AllReduce((ring_of(cluster, ranks), *hierarchies_of(cluster, ranks)))
 
 

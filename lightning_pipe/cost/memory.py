@@ -96,7 +96,7 @@ class Live:
         return round(float(needed.max(initial=0.0)))
 
 
-class Memory:
+class MemoryModel:
     """Work out the bytes of stages of one graph.
 
     Args:

@@ -34,7 +34,7 @@ from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout,
 from lightning_pipe.core.sharding import gather_bytes, owners
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
-from lightning_pipe.cost.memory import Amount, Live, Memory, StageMemory, StateBytes
+from lightning_pipe.cost.memory import Amount, Live, MemoryModel, StageMemory, StateBytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
@@ -73,7 +73,7 @@ class Pricer:
             )
         self.graph, self.profile, self.cluster = graph, profile, cluster
         self.cutter = Cutter(graph)
-        self.memory = Memory(graph, profile=profile)
+        self.memory = MemoryModel(graph, profile=profile)
         self.seconds = np.array(profile.seconds, dtype=float).reshape(len(graph.operations), len(profile.samples))
         self._works: dict[tuple[int, ...], tuple[StageWork, ...]] = {}
         self._traffic: dict[tuple[int, ...], Traffic] = {}

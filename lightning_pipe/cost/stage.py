@@ -1,6 +1,6 @@
 """What does a cut of a graph make of its operations and tensors? Halves, messages, buckets, and what is held for whom.
 
-The same question as `capture.split`, answered from `Graph.operations` without torch, for many cuts quickly:
+The same question as `capture.stages.split`, answered from `Graph.operations` without torch, for many cuts quickly:
 
     F, I, W    a forward operation runs in the stage of its position; a backward operation in I if its result flows to
                an earlier stage, else in W; a repeated operation in every half that reads its result
@@ -26,7 +26,7 @@ import numpy as np
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
-from lightning_pipe.cost.tables import Mask, Numbers, Pairs, Tables, different, listed, pairs
+from lightning_pipe.cost.tables import GraphArrays, Mask, Numbers, Pairs, different, listed, pairs
 
 _FORWARD, _INPUT, _WEIGHT = 0, 1, 2  # halves
 _NOWHERE = -1  # stage of a repeated operation
@@ -85,14 +85,14 @@ def traffic(graph: Graph, cuts: Sequence[int]) -> Traffic:
 
 
 def position_seconds(
-    graph: Graph, profile: Profile, samples: int, *, tables: Tables | None = None
+    graph: Graph, profile: Profile, samples: int, *, tables: GraphArrays | None = None
 ) -> tuple[tuple[float, float], ...]:
     """Return (forward, backward) seconds of every position, so that sums over an interval price a stage.
 
     Exact but for repeated operations: they are charged once forward and once backward, where they are read first,
     although every stage that reads them runs them.
     """
-    tables = tables or Tables(graph)
+    tables = tables or GraphArrays(graph)
     times = np.array([profile.operation_s(o, samples) for o in range(len(graph.operations))])
     found = np.zeros((len(graph.nodes), 2))
     placed = np.flatnonzero(~tables.repeated)
@@ -118,7 +118,7 @@ class Cutter:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.tables = Tables(graph)
+        self.tables = GraphArrays(graph)
         self._latest: tuple[tuple[int, ...], _Cut] | None = None
 
     def works(self, cuts: Sequence[int]) -> tuple[StageWork, ...]:
@@ -143,7 +143,7 @@ class Cutter:
 class _Cut:
     """One cut: the stage and half of every operation, the home of every tensor."""
 
-    def __init__(self, tables: Tables, cuts: Sequence[int]) -> None:
+    def __init__(self, tables: GraphArrays, cuts: Sequence[int]) -> None:
         self._tables, self._count = tables, len(cuts) + 1
         graph = tables.graph
         self._stage = np.searchsorted(np.array(cuts, dtype=np.int64), tables.at, side="right").astype(np.int64)
@@ -222,7 +222,7 @@ class _Cut:
         return Traffic(edges, self._buckets(), joinable=self._joinable())
 
     def _joinable(self) -> tuple[int, ...]:
-        """Return the stages whose weight halves of several micro-batches can run as one (`capture.joining`)."""
+        """Return the stages whose weight halves of several micro-batches can run as one (`batched_weight_grad`)."""
         operations, tensors = self._tables.unjoined
         weight = self._runs & (self._half == _WEIGHT) & (self._stage != _NOWHERE)
         users, repeats = self._tables.repeats

@@ -18,7 +18,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 Pairs: TypeAlias = tuple[Numbers, Numbers]
 
 
-class Tables:
+class GraphArrays:
     """Arrays over the operations (`o`), tensors (`t`), parameters (`p`) and repeated operations (`r`) of a graph.
 
     Args:

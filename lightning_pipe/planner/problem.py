@@ -11,7 +11,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.stage import position_seconds
-from lightning_pipe.cost.tables import Tables
+from lightning_pipe.cost.tables import GraphArrays
 from lightning_pipe.errors import PlanError
 
 Relief = Literal["recompute", "offload"]
@@ -22,14 +22,14 @@ EXECUTED: frozenset[Relief] = frozenset(("recompute", "offload"))
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Constraints:
     """What a plan must keep to; a planner decides whatever is left open.
 
     Attributes:
         microbatches: micro-batches per batch; None leaves it open.
         replicas: ranks per stage, stages in the order of the ranks; None leaves it open.
         schedule: name of the schedule; None leaves it open.
-        warmup: warm-up of 1F1B, as `schedule.one_f_one_b` reads it; None leaves it open.
+        warmup: warm-up of 1F1B, as `schedule.orders.one_f_one_b` reads it; None leaves it open.
         least_samples: fewest samples of a micro-batch for which a replica may be used, unless a batch has fewer in all.
         reliefs: what a plan may do with saved tensors instead of keeping them.
         chunks: stages per device (in each of its pipes); None leaves it open.
@@ -50,7 +50,7 @@ class Wishes:
     shard_optimizer: Sharding = "off"
 
 
-ANYTHING = Wishes()
+ANYTHING = Constraints()
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Problem:
     cluster: Cluster
     samples: int
     training: bool = True
-    wishes: Wishes = ANYTHING
+    wishes: Constraints = ANYTHING
     runs_ahead: bool = False
 
     @cached_property
-    def tables(self) -> Tables:
+    def tables(self) -> GraphArrays:
         """Return the graph as arrays."""
-        return Tables(self.graph)
+        return GraphArrays(self.graph)
 
     @cached_property
     def position_seconds(self) -> tuple[float, ...]:

@@ -9,21 +9,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.planner.auto import Planner, auto
-from lightning_pipe.planner.bapipe import bapipe
-from lightning_pipe.planner.dapple import dapple
-from lightning_pipe.planner.dawnpiper import dawnpiper
-from lightning_pipe.planner.drafts import OUTLINED, Drafter, asks_for_drafts, judged_drafts
-from lightning_pipe.planner.exhaustive import exhaustive
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.least_memory import LeastMemory
-from lightning_pipe.planner.madpipe import madpipe
-from lightning_pipe.planner.pipedream import pipedream
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.memory.least_memory import LeastMemory
+from lightning_pipe.planner.memory.settle import check_fits, settle
+from lightning_pipe.planner.portfolio.auto import Planner, auto
+from lightning_pipe.planner.portfolio.exhaustive import exhaustive
+from lightning_pipe.planner.portfolio.schedule_candidates import (
+    OUTLINED,
+    ScheduleCandidates,
+    asks_for_drafts,
+    judged_drafts,
+)
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.settle import check_fits, settle
-from lightning_pipe.planner.spp import spp
-from lightning_pipe.planner.uniform import uniform
-from lightning_pipe.schedule.options import hint
+from lightning_pipe.planner.systems.bapipe import bapipe
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
+from lightning_pipe.planner.systems.dawnpiper import dawnpiper
+from lightning_pipe.planner.systems.madpipe.madpipe_planner import madpipe
+from lightning_pipe.planner.systems.pipedream import pipedream
+from lightning_pipe.planner.systems.spp.spp_planner import spp
+from lightning_pipe.planner.systems.uniform import uniform
+from lightning_pipe.schedule.construct.options import hint
 
 PLANNERS: dict[str, Planner] = {
     "dapple": dapple,
@@ -73,7 +78,7 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
     """Return the plans of outlines, of drafts, or of both, as the wishes ask for."""
     judge = Judge(problem)
     if problem.wishes.order:
-        return [judge.judge(Drafter(problem).given().plan(problem))]
+        return [judge.judge(ScheduleCandidates(problem).given().plan(problem))]
     asked = problem
     if asks_for_drafts(problem):
         schedule = problem.wishes.schedule if problem.wishes.schedule in OUTLINED else None

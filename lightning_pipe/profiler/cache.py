@@ -38,9 +38,9 @@ class Timing:
     """What one call takes.
 
     Attributes:
-        seconds: what it typically takes (`profiler.part`); not a number if it could not be run.
+        seconds: what it typically takes (`profiler.timing.sample_region`); not a number if it could not be run.
         spread: (upper quartile - lower quartile) / median of the repetitions.
-        scratch_bytes: what it holds for itself while it runs (`profiler.scratch`); not a number if that is not known.
+        scratch_bytes: what it holds for itself while it runs (`workspace`); not a number if that is not known.
     """
 
     seconds: float

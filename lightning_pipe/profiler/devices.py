@@ -25,7 +25,7 @@ import torch
 
 from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction
 from lightning_pipe.errors import ClusterError
-from lightning_pipe.profiler.links import LinkFacts
+from lightning_pipe.profiler.network.link_probe import LinkFacts
 
 NOISE = 0.15  # measurements that differ by less are called equal
 _TYPICAL_BYTES = 2**20  # of a message between stages, by which links are compared

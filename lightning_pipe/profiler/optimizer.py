@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.allocations import Allocations, highest
-from lightning_pipe.capture.randomness import undisturbed
+from lightning_pipe.capture.steps.keyed_random import undisturbed
 from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.core.profile import OptimizerProfile
 

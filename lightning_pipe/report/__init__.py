@@ -2,7 +2,7 @@
 
 from lightning_pipe.report.account import Account, Flight, accounts, flights, mean_bubble, mean_computing, step_seconds
 from lightning_pipe.report.clocks import aligned, clock_offsets
-from lightning_pipe.report.comparison import Comparison, Memory, compare
+from lightning_pipe.report.comparison import Comparison, RankPeak, compare
 from lightning_pipe.report.comparison_table import comparison_table
 from lightning_pipe.report.explain import Alternative, explain, main_sentences, sentences
 from lightning_pipe.report.page import Page, html_page
@@ -18,8 +18,8 @@ __all__ = [
     "Curve",
     "Curves",
     "Flight",
-    "Memory",
     "Page",
+    "RankPeak",
     "accounts",
     "aligned",
     "chrome_trace",

@@ -42,7 +42,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankPeak:
     """Peak bytes of one rank.
 
     Attributes:
@@ -133,8 +133,8 @@ def compare(
     measured: Sequence[Timeline],
     *,
     layout: Layout,
-    predicted_memory: Sequence[Memory] = (),
-    measured_memory: Sequence[Memory] = (),
+    predicted_memory: Sequence[RankPeak] = (),
+    measured_memory: Sequence[RankPeak] = (),
 ) -> Comparison:
     """Return every quantity of a step as predicted and as measured.
 
@@ -229,6 +229,6 @@ def _links(steps: _Steps) -> Iterable[LinkFigures]:
         yield LinkFigures(source, target, steps.of_all(seconds))
 
 
-def _memory(predicted: Memory, measured: Memory) -> tuple[Figure, Figure]:
+def _memory(predicted: RankPeak, measured: RankPeak) -> tuple[Figure, Figure]:
     saved = Figure(predicted.saved_bytes, measured.saved_bytes)
     return saved, Figure(predicted.total_bytes, measured.total_bytes)

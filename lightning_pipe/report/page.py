@@ -59,7 +59,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class JudgedPlan:
     """Another plan that was judged: the step of the slider that it stands for, and what is predicted of it."""
 
     layout: str
@@ -97,7 +97,7 @@ class Page:
     sentences: tuple[str, ...]
     predicted: Timeline | None
     memory: tuple[Stack, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[JudgedPlan, ...]
     plan: str
     measured: Timeline | None = None
     comparison: Comparison | None = None
@@ -179,7 +179,7 @@ def _data(page: Page) -> dict[str, Any]:
     }
 
 
-def _written(candidate: Candidate, plan: Candidate) -> dict[str, str]:
+def _written(candidate: JudgedPlan, plan: JudgedPlan) -> dict[str, str]:
     """Return the figures of a candidate as they are written everywhere."""
     return {
         "step": format_seconds(candidate.step_s),

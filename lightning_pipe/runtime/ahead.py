@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_pipe.runtime.job import Piece
+from lightning_pipe.runtime.job import ResultSlice
 from lightning_pipe.runtime.waiting import Walk
 
 
@@ -30,4 +30,4 @@ class Ahead:
     """
 
     holds: Callable[[], Walk[bool]]
-    forwarded: Callable[[Mapping[str, Sequence[Piece]]], None]
+    forwarded: Callable[[Mapping[str, Sequence[ResultSlice]]], None]

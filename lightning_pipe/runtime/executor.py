@@ -5,7 +5,7 @@
     outcome = executor.run(program, job)           process group: one process per rank
     outcomes = run_together(executors, program, jobs)      local transport: all ranks in this thread
 
-Only what `schedule.verify` returned is run. Instructions are posted in the program's order; a compute waits for its
+Only what `verify` returned is run. Instructions are posted in the program's order; a compute waits for its
 letters, `Step` waits for sends and reductions. Neighbouring stages on one rank hand values over through the mailbox
 without a message.
 """
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import assert_never
 
-from lightning_pipe.capture.stage_program import RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import RandomKey, Split
+from lightning_pipe.core.abort_program import after_forwards, first_backward, left_over
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
@@ -40,29 +41,28 @@ from lightning_pipe.core.program import (
 from lightning_pipe.errors import BatchError, PipelineError, ProgramError
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.runtime.activations.offloads import Offloads
-from lightning_pipe.runtime.activations.protocol import Host
+from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.ahead import Ahead
-from lightning_pipe.runtime.exchange import Exchange
-from lightning_pipe.runtime.gradients import Gradients
-from lightning_pipe.runtime.job import Job, Outcome, Piece
+from lightning_pipe.runtime.exchanges.exchange import Exchange
+from lightning_pipe.runtime.exchanges.gradients import Gradients
+from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.runtime.guard.watch import Unwatched, Watch
+from lightning_pipe.runtime.job import BatchInput, ProgramResult, ResultSlice
 from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
-from lightning_pipe.runtime.parts import Content
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Walk, drive, drive_together
-from lightning_pipe.runtime.watch import Unwatched, Watch
-from lightning_pipe.schedule.giving_up import after_forwards, first_backward, left_over
 
 
 @dataclass(frozen=True)
 class _Course:
     """What one run of a program has with it: the batch, who is told, and the results so far."""
 
-    job: Job
+    job: BatchInput
     recorder: Recorder
     at: Callable[[Instruction], None]
-    results: dict[str, list[Piece]]
+    results: dict[str, list[ResultSlice]]
 
 
 class Executor:
@@ -87,7 +87,7 @@ class Executor:
         transport: Transport,
         loss: str | None = None,
         step: Callable[[], None] = lambda: None,
-        host: Host | None = None,
+        host: HostStore | None = None,
     ) -> None:
         self.rank = transport.rank
         self.layout = layout
@@ -106,13 +106,13 @@ class Executor:
     def run(
         self,
         program: VerifiedProgram,
-        job: Job,
+        job: BatchInput,
         *,
         record: bool = False,
         record_memory: bool = False,
         watch: Watch | None = None,
         ahead: Ahead | None = None,
-    ) -> Outcome:
+    ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
         Args:
@@ -135,13 +135,13 @@ class Executor:
     def walk(
         self,
         program: VerifiedProgram,
-        job: Job,
+        job: BatchInput,
         *,
         record: bool = False,
         record_memory: bool = False,
         at: Callable[[Instruction], None] = lambda instruction: None,
         ahead: Ahead | None = None,
-    ) -> Walk[Outcome]:
+    ) -> Walk[ProgramResult]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         self._check(program)
         clock = clock_of(self._state.device) if record or record_memory else None
@@ -154,7 +154,7 @@ class Executor:
         yield from self._follow(line[:asked], course)
         if ahead is not None and not (yield from ahead.holds()):
             yield from self._exchange.give_up(left_over(program)[self.rank])
-            return Outcome({}, recorder.timeline(), given_up=True)
+            return ProgramResult({}, recorder.timeline(), given_up=True)
         yield from self._follow(line[asked:told], course)
         if ahead is not None:
             ahead.forwarded(course.results)
@@ -162,7 +162,7 @@ class Executor:
         yield from self._exchange.finish()
         self._offloads.finish()
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
-        return Outcome(collected, recorder.timeline(), recorder.memory())
+        return ProgramResult(collected, recorder.timeline(), recorder.memory())
 
     def _follow(self, line: Sequence[Instruction], course: _Course) -> Walk[None]:
         """Run instructions one after another."""
@@ -231,7 +231,7 @@ class Executor:
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
 
-    def _load(self, load: Load, job: Job) -> None:
+    def _load(self, load: Load, job: BatchInput) -> None:
         stage = self.stages[load.stage]
         samples = self._exchange.local(load.stage, load.microbatch)
         first = job.offsets[load.microbatch] + samples.start
@@ -240,19 +240,19 @@ class Executor:
         stage.load(load.microbatch, leaves)
         self._slices[load.microbatch] |= slices_of(leaves.values())
 
-    def _compute(self, compute: Compute, job: Job, results: dict[str, list[Piece]]) -> None:
+    def _compute(self, compute: Compute, job: BatchInput, results: dict[str, list[ResultSlice]]) -> None:
         stage = self.stages[compute.stage]
         samples = self._exchange.local(compute.stage, compute.microbatch)
         with _named(f"Rank {self.rank} failed at {compute}"):
             stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
         for name, content in stage.results(compute.microbatch).items():
-            results[name].append(Piece(compute.microbatch, samples, content))
+            results[name].append(ResultSlice(compute.microbatch, samples, content))
 
-    def _join(self, joined: Joined, job: Job) -> None:
+    def _join(self, joined: Joined, job: BatchInput) -> None:
         with _named(f"Rank {self.rank} failed at {joined}"):
             self.stages[joined.stage].join(joined.microbatches, self._slice(joined, job))
 
-    def _slice(self, compute: AnyCompute, job: Job) -> Slice:
+    def _slice(self, compute: AnyCompute, job: BatchInput) -> Slice:
         """Return the samples of a compute; a joined W draws no random numbers, so its key does not matter."""
         parts = [self._exchange.local(compute.stage, microbatch) for microbatch in compute.microbatches]
         samples = sum(map(len, parts))
@@ -274,11 +274,11 @@ class Executor:
 def run_together(
     executors: Sequence[Executor],
     program: VerifiedProgram,
-    jobs: Sequence[Job],
+    jobs: Sequence[BatchInput],
     *,
     record: bool = False,
     record_memory: bool = False,
-) -> list[Outcome]:
+) -> list[ProgramResult]:
     """Run a program on all ranks in this thread, over a local transport; one executor and one job per rank."""
     walks = [
         executor.walk(program, job, record=record, record_memory=record_memory)
@@ -287,7 +287,7 @@ def run_together(
     return drive_together(walks)
 
 
-def _leaf(job: Job, index: int, *, first: int, count: int) -> Content:
+def _leaf(job: BatchInput, index: int, *, first: int, count: int) -> Content:
     """Return `count` samples of a leaf from sample `first` on, or the whole leaf if it is not cut."""
     leaf = job.leaves[index]
     if leaf is None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from lightning_pipe.core.program import Samples
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.runtime.parts import Content
+from lightning_pipe.runtime.exchanges.slicing import Content
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchInput:
     """One batch.
 
     Attributes:
@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ResultSlice:
     """A result of one slice of a micro-batch."""
 
     microbatch: int
@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """What one rank has after a program.
 
     Attributes:
@@ -55,7 +55,7 @@ class Outcome:
         given_up: whether the program was left before the first backward, since the step before it was not right.
     """
 
-    results: Mapping[str, tuple[Piece, ...]]
+    results: Mapping[str, tuple[ResultSlice, ...]]
     timeline: Timeline
     memory: tuple[tuple[float, int], ...] = ()
     given_up: bool = False

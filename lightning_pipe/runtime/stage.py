@@ -31,12 +31,12 @@ from typing import TypeGuard
 
 import torch
 
-from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram, Value
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram, Value
 from lightning_pipe.core.program import ComputeKind, Pass
 from lightning_pipe.runtime.activations.away import Away, send_away
-from lightning_pipe.runtime.activations.protocol import Host, Parcel
-from lightning_pipe.runtime.parts import Content
-from lightning_pipe.runtime.sums import Sums, add_to, storage_of
+from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
+from lightning_pipe.runtime.exchanges.gradient_sums import Sums, add_to, storage_of
+from lightning_pipe.runtime.exchanges.slicing import Content
 
 Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
 Slices = dict[int, tuple[int, int]]  # storage of the batch -> address and bytes of a slice
@@ -163,7 +163,7 @@ class Stage:
         tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
         return torch.cat(tensors, dim=along[value])
 
-    def evict(self, microbatch: int, host: Host, slices: Slices) -> Parcel:
+    def evict(self, microbatch: int, host: HostStore, slices: Slices) -> Parcel:
         """Start to copy what the stage offloads of a micro-batch to the host, and drop it.
 
         Args:

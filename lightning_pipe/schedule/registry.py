@@ -9,27 +9,27 @@ from typing import Protocol
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Layout, Options, Order
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.schedule.bitpipe import bitpipe
-from lightning_pipe.schedule.breadth_first import breadth_first
-from lightning_pipe.schedule.chimera import chimera
-from lightning_pipe.schedule.controllable_memory import v_half, v_min
-from lightning_pipe.schedule.dualpipe import dualpipe, dualpipe_v
-from lightning_pipe.schedule.gpipe import NO_OPTIONS, gpipe
-from lightning_pipe.schedule.greedy import greedy
-from lightning_pipe.schedule.hanayo import hanayo
-from lightning_pipe.schedule.interleaved import interleaved
-from lightning_pipe.schedule.lines import without_padding
-from lightning_pipe.schedule.list_scheduling import pe
-from lightning_pipe.schedule.milp import milp
-from lightning_pipe.schedule.one_f_one_b import one_f_one_b
-from lightning_pipe.schedule.options import hint
-from lightning_pipe.schedule.shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
-from lightning_pipe.schedule.text import format_order, parse_order
-from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.two_bp import most_joined, two_bp
-from lightning_pipe.schedule.zero_bubble import zb_h1, zb_h2
-from lightning_pipe.schedule.zero_bubble_v import zb_v
-from lightning_pipe.schedule.zero_bubble_v_greedy import zb_v_greedy
+from lightning_pipe.schedule.construct.device_orders import without_padding
+from lightning_pipe.schedule.construct.layout_shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
+from lightning_pipe.schedule.construct.options import hint
+from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
+from lightning_pipe.schedule.formats.text import format_order, parse_order
+from lightning_pipe.schedule.orders.bitpipe import bitpipe
+from lightning_pipe.schedule.orders.breadth_first import breadth_first
+from lightning_pipe.schedule.orders.chimera import chimera
+from lightning_pipe.schedule.orders.controllable_memory import v_half, v_min
+from lightning_pipe.schedule.orders.dualpipe import dualpipe, dualpipe_v
+from lightning_pipe.schedule.orders.gpipe import NO_OPTIONS, gpipe
+from lightning_pipe.schedule.orders.hanayo import hanayo
+from lightning_pipe.schedule.orders.interleaved import interleaved
+from lightning_pipe.schedule.orders.one_f_one_b import one_f_one_b
+from lightning_pipe.schedule.orders.two_bp import most_joined, two_bp
+from lightning_pipe.schedule.orders.zero_bubble import zb_h1, zb_h2
+from lightning_pipe.schedule.orders.zero_bubble_v import zb_v
+from lightning_pipe.schedule.search.greedy import greedy
+from lightning_pipe.schedule.search.list_scheduling import pe
+from lightning_pipe.schedule.search.milp import milp
+from lightning_pipe.schedule.search.zero_bubble_v_greedy import zb_v_greedy
 
 
 class ScheduleFunction(Protocol):
@@ -43,7 +43,7 @@ class ScheduleFunction(Protocol):
 class TimedFunction(Protocol):
     """Decides the order of computes by what they take."""
 
-    def __call__(self, layout: Layout, microbatches: int, options: Options, times: Times, /) -> Order:
+    def __call__(self, layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> Order:
         """Return the computes of every rank in order."""
         ...
 
@@ -120,7 +120,7 @@ def register_schedule(
     Args:
         name: a new name.
         order: returns the computes of every rank, in order, for a layout, a number of micro-batches and options.
-        shape: layouts that it is made for: "looping", "zigzag" or "both ways" (see `schedule.shapes`).
+        shape: layouts that it is made for: "looping", "zigzag" or "both ways" (see `schedule.construct.layout_shapes`).
         chunks: numbers of stages per device that planners may try, the first being the default.
 
     Raises:
@@ -137,7 +137,7 @@ def register_schedule(
 
 
 def order_of(
-    schedule: str, *, layout: Layout, microbatches: int, options: Options = NO_OPTIONS, times: Times | None = None
+    schedule: str, *, layout: Layout, microbatches: int, options: Options = NO_OPTIONS, times: ChainTimes | None = None
 ) -> Order:
     """Return the order that the named schedule decides.
 
@@ -212,7 +212,7 @@ def needs_times(plan: Plan) -> bool:
     return not plan.order and isinstance(SCHEDULES.get(plan.schedule), TimedSchedule)
 
 
-def with_order(plan: Plan, times: Times) -> Plan:
+def with_order(plan: Plan, times: ChainTimes) -> Plan:
     """Return the plan with the order that its schedule decides by these times.
 
     Raises:

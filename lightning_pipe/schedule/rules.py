@@ -49,7 +49,7 @@ Peers: TypeAlias = dict[int, tuple[tuple[int, Samples], ...]]  # by rank: the ot
 
 
 @dataclass(frozen=True)
-class Needs:
+class ComputeNeeds:
     """What one compute needs.
 
     Attributes:
@@ -91,7 +91,7 @@ class Dataflow:
             return Samples(0, 0)
         return self._layout.samples(stage, replica, microbatch, self._sizes[microbatch])
 
-    def needs(self, compute: Compute, *, rank: int) -> Needs:
+    def needs(self, compute: Compute, *, rank: int) -> ComputeNeeds:
         """Return what a compute needs on a rank."""
         stage, microbatch = compute.stage, compute.microbatch
         match compute.kind:
@@ -100,7 +100,7 @@ class Dataflow:
             case "I" | "B":
                 return self._with_inputs("B", compute, rank, computes=(Compute(stage, "F", microbatch),))
             case "W":
-                return Needs((), (Compute(stage, "I", microbatch),), ())
+                return ComputeNeeds((), (Compute(stage, "I", microbatch),), ())
 
     def loads(self, compute: Compute) -> tuple[Load, ...]:
         """Return the load that a compute needs, if it needs one."""
@@ -115,7 +115,7 @@ class Dataflow:
         *,
         loads: tuple[Load, ...] = (),
         computes: tuple[Compute, ...] = (),
-    ) -> Needs:
+    ) -> ComputeNeeds:
         stage, microbatch, receives = compute.stage, compute.microbatch, []
         for source in self._sources.get((direction, stage), ()):
             _, incoming = self._exchange(source, stage, microbatch)
@@ -124,7 +124,7 @@ class Dataflow:
                     computes = (*computes, Compute(source, PRODUCER[direction], microbatch))
                 else:
                     receives.append(Recv(Message(direction, source, stage, microbatch, samples), sender))
-        return Needs(loads, computes, tuple(receives))
+        return ComputeNeeds(loads, computes, tuple(receives))
 
     def gives(self, compute: Compute, *, rank: int) -> tuple[Send, ...]:
         """Return the sends that carry what a compute makes to the ranks that need it."""

@@ -23,15 +23,15 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Request, Structure
-from lightning_pipe.capture.batch import outline
-from lightning_pipe.capture.lengths import Lengths
-from lightning_pipe.capture.python_places import Slot
-from lightning_pipe.capture.record import Guard
-from lightning_pipe.capture.replay import Replay
-from lightning_pipe.capture.stage_program import Split
-from lightning_pipe.capture.unit_trace import trace_units
-from lightning_pipe.capture.units import UnitTrace
-from lightning_pipe.capture.witness import is_due
+from lightning_pipe.capture.graphs.lengths import Lengths
+from lightning_pipe.capture.graphs.witness import is_due
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.steps.batch import outline
+from lightning_pipe.capture.steps.record import AnswerGuard
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.graph import Graph
@@ -39,18 +39,14 @@ from lightning_pipe.core.plan import Plan, keeps_all, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BatchError, CaptureError, PlanError
 from lightning_pipe.lightning_names import pl, rank_zero_warn
-from lightning_pipe.planner.judge import Judged
-from lightning_pipe.planner.resolve import resolve
+from lightning_pipe.planner.evaluation.evaluate import Judged
+from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.runtime.activations.host import host_of
-from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
-from lightning_pipe.strategy.captured import Captured
-from lightning_pipe.strategy.check import check_captured
-from lightning_pipe.strategy.costs import Costs
 from lightning_pipe.strategy.lightning_private import on_host
-from lightning_pipe.strategy.limit import Foreseen, foreseen
-from lightning_pipe.strategy.links import Links
-from lightning_pipe.strategy.metrics import wrong_answer
-from lightning_pipe.strategy.planning import (
+from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.plans.plan_costs import PlanCosts
+from lightning_pipe.strategy.plans.planning import (
     Planned,
     check_samples,
     cut_other,
@@ -59,16 +55,20 @@ from lightning_pipe.strategy.planning import (
     policies_for,
     propose,
 )
-from lightning_pipe.strategy.post_validation import PostValidation
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.refusals import check_written
-from lightning_pipe.strategy.routes import captured_by, told
-from lightning_pipe.strategy.runner import Runner
-from lightning_pipe.strategy.shapes import ShapesCaptured, different_traces, symbolic_lengths
-from lightning_pipe.strategy.step import Step, agree, slices
-from lightning_pipe.strategy.texts import Reader
-from lightning_pipe.strategy.undo import Before
-from lightning_pipe.strategy.weights import Weights
-from lightning_pipe.strategy.whole import Role, role_by_numbers, warn_of_unknown_role
+from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
+from lightning_pipe.strategy.steps.capture_route import captured_by, told
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.check import check_captured
+from lightning_pipe.strategy.steps.metrics import wrong_answer
+from lightning_pipe.strategy.steps.runner import Runner
+from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
+from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
+from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
+from lightning_pipe.strategy.steps.string_fields import StringReads
+from lightning_pipe.strategy.steps.whole_batch import Role, role_by_numbers, warn_of_unknown_role
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Pipeline:
         module: pl.LightningModule,
         *,
         config: DappleConfig,
-        links: Links,
+        links: Connections,
         weights: Weights,
         contexts: Contexts,
         device: torch.device,
@@ -121,15 +121,15 @@ class Pipeline:
         self._modules = tuple(module.modules())
         self._module, self._config, self._links, self._weights = module, config, links, weights
         self._contexts, self._device = contexts, device
-        self._steps: dict[tuple[Any, ...], list[Step]] = {}
-        self._varying: dict[Any, Slot] = {}
+        self._steps: dict[tuple[Any, ...], list[RankStep]] = {}
+        self._varying: dict[Any, Place] = {}
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._planned: _Planned | None = None
         self._proposal: Planned | None = None
         self._shapes = ShapesCaptured()
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
         self._host = host_of(device)
-        self._costs = Costs(config, links, device=device, host=self._host)
+        self._costs = PlanCosts(config, links, device=device, host=self._host)
         self._given: Plan | None = None
         self._role: Role | None = None
         self.foreseen: tuple[Foreseen, ...] = ()
@@ -170,7 +170,7 @@ class Pipeline:
             raise BatchError("The batch has no samples. Set drop_last, or let the sampler skip empty batches.")
         return next((leaf.shape[dim] for leaf in structure.leaves if len(leaf.shape) > dim), 1)
 
-    def plan_for(self, call: Call, *, optimizers: Sequence[Optimizer] = ()) -> None:
+    def plan_for(self, call: StepRequest, *, optimizers: Sequence[Optimizer] = ()) -> None:
         """Make the plan for this call's step, and place parameters by it.
 
         Args:
@@ -193,7 +193,7 @@ class Pipeline:
             again = self._capture(call, self._first_slice(self.samples(call.structure)), reason=str(wrong))
             self._plan_by(call, again, optimizers)
 
-    def _plan_by(self, call: Call, captured: Captured, optimizers: Sequence[Optimizer]) -> None:
+    def _plan_by(self, call: StepRequest, captured: Captured, optimizers: Sequence[Optimizer]) -> None:
         """Make the plan for a captured step, and place parameters by it.
 
         Raises:
@@ -266,11 +266,13 @@ class Pipeline:
         )
         return replace(self._config, microbatches=1) if self._given is None else self._config
 
-    def _checked(self, captured: Captured, call: Call, samples: int) -> Captured:
+    def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
         first = max(slices(self._plan_now.layout, self._sizes(captured.capture, samples)[:1]))
         control = self._links.control
-        if refusal := self._links.control.broadcast(self._weights.too_large(), source=0, what="what rank 0 has room for"):
+        if refusal := self._links.control.broadcast(
+            self._weights.too_large(), source=0, what="what rank 0 has room for"
+        ):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
         try:
@@ -283,7 +285,7 @@ class Pipeline:
             raise _WrongCapture(str(error)) from error
         return self._weighed(captured, call, seconds=seconds)
 
-    def _weighed(self, captured: Captured, call: Call, *, seconds: float) -> Captured:
+    def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
         """Let numbers decide how losses of micro-batches are combined, where a batch is cut."""
         sizes = self._sizes(captured.capture, self.samples(call.structure))
         if len(sizes) > 1:
@@ -291,7 +293,7 @@ class Pipeline:
                 self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
         return captured.with_role(self._role)
 
-    def run(self, call: Call, turn: Turn) -> Ran:
+    def run(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a step on a batch.
 
         Raises:
@@ -303,7 +305,7 @@ class Pipeline:
         step, sizes = self._step(call, samples)
         if call.method == TRAINING and self._config.witness and self._witness_is_due():
             step, sizes = self._witnessed(step, sizes, call, samples)
-        before = Before(self._weights) if self._may_be_undone(step, call) else None
+        before = StateSnapshot(self._weights) if self._may_be_undone(step, call) else None
         ran = self._run(step, sizes, call, turn)
         guard = wrong_answer(ran.record, ran.values) if before is not None else None
         if before is not None and guard is not None:
@@ -329,7 +331,9 @@ class Pipeline:
         self._epoch = epoch
         return is_due(self._batches) or (epoch != before and is_due(epoch))
 
-    def _witnessed(self, step: Step, sizes: tuple[int, ...], call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
+    def _witnessed(
+        self, step: RankStep, sizes: tuple[int, ...], call: StepRequest, samples: int
+    ) -> tuple[RankStep, tuple[int, ...]]:
         """Return how a step is run after its Python was seen to be what was captured; by replay if it was not.
 
         Raises:
@@ -346,13 +350,15 @@ class Pipeline:
             raise CaptureError(f"{call.method} no longer does what was captured: {why}")
         return self._replayed(call, samples, why)
 
-    def _may_be_undone(self, step: Step, call: Call) -> bool:
+    def _may_be_undone(self, step: RankStep, call: StepRequest) -> bool:
         """Return whether a batch may have to be run again, or skipped, when it has been run."""
         if isinstance(step.capture, Replay):
             return call.method == TRAINING
         return bool(step.capture.record.guards) and self._config.capture == "auto"
 
-    def _answered(self, step: Step, call: Call, samples: int, guard: Guard) -> tuple[Step, tuple[int, ...]]:
+    def _answered(
+        self, step: RankStep, call: StepRequest, samples: int, guard: AnswerGuard
+    ) -> tuple[RankStep, tuple[int, ...]]:
         """Return how a batch is run for which a question has another answer: not, if the step skips it then."""
         guards = step.capture.record.guards
         answers = tuple(bool(one.expected) for one in guards[: guards.index(guard)])
@@ -369,13 +375,13 @@ class Pipeline:
         (skipping,) = self._steps[key]
         return skipping, self._sizes(skipping.capture, samples)
 
-    def _run(self, step: Step, sizes: tuple[int, ...], call: Call, turn: Turn) -> Ran:
+    def _run(self, step: RankStep, sizes: tuple[int, ...], call: StepRequest, turn: RunOptions) -> StepResult:
         structure = call.structure
         is_cut = self._divisible(structure)
         cut = structure.cut(self._config.batch_dim) if is_cut else (False,) * len(turn.tensors)
         return self._runner.run(step, call, turn, sizes=sizes, cut=cut)
 
-    def _replayed(self, call: Call, samples: int, reason: str) -> tuple[Step, tuple[int, ...]]:
+    def _replayed(self, call: StepRequest, samples: int, reason: str) -> tuple[RankStep, tuple[int, ...]]:
         """Capture a step by replay, in the place of how it was captured before."""
         log.info("%s is replayed from now on: %s.", call.method, reason)
         captured = self._capture(call, self._largest_slice(samples), reason=reason)
@@ -387,7 +393,7 @@ class Pipeline:
         plan = self._plan_now
         return max(slices(plan.layout, microbatch_sizes(samples, plan.microbatches)))
 
-    def _step(self, call: Call, samples: int) -> tuple[Step, tuple[int, ...]]:
+    def _step(self, call: StepRequest, samples: int) -> tuple[RankStep, tuple[int, ...]]:
         """Return the captured step for a call, and the micro-batches of its batch."""
         key = self._key(call)
         steps = self._steps.pop(key, [])
@@ -411,7 +417,7 @@ class Pipeline:
             del self._steps[next(iter(self._steps))]
         return step, self._sizes(step.capture, samples)
 
-    def _key(self, call: Call) -> tuple[Any, ...]:
+    def _key(self, call: StepRequest) -> tuple[Any, ...]:
         """Return what a captured step is kept under: everything that its graph depends on from the start."""
         dim = self._config.batch_dim
         leaves = tuple((*leaf.shape[:dim], *leaf.shape[dim + 1 :], leaf.dtype) for leaf in call.structure.leaves)
@@ -421,7 +427,7 @@ class Pipeline:
         frozen = tuple(p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
         return (call.method, outline(call.structure.template), shapes, call.arguments[1:], modes, frozen)
 
-    def _capture_for(self, call: Call, samples: int) -> Captured:
+    def _capture_for(self, call: StepRequest, samples: int) -> Captured:
         """Capture a step so that a batch of this size can be cut.
 
         Raises:
@@ -449,7 +455,7 @@ class Pipeline:
             "equally, or one rank per stage."
         )
 
-    def _relatives(self, call: Call) -> list[Step]:
+    def _relatives(self, call: StepRequest) -> list[RankStep]:
         """List the captured steps that differ from a call in the shapes of its batch only; the youngest last."""
         method, texts, _, *others = self._key(call)
         keys = [key for key in self._steps if (key[0], key[1], [*key[3:]]) == (method, texts, others)]
@@ -457,7 +463,7 @@ class Pipeline:
 
     def _capture(
         self,
-        call: Call,
+        call: StepRequest,
         samples: int,
         *,
         symbolic: bool = True,
@@ -468,7 +474,7 @@ class Pipeline:
         """Capture a step; by replay if there is a reason."""
         if self._later is not None:
             self._later.settle()
-        answers, reader = call.answers, Reader()
+        answers, reader = call.answers, StringReads()
         request = Request(
             module=self._module,
             method=call.method,
@@ -509,7 +515,7 @@ class Pipeline:
         told = control.sum(torch.tensor(float(refuses)), what="whether the step can be one graph")
         return int(told), control.ranks
 
-    def _traced(self, call: Call, request: Request) -> UnitTrace:
+    def _traced(self, call: StepRequest, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""
         control = self._links.control
         mine = None if call.tensors is None else [tensor.cpu() for tensor in call.tensors]
@@ -523,12 +529,12 @@ class Pipeline:
         with self._weights.whole():
             return control.agreed(trace, source=0, what="the units of the step")
 
-    def _build(self, captured: Captured, cuts: tuple[int, ...]) -> Step:
+    def _build(self, captured: Captured, cuts: tuple[int, ...]) -> RankStep:
         agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
         is_replay = isinstance(captured.capture, Replay)
         if captured.request.method == TRAINING:
             check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
-        return Step(
+        return RankStep(
             captured,
             self._split(captured, cuts),
             plan=in_turns(self._plan_now) if is_replay else self._plan_now,

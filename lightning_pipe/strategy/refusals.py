@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from lightning_pipe.capture import Capture
-from lightning_pipe.capture.replay import Replay
+from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
 from lightning_pipe.errors import CaptureError, UnsupportedError
 from lightning_pipe.lightning_names import (

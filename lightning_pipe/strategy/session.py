@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Request, Structure, flatten, real_answers
-from lightning_pipe.capture.backward_hooks import hooked_modules
+from lightning_pipe.capture.steps.backward_hooks import hooked_modules
 from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import CALL, Graph
@@ -36,22 +36,22 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.calls import TRAINING, Call, Ran, Turn
-from lightning_pipe.strategy.data import Awaited, Feed
-from lightning_pipe.strategy.findings import findings, introduce, write_report, write_trace
-from lightning_pipe.strategy.gradient_hooks import GradientHooks
-from lightning_pipe.strategy.limit import Foreseen
-from lightning_pipe.strategy.links import Links
-from lightning_pipe.strategy.metrics import MetricsAlone, replay
-from lightning_pipe.strategy.optimizer import Groups
-from lightning_pipe.strategy.peek import look_where_iterated, peek
+from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
+from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
+from lightning_pipe.strategy.parameters.clipping import Clipper
+from lightning_pipe.strategy.parameters.gradient_hooks import GradientHooks
+from lightning_pipe.strategy.parameters.optimizer import Groups
+from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.restoring import whole_ranks
+from lightning_pipe.strategy.parameters.sharding import SharedState
+from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
-from lightning_pipe.strategy.post_validation import PostValidation
-from lightning_pipe.strategy.precision import Clipper
-from lightning_pipe.strategy.recording import Recording
-from lightning_pipe.strategy.restoring import whole_ranks
-from lightning_pipe.strategy.sharding import SharedState
-from lightning_pipe.strategy.weights import Weights
+from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_report, write_trace
+from lightning_pipe.strategy.plans.recording import Recording
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.ranks.limit import Foreseen
+from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
+from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 
 _AFTER_BACKWARD = "on_after_backward"
 
@@ -76,7 +76,7 @@ class Session:
         module: pl.LightningModule,
         *,
         config: DappleConfig,
-        links: Links,
+        links: Connections,
         feed: Feed,
         plugin: Precision,
         device: torch.device,
@@ -195,7 +195,7 @@ class Session:
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             arguments = (0,) if takes_index else ()
             try:
-                self._plan(Call(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
+                self._plan(StepRequest(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
             except Exception as error:
                 if not _may_be_early(error, trainer, self._module):
                     raise
@@ -223,7 +223,7 @@ class Session:
         structure = self._structure(batch)
         tensors, now = flatten(batch)
         if self._pipeline.planned is None:
-            self._plan(Call(method, structure, arguments, _answers(tensors), tuple(tensors)))
+            self._plan(StepRequest(method, structure, arguments, _answers(tensors), tuple(tensors)))
         if self._feed.loads and now.leaves != structure.leaves:
             raise BatchError(
                 "The tensors of the batch have other shapes or types in the step than after the transfer to the "
@@ -234,7 +234,7 @@ class Session:
         if recording is not None and not recording.active:
             self._tell(recording)
             recording = self._recording = None
-        turn = Turn(
+        turn = RunOptions(
             leaves,
             number=number,
             weight=weight,
@@ -246,14 +246,14 @@ class Session:
         present = tuple(tensors) if self._feed.loads else None
         assert self.plan is not None, "planned above"
         holder = self.plan.layout.stages[0][0]
-        call = Call(method, structure, arguments, tensors=present, holder=holder)
+        call = StepRequest(method, structure, arguments, tensors=present, holder=holder)
         ran = self._trained(call, turn) if method == TRAINING else self._pipeline.run(call, turn)
         self.stop = ran.stop
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
 
-    def _trained(self, call: Call, turn: Turn) -> Ran:
+    def _trained(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a training step, and then hooks on the gradients of parameters; show stand-ins for other gradients."""
         looked_at = any(hook.endswith(_AFTER_BACKWARD) for hook in self._readers)
         turn = replace(turn, synchronise=turn.synchronise or looked_at or self._hooks.is_needed)
@@ -306,7 +306,7 @@ class Session:
             self._shared = (batch, self._feed.share(batch)[1])
         return self._shared[1]
 
-    def _plan(self, call: Call) -> None:
+    def _plan(self, call: StepRequest) -> None:
         with self._hooks.taken_off():
             self._pipeline.plan_for(call, optimizers=self._optimizers)
         assert self._pipeline.planned is not None, "planned just now"

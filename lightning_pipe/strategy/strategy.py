@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_pipe.capture.collectives import refuse_in_step
+from lightning_pipe.capture.steps.collectives import refuse_in_step
 from lightning_pipe.config import DappleConfig, chosen_config
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
@@ -41,17 +41,24 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.lightning_package import package_in_use
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
-from lightning_pipe.runtime.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.data import Feed
-from lightning_pipe.strategy.findings import make_room
-from lightning_pipe.strategy.launchers import GuardedForkLauncher, GuardedScriptLauncher
-from lightning_pipe.strategy.limit import Foreseen, shortage_told
-from lightning_pipe.strategy.links import Links, begin_watch, connect_ranks, join_ranks
+from lightning_pipe.strategy.checkpoints.commit import existing
+from lightning_pipe.strategy.checkpoints.saving import load, save_plain, save_sharded
+from lightning_pipe.strategy.loading.batch_loading import Feed
+from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
-from lightning_pipe.strategy.network_card import choose_card
-from lightning_pipe.strategy.outcome import Outcome
+from lightning_pipe.strategy.parameters.building import building
+from lightning_pipe.strategy.parameters.separable import check_separable
+from lightning_pipe.strategy.parameters.stand_ins import bare
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.plans.plan_report import make_room
+from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks
+from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, GuardedScriptLauncher
+from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
+from lightning_pipe.strategy.ranks.network_card import choose_card
+from lightning_pipe.strategy.ranks.outcome import FitOutcome
 from lightning_pipe.strategy.refusals import (
     readers_of_gradients,
     refuse,
@@ -60,14 +67,7 @@ from lightning_pipe.strategy.refusals import (
     refuse_post_validation,
     refusing_several_optimizers,
 )
-from lightning_pipe.strategy.separable import check_separable
 from lightning_pipe.strategy.session import Session
-from lightning_pipe.strategy.stand_ins import bare
-from lightning_pipe.strategy.start.building import building
-from lightning_pipe.strategy.start.commit import existing
-from lightning_pipe.strategy.start.saving import load, save_plain, save_sharded
-from lightning_pipe.strategy.weights import Weights
-from lightning_pipe.strategy.world_size import WorldSizeReads, measure_whole_batches
 
 T = TypeVar("T")
 
@@ -140,12 +140,12 @@ class DappleStrategy(ParallelStrategy):
         self.config = chosen_config(config, {**options, **unknown})
         self._backend = process_group_backend
         self._num_nodes = 1
-        self._links: Links | None = None  # from setup to teardown
+        self._links: Connections | None = None  # from setup to teardown
         self._watch: GuardedWatch | None = None  # from the launch to teardown
         self._has_met = False  # whether this rank was connected with the others
         self._feed: Feed | None = None
         self._session: Session | None = None
-        self._outcome = Outcome()  # of a fit in other processes, or of none
+        self._outcome = FitOutcome()  # of a fit in other processes, or of none
         self._synchronise = True
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
@@ -161,15 +161,15 @@ class DappleStrategy(ParallelStrategy):
         return False
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> FitOutcome:
         """Return what is known of the last fit (or validate, test, predict)."""
         session = self._session
         if session is None:
             return self._outcome
-        return Outcome(session.plan, session.comparison, session.steps_taken_back)
+        return FitOutcome(session.plan, session.comparison, session.steps_taken_back)
 
     @outcome.setter
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: FitOutcome) -> None:
         self._session, self._outcome = None, outcome
 
     @property
@@ -269,7 +269,7 @@ class DappleStrategy(ParallelStrategy):
         callbacks = self.lightning_module.trainer.callbacks
         self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
-    def _connect(self) -> Links:
+    def _connect(self) -> Connections:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
         ranks, deadline_s = self.world_size, self.config.deadline_s
         if self.num_nodes > 1 and self.cluster_environment is not None:
@@ -291,7 +291,7 @@ class DappleStrategy(ParallelStrategy):
         return links
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[Links | None]:
+    def _connected(self) -> Iterator[Connections | None]:
         """Have connections inside: those of the fit, or new ones after it; None before, or where a rank has failed."""
         if self._links is not None or self._failed or not self._has_met:
             yield self._links

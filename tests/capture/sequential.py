@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipe.capture.stage_program import RandomKey, Split, StageProgram
+from lightning_pipe.capture.steps.stage_program import RandomKey, Split, StageProgram
 
 Values = dict[str, torch.Tensor]
 

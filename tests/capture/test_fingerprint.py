@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.fingerprint import spelled
+from lightning_pipe.capture.graphs.fingerprint import spelled
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
 

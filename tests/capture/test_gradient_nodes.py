@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Request, capture_step, flatten
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.runtime.stage import Slice, Stage, State
 
 SLICE = Slice(4, RandomKey(0, 0, 0), mean_weight=1.0, sum_weight=1.0)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost.test_joined import SIZES, Runs
-from lightning_pipe.capture import Capture, Request, capture_step, flatten, joining
-from lightning_pipe.capture.joining import NOTHING
+from lightning_pipe.capture import Capture, Request, capture_step, flatten
+from lightning_pipe.capture.stages import batched_weight_grad as joining
+from lightning_pipe.capture.stages.batched_weight_grad import NOTHING
 
 BATCH, LENGTH, WIDTH = sum(SIZES), 4, 5
 
@@ -164,7 +165,7 @@ def test_a_trap_is_one(step, monkeypatch):
         before = {f"{name}_before" for name in joint.buffers}
         return joining.Joining(names | before, {name: where.dim for name, where in flow.samples.items()}, names)
 
-    monkeypatch.setattr("lightning_pipe.capture.split.joining", everything)
+    monkeypatch.setattr("lightning_pipe.capture.stages.split.joining", everything)
     capture = captured(module)
     assert capture.split(()).traffic.joinable == (0,)
     assert difference(module, capture) > 1e-3

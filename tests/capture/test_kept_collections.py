@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_pipe.capture.kept_collections import KeptDict, KeptList, kept_collections
-from lightning_pipe.capture.python_places import Slot
+from lightning_pipe.capture.python.kept_collections import KeptDict, KeptList, kept_collections
+from lightning_pipe.capture.python.places import Place
 
 LIST_READS: dict[str, Callable[[list[Any]], Any]] = {
     "item": lambda c: c[0],
@@ -151,7 +151,7 @@ def test_an_untouched_collection_is_unchanged() -> None:
 def test_collections_are_in_their_places_for_a_while_only() -> None:
     holder = {"losses": [1.0], "entries": {"a": 1}, "number": 3, "special": type("Own", (list,), {})()}
     before = dict(holder)
-    with kept_collections([Slot(holder, key, key) for key in holder]) as collections:
+    with kept_collections([Place(holder, key, key) for key in holder]) as collections:
         assert [type(kept) for _, kept in collections] == [KeptList, KeptDict]
         holder["losses"].append(2.0)
     assert all(holder[key] is value for key, value in before.items())
@@ -160,6 +160,6 @@ def test_collections_are_in_their_places_for_a_while_only() -> None:
 
 def test_a_list_that_takes_the_place_of_a_kept_one_stays() -> None:
     holder = {"losses": [1.0]}
-    with kept_collections([Slot(holder, "losses", "losses")]):
+    with kept_collections([Place(holder, "losses", "losses")]):
         holder["losses"] = new = [5.0]
     assert holder["losses"] is new

@@ -15,10 +15,10 @@ from torch import nn
 
 from capture.sequential import run_stages
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.batch import Leaf, Structure
-from lightning_pipe.capture.lengths import changed_sizes
-from lightning_pipe.capture.record import Sized
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.graphs.lengths import changed_sizes
+from lightning_pipe.capture.steps.batch import Leaf, Structure
+from lightning_pipe.capture.steps.record import Sized
+from lightning_pipe.capture.steps.stage_program import RandomKey
 
 SAMPLES, WIDTH, WORDS, MOST = 4, 8, 11, 64
 KEY = RandomKey(seed=1, step=0, microbatch=0)

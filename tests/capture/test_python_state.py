@@ -24,8 +24,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python_places import ABSENT, Slot, follow
-from lightning_pipe.capture.python_state import Snapshot
+from lightning_pipe.capture.python.places import ABSENT, Place, follow
+from lightning_pipe.capture.python.snapshots import Snapshot
 
 TREE = nn.Module()
 
@@ -286,7 +286,7 @@ def classes_as_they_were() -> Iterator[None]:
 
 
 def snapshot_of(thing: Any) -> Snapshot:
-    return Snapshot([Slot({"thing": thing}, "thing", "thing")], tree=TREE)
+    return Snapshot([Place({"thing": thing}, "thing", "thing")], tree=TREE)
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [{"deep": (t,)}]], ids=["bare", "nested"])
@@ -423,7 +423,7 @@ def test_random_mutations_are_seen_and_given_back(block: int) -> None:
 
 def test_a_snapshot_ends_at_the_modules_of_the_tree() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    snapshot = Snapshot([Slot({"m": module}, "m", "m")], tree=module)
+    snapshot = Snapshot([Place({"m": module}, "m", "m")], tree=module)
     module[0].extra = 1
     with torch.no_grad():
         module[0].weight.add_(1)
@@ -432,8 +432,8 @@ def test_a_snapshot_ends_at_the_modules_of_the_tree() -> None:
 
 def test_what_is_ignored_is_not_looked_at() -> None:
     config = Config()
-    slot = Slot(vars(config), "alpha", "config.alpha")
-    snapshot = Snapshot([Slot({"c": config}, "c", "config")], tree=TREE, ignored=[slot])
+    slot = Place(vars(config), "alpha", "config.alpha")
+    snapshot = Snapshot([Place({"c": config}, "c", "config")], tree=TREE, ignored=[slot])
     config.alpha = 2.0
     assert snapshot.first_change() is None
     config.steps.append(1)
@@ -467,7 +467,7 @@ def test_a_changed_place_is_the_same_place_on_another_rank(name: str) -> None:
     make, change, _ = CHANGES[name]
     one, two = nn.Module(), nn.Module()
     two.thing, one.thing = make(), make()
-    roots = [Slot(vars(m), "thing", "thing", (("self", ""), ("attribute", "thing"))) for m in (one, two)]
+    roots = [Place(vars(m), "thing", "thing", (("self", ""), ("attribute", "thing"))) for m in (one, two)]
     snapshot = Snapshot(roots[:1], tree=nn.Module())
     change(one.thing)
     for found in snapshot.changes():

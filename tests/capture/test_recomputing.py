@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from capture.sequential import run_stages
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.cost.activations import checkpointed
 from lightning_pipe.cost.stage import Cutter
-from lightning_pipe.planner.policies import policies_of
+from lightning_pipe.planner.memory.policies import policies_of
 
 KEY, SAMPLES, WIDTH = RandomKey(seed=1, step=0, microbatch=0), 4, 8
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.allocations import Allocations
-from lightning_pipe.capture.replay_stage import Player
+from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from zoo.replaying import run_plainly, run_replayed, traced
 
 WIDTH, DEPTH = 64, 4  # large enough for what a checkpoint keeps of the random state not to matter
@@ -46,7 +46,7 @@ def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
     module = Net(use_reentrant).train()
     batch = (torch.randn(48, WIDTH), torch.randn(48, WIDTH))
     found = traced(module, batch, (16, 16, 16), parts=1)
-    kept, forward = [], Player.forward
+    kept, forward = [], StageReplayer.forward
 
     def measured(player, *args, **kwargs):
         gc.collect()
@@ -56,7 +56,7 @@ def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
         kept.append(sum(change.bytes for change in seen.changes))
         return result
 
-    monkeypatch.setattr(Player, "forward", measured)
+    monkeypatch.setattr(StageReplayer, "forward", measured)
     replayed = run_replayed(found, ranks=1, schedule="gpipe", cuts=())
     monkeypatch.undo()
     return kept[-1], replayed, run_plainly(found)

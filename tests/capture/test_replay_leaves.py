@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipe.capture import Request, flatten
-from lightning_pipe.capture.replay import Replay
-from lightning_pipe.capture.unit_trace import trace_units
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.replayed.replay import Replay
 
 IMAGES, MASK, LABELS = torch.randn(6, 4), torch.rand(6, 4), torch.randn(6)
 BYTES = {"images": 16, "mask": 16, "labels": 4}  # of a sample

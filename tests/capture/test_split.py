@@ -15,11 +15,11 @@ from torch import nn
 
 from capture.sequential import run_stages
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.split import check_slices
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.stages.split import check_slices
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.resolve import transfer_cuts
+from lightning_pipe.planner.evaluation.resolve import transfer_cuts
 
 KEY = RandomKey(seed=1, step=0, microbatch=0)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipe.capture.tracked_number import (
+from lightning_pipe.capture.python.tracked_number import (
     NumberGuards,
     Situation,
     Source,

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipe.capture import Request, flatten
-from lightning_pipe.capture.unit_choice import Call, choose
-from lightning_pipe.capture.unit_trace import trace_units
-from lightning_pipe.capture.units import UnitTrace
+from lightning_pipe.capture.recording.unit_choice import UnitCall, choose
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.errors import CaptureError
 
 X, Y = torch.randn(7, 4), torch.randn(7)
@@ -293,13 +293,15 @@ def test_batch_statistics_gradients_and_modes_are_as_before():
     assert [m.training for m in module.modules()] == modes
 
 
-def tree(*inner: Call, parameters: int = 100, seconds: float = 100.0) -> Call:
-    return Call("", parameters, seconds, list(inner))
+def tree(*inner: UnitCall, parameters: int = 100, seconds: float = 100.0) -> UnitCall:
+    return UnitCall("", parameters, seconds, list(inner))
 
 
 def test_nested_blocks_are_opened_where_there_are_more_parts():
-    layers = [Call(f"{b}.{i}", 10, 10.0, [Call(f"{b}.{i}.{j}", 5, 5.0) for j in "qo"]) for b in "xyz" for i in "123"]
-    blocks = [Call(b, 30, 30.0, [layer for layer in layers if layer.path.startswith(b)]) for b in "xyz"]
+    layers = [
+        UnitCall(f"{b}.{i}", 10, 10.0, [UnitCall(f"{b}.{i}.{j}", 5, 5.0) for j in "qo"]) for b in "xyz" for i in "123"
+    ]
+    blocks = [UnitCall(b, 30, 30.0, [layer for layer in layers if layer.path.startswith(b)]) for b in "xyz"]
     assert choose(tree(*blocks), 1) == choose(tree(*blocks), 3) == {"x", "y", "z"}
     assert choose(tree(*blocks), 2) == {"x.1", "x.2", "x.3", "y.1", "y.2", "y.3", "z"}  # two against one are uneven
     assert choose(tree(*blocks), 8) == {call.path for layer in layers for call in layer.inner}
@@ -307,14 +309,14 @@ def test_nested_blocks_are_opened_where_there_are_more_parts():
 
 
 def test_a_call_without_parameters_is_glue_unless_it_takes_time():
-    calls = [Call("linear", 100, 50.0), Call("relu", 0, 4.0), Call("spectrum", 0, 30.0)]
+    calls = [UnitCall("linear", 100, 50.0), UnitCall("relu", 0, 4.0), UnitCall("spectrum", 0, 30.0)]
     assert choose(tree(*calls), 2) == {"linear", "spectrum"}
-    quick = [Call(call.path, call.parameters, call.seconds / 1e6) for call in calls]
+    quick = [UnitCall(call.path, call.parameters, call.seconds / 1e6) for call in calls]
     assert choose(tree(*quick, seconds=1e-4), 2) == {"linear"}
 
 
 def test_a_large_module_that_does_its_work_itself_is_a_unit():
-    assert choose(tree(Call("attention", 100, 80.0, [Call("attention.drop", 0, 2.0)])), 4) == {"attention"}
+    assert choose(tree(UnitCall("attention", 100, 80.0, [UnitCall("attention.drop", 0, 2.0)])), 4) == {"attention"}
 
 
 def test_every_call_of_a_shared_module_is_a_unit():

@@ -15,12 +15,12 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Compute, Edge, Layout
-from lightning_pipe.core.published import load_published
 from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.cost.stage import stage_works, traffic
 from lightning_pipe.errors import ProfileError
-from lightning_pipe.planner.judge import judge
+from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.planner.problem import Problem
+from lightning_pipe.profiles.published import load_published
 
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles"
 PUBLISHED = sorted(

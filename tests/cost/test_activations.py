@@ -11,7 +11,7 @@ from cost.sketches import WEIGHT, WIDTH, Sketch, chain, names, tensors
 from lightning_pipe.core.program import Compute, Layout
 from lightning_pipe.cost.activations import KEEP, Reliefs, candidates, relieved
 from lightning_pipe.cost.counted import counted
-from lightning_pipe.cost.memory import Memory
+from lightning_pipe.cost.memory import MemoryModel
 from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.planner.problem import nominal_cluster
@@ -230,7 +230,7 @@ def test_blocks_that_keep_their_inputs_hold_one_block_at_a_time(count):
     graph, cuts = blocks(count), (1, 3 * count + 1)
     inner = [f"{name}{k}" for k in range(count) for name in "ab"]
     kept, less = Cutter(graph).works(cuts)[1], without(graph, cuts, 1, *inner)
-    before, after = (Memory(graph).stage(work) for work in (kept, less))
+    before, after = (MemoryModel(graph).stage(work) for work in (kept, less))
     assert before.saved(1) == 3 * count * WIDTH
     assert after.saved(1) == count * WIDTH, "the inputs of the blocks"
     assert before.workspace("I", 1) == 3 * WIDTH, "what arrived, and two gradients"

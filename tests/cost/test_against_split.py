@@ -1,4 +1,4 @@
-"""Costs and runtime see the same cut: what `cost.stage` says of a graph is what `capture.split` makes of it."""
+"""Costs and runtime see the same cut: what `cost.stage` says of a graph is what `capture.stages.split` makes of it."""
 
 from __future__ import annotations
 

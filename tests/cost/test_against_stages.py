@@ -21,23 +21,23 @@ from torch.utils._pytree import tree_leaves
 
 from cost.captures import zoo_capture
 from lightning_pipe.capture import flatten
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.cluster import NO_LINK, Cluster, Device, Host
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.activations import Reliefs, candidates, relieved
 from lightning_pipe.cost.counted import counted
-from lightning_pipe.cost.memory import Memory, StageMemory
+from lightning_pipe.cost.memory import MemoryModel, StageMemory
 from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, stage_works
-from lightning_pipe.planner.policies import policy_of
+from lightning_pipe.planner.memory.policies import policy_of
+from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
-from lightning_pipe.runtime.parts import Content, buffer_for
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import memory_curves, simulate
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def cases(name: str, capture) -> list[tuple[int, ...]]:
 
 
 def memories(capture, cuts) -> list[StageMemory]:
-    memory = Memory(capture.graph)
+    memory = MemoryModel(capture.graph)
     return [memory.stage(work) for work in stage_works(capture.graph, cuts)]
 
 
@@ -148,7 +148,7 @@ def reliefs_of(graph, work, share: float, dice: random.Random) -> Reliefs:
 def test_what_stages_hold_and_need_is_what_was_predicted(zoo, share):
     """Also when they recompute, some of what they save or all that they can."""
     name, capture, module, batch = zoo
-    cutter, memory_of, dice = Cutter(capture.graph), Memory(capture.graph), random.Random(name)
+    cutter, memory_of, dice = Cutter(capture.graph), MemoryModel(capture.graph), random.Random(name)
     for cuts in cases(name, capture):
         works = cutter.works(cuts)
         reliefs = [reliefs_of(capture.graph, work, share, dice) for work in works]
@@ -208,7 +208,7 @@ def test_the_peak_of_a_whole_program_is_what_was_predicted(name, schedule, sizes
     leaves, cut = capture.with_totals(tensors, cut=(True,) * len(tensors), sizes=sizes, buffers=state.buffers)
     tally = Tally({*always, *storages(leaves)})
     with tally:
-        run_together([executor], program, [Job(leaves, cut, offsets, seed=1)])
+        run_together([executor], program, [BatchInput(leaves, cut, offsets, seed=1)])
     measured = sum(always.values()) + tally.peak
     later = sum(p.numel() * p.element_size() for p in state.parameters.values())  # gradients that are not there yet
     assert measured <= 1.01 * curve.peak_total_bytes

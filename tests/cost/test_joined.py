@@ -16,12 +16,12 @@ from lightning_pipe.core.program import Joined, Layout, VerifiedProgram
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 
 SIZES = (3, 1, 2)
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -38,7 +38,7 @@ class Runs:
         offsets = tuple(sum(SIZES[:m]) for m in range(len(SIZES)))
         cut = tuple(t.ndim > 0 for t in tensors)
         leaves, cut = capture.with_totals(tensors, cut=cut, sizes=SIZES, buffers=dict(module.named_buffers()))
-        self.job = Job(leaves, cut, offsets, seed=3)
+        self.job = BatchInput(leaves, cut, offsets, seed=3)
 
     def program(self, join: int) -> VerifiedProgram:
         order = order_of("2bp", layout=self.layout, microbatches=len(SIZES))

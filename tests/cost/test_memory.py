@@ -6,12 +6,12 @@ import pytest
 
 from cost.sketches import WEIGHT, WIDTH, Sketch, chain
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.cost.memory import Memory
+from lightning_pipe.cost.memory import MemoryModel
 from lightning_pipe.cost.stage import stage_works
 
 
 def memory_of(graph, cuts=()):
-    memory = Memory(graph)
+    memory = MemoryModel(graph)
     return [memory.stage(work) for work in stage_works(graph, cuts)]
 
 
@@ -95,8 +95,8 @@ def test_a_gradient_that_is_part_of_something_larger_is_not_taken_over():
 def test_a_gradient_that_other_stages_add_to_is_not_taken_over():
     graph = chain(2)
     (work,) = stage_works(graph, ())
-    assert Memory(graph).stage(work).gradient_bytes("W", 1) > 0
-    assert Memory(graph).stage(work, shared=frozenset({"w_0", "w_1"})).gradient_bytes("W", 1) == 0
+    assert MemoryModel(graph).stage(work).gradient_bytes("W", 1) > 0
+    assert MemoryModel(graph).stage(work, shared=frozenset({"w_0", "w_1"})).gradient_bytes("W", 1) == 0
 
 
 def test_new_content_of_state_is_there_until_the_forward_ends():
@@ -126,7 +126,7 @@ def scratchy(*rows: tuple[int, ...], samples: tuple[int, ...] = (2, 4)) -> Profi
 
 def workspace(graph, profile: Profile | None, samples: int = 2) -> int:
     (work,) = stage_works(graph, ())
-    return Memory(graph, profile=profile).stage(work).workspace("F", samples)
+    return MemoryModel(graph, profile=profile).stage(work).workspace("F", samples)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_profile_without_scratch_adds_none():
     graph = chain(3)
     bare = Profile("sketch", "cpu", (2, 4), ((1.0, 1.0),) * len(graph.operations))
     for work in stage_works(graph, ()):
-        plain, other = (Memory(graph, profile=profile).stage(work) for profile in (None, bare))
+        plain, other = (MemoryModel(graph, profile=profile).stage(work) for profile in (None, bare))
         assert [plain.workspace(k, 3) for k in "FIWB"] == [other.workspace(k, 3) for k in "FIWB"]
 
 
@@ -155,6 +155,6 @@ def test_scratch_of_an_operation_counts_in_the_half_that_runs_it():
     graph = chain(3)
     rows = [(1000, 1000) if operation.name == "d_w_1" else (0, 0) for operation in graph.operations]
     (work,) = stage_works(graph, ())
-    plain, other = (Memory(graph, profile=profile).stage(work) for profile in (None, scratchy(*rows)))
+    plain, other = (MemoryModel(graph, profile=profile).stage(work) for profile in (None, scratchy(*rows)))
     assert other.workspace("W", 2) > plain.workspace("W", 2) + 800
     assert [other.workspace(k, 2) for k in "FI"] == [plain.workspace(k, 2) for k in "FI"]

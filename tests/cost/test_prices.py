@@ -17,7 +17,7 @@ from lightning_pipe.cost.prices import Pricer, price
 from lightning_pipe.errors import PlanError
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import memory_curves, simulate
 
 GRAPH = chain(4)

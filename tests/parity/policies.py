@@ -14,13 +14,13 @@ from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.program import Compute, Evict, Fetch, Free, Joined, Send, VerifiedProgram
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.policies import policies_of
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory.policies import policies_of
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import places_of
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from models.parity import make_module
@@ -40,7 +40,7 @@ class Ran:
 def swapping_problem(name: str, *, layout: str, schedule: str, microbatches: int, dropout: float) -> Problem:
     """Return a problem on hosts that tensors can be offloaded to."""
     replicas = tuple(int(n) for n in layout.split("-"))
-    wishes = Wishes(microbatches, replicas, schedule, "pa" if schedule == "1f1b" else None)
+    wishes = Constraints(microbatches, replicas, schedule, "pa" if schedule == "1f1b" else None)
     problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
     hosts = tuple(replace(host, swap=host.inside) for host in problem.cluster.hosts)
     return replace(problem, cluster=replace(problem.cluster, hosts=hosts))
@@ -81,7 +81,7 @@ def run(judged: Judged, name: str, problem: Problem, *, dropout: float) -> Ran:
     tensors, structure = flatten(loader(name)[0])
     sizes = microbatch_sizes(BATCH, microbatches)
     leaves, cut = capture.with_totals(tensors, cut=structure.cut(), sizes=sizes, buffers=states[0].buffers)
-    job = Job(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED)
+    job = BatchInput(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED)
     outcomes = run_together(executors, judged.program, [job] * layout.ranks, record_memory=True)
     pieces = {(p.microbatch, p.samples): p for o in outcomes for p in o.results.get(capture.record.loss, ())}
     return Ran(

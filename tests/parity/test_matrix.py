@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_pipe.planner.problem import Wishes, counted_problem
+from lightning_pipe.planner.evaluation.resolve import resolve
+from lightning_pipe.planner.problem import Constraints, counted_problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import resolve
 from models.parity import PARITY, make_module
 from parity.training import (
     BATCH,
@@ -88,7 +88,7 @@ def test_tied_gradients_that_are_added_once_per_step_differ_by_rounding_only():
     """The default: bit-equal but for the tied parameter, whose two sums are added in another order."""
     capture = captured("gpt_tied", 0.0)
     problem = counted_problem(capture.graph, ranks=2, samples=BATCH)
-    wishes = Wishes(MICROBATCHES, (1, 1), warmup="pa")
+    wishes = Constraints(MICROBATCHES, (1, 1), warmup="pa")
     plan = propose(replace(problem, wishes=wishes), "uniform")[0].plan
     split = capture.split(resolve(plan, capture.graph, ranks=2))
     tied = {

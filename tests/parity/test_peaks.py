@@ -12,15 +12,15 @@ import torch
 from lightning_pipe.capture import flatten
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Joined
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.problem import Wishes
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.problem import Constraints
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import SCHEDULES
-from lightning_pipe.schedule.shapes import both_ways
+from lightning_pipe.schedule.construct.layout_shapes import both_ways
 from models.parity import make_module
 from parity.training import BATCH, captured, loader, problem_of
 
@@ -31,7 +31,7 @@ def test_the_peak_of_the_runtime_is_that_of_the_simulator(schedule):
     rng = random.Random(schedule)
     ranks = rng.choice((2, 4) if SCHEDULES[schedule].shape is both_ways else (2, 3, 4))
     microbatches, name = rng.randint(2, 8), "gpt_tied"
-    problem = problem_of(name, ranks=ranks, wishes=Wishes(microbatches, (1,) * ranks, schedule))
+    problem = problem_of(name, ranks=ranks, wishes=Constraints(microbatches, (1,) * ranks, schedule))
     check_peaks(propose(problem, "uniform")[0], name, microbatches)
 
 
@@ -39,7 +39,7 @@ def test_the_peak_of_the_runtime_is_that_of_the_simulator(schedule):
     "options", [{"join": 2}, {"join": 8}, {"join": 3, "base": "gpipe"}, {"join": 8, "delay": "idle"}]
 )
 def test_so_it_is_with_joined_w(options):
-    problem = problem_of("gpt_tied", ranks=3, wishes=Wishes(5, (1, 1, 1), "2bp"))
+    problem = problem_of("gpt_tied", ranks=3, wishes=Constraints(5, (1, 1, 1), "2bp"))
     judged = judge(replace(propose(problem, "uniform")[0].plan, options=options), problem)
     assert any(isinstance(x, Joined) for line in judged.program.ranks for x in line)
     check_peaks(judged, "gpt_tied", 5)
@@ -59,7 +59,7 @@ def check_peaks(judged: Judged, name: str, microbatches: int) -> None:
     tensors, structure = flatten(loader(name)[0])
     sizes = microbatch_sizes(BATCH, microbatches)
     leaves, cut = capture.with_totals(tensors, cut=structure.cut(), sizes=sizes, buffers=state.buffers)
-    job = Job(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))))
+    job = BatchInput(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))))
     outcomes = run_together(executors, judged.program, [job] * ranks, record_memory=True)
     for rank, (outcome, curve) in enumerate(zip(outcomes, judged.curves, strict=True)):
         peak = max(held for _, held in outcome.memory)

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
-from lightning_pipe.planner.judge import judge
+from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.schedule import SCHEDULES
-from lightning_pipe.schedule.shapes import both_ways
+from lightning_pipe.schedule.construct.layout_shapes import both_ways
 from parity.policies import Ran, check_same, check_saved, mixed, plan_of, run, swapping_problem
 
 NAMES = ("gpt_tied", "unet_skips", "resnet_batchnorm", "seq2seq")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_pipe.schedule import SCHEDULES
-from lightning_pipe.schedule.shapes import both_ways
+from lightning_pipe.schedule.construct.layout_shapes import both_ways
 from models.parity import make_module
 from parity.training import TOLERANCE, accumulation, close, expected, pipeline, train
 

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten, real_answers
-from lightning_pipe.capture.split import check_slices
-from lightning_pipe.capture.step import Recording, recording_calls
+from lightning_pipe.capture.stages.split import check_slices
+from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
 from lightning_pipe.core.plan import microbatch_sizes
-from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
+from lightning_pipe.planner.evaluation.resolve import resolve
+from lightning_pipe.planner.problem import Constraints, Problem, counted_problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.resolve import resolve
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import planned_join, planned_order
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from models.parity import make_loader, make_module
 
 STEPS, MICROBATCHES, BATCH, SEED = 20, 3, 8, 3
@@ -67,7 +67,7 @@ def whole_batches(module: pl.LightningModule) -> Update:
     """One forward and backward of the batch, as `Trainer(devices=1)` does."""
 
     def update(number: int, batch: object) -> torch.Tensor:
-        with recording_calls(module, Recording()):
+        with recording_calls(module, StepRecording()):
             loss = module.training_step(batch, 0)
         loss.backward()
         return loss.detach()
@@ -84,7 +84,7 @@ def accumulation(module: pl.LightningModule) -> Update:
         total = torch.zeros(())
         fused = not any(isinstance(m, nn.RNNBase) for m in module.modules())  # oneDNN's LSTM rounds in its own way
         for offset, size in zip(itertools.accumulate((0, *sizes[:-1])), sizes, strict=True):
-            with recording_calls(module, Recording()), torch.backends.mkldnn.flags(enabled=fused):
+            with recording_calls(module, StepRecording()), torch.backends.mkldnn.flags(enabled=fused):
                 loss = module.training_step(structure.fill([t[offset : offset + size] for t in tensors]), 0)
             weight = size / sum(sizes)
             loss.backward(torch.tensor(weight))
@@ -94,7 +94,7 @@ def accumulation(module: pl.LightningModule) -> Update:
     return update
 
 
-def problem_of(name: str, *, ranks: int, wishes: Wishes, dropout: float = 0.0) -> Problem:
+def problem_of(name: str, *, ranks: int, wishes: Constraints, dropout: float = 0.0) -> Problem:
     """Return the problem of a captured module with counted costs."""
     return replace(counted_problem(captured(name, dropout).graph, ranks=ranks, samples=BATCH), wishes=wishes)
 
@@ -112,7 +112,7 @@ def pipeline(
     """Programs on ranks of one process; gradients are brought to `module`, parameters back to the ranks."""
     capture = captured(name, dropout)
     replicas = [int(n) for n in layout.split("-")]
-    wishes = Wishes(MICROBATCHES, tuple(replicas), schedule, "pa" if schedule == "1f1b" else None)
+    wishes = Constraints(MICROBATCHES, tuple(replicas), schedule, "pa" if schedule == "1f1b" else None)
     problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
     plan = propose(problem, "uniform")[0].plan
     stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
@@ -135,7 +135,7 @@ def pipeline(
         leaves, cut = capture.with_totals(
             tensors, cut=structure.cut(), sizes=sizes, buffers=dict(module.named_buffers())
         )
-        job = Job(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED, step=number)
+        job = BatchInput(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED, step=number)
         for own in modules:
             own.load_state_dict({**own.state_dict(), **dict(module.named_parameters())})
             own.zero_grad()

@@ -14,12 +14,12 @@ from lightning_pipe.core.cluster import NO_SWAP, Cluster, Device, Host, Link
 from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.planner.activations import relieve
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.problem import Problem, Relief, Wishes
-from lightning_pipe.planner.remaking import Terms, choices
-from lightning_pipe.planner.resolve import resolve_reliefs
-from lightning_pipe.planner.swapping import Stay, absences, free_copy_s
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.resolve import resolve_reliefs
+from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.memory.offload_budget import Stay, absences, free_copy_s
+from lightning_pipe.planner.memory.recompute_selection import Terms, choices
+from lightning_pipe.planner.problem import Constraints, Problem, Relief
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e12)
 MICROBATCHES = 10
@@ -59,7 +59,7 @@ def asked(
     """Return a balanced pipeline of `size` blocks on equal devices."""
     graph, profile = blocks(size)
     host = Host("a", (Device("x", int(memory)),) * stages, inside=FAST, network=FAST, swap=swap)
-    problem = Problem(graph, profile, Cluster((host,)), MICROBATCHES, wishes=Wishes(reliefs=frozenset(reliefs)))
+    problem = Problem(graph, profile, Cluster((host,)), MICROBATCHES, wishes=Constraints(reliefs=frozenset(reliefs)))
     begins = ["", *(f"n{s * size // stages}" for s in range(1, stages))]
     plan = Plan(tuple(StagePlan(at, (s,)) for s, at in enumerate(begins)), MICROBATCHES, "1f1b", {"warmup": "pa"})
     return problem, plan
@@ -117,7 +117,7 @@ def test_relief_suits_any_layout_and_schedule(layout, schedule):
 
     def problem(memory: float) -> Problem:
         host = Host("a", (Device("x", int(memory)),) * ranks, inside=FAST, network=FAST, swap=Link(0.0, 1000.0))
-        wishes = Wishes(reliefs=frozenset({"recompute", "offload"}))
+        wishes = Constraints(reliefs=frozenset({"recompute", "offload"}))
         return Problem(graph, profile, Cluster((host,)), 24, wishes=wishes)
 
     judged = Judge(problem(1e12)).judge(plan)
@@ -188,7 +188,7 @@ def test_relief_fits_whenever_some_tensors_do_and_mostly_costs_the_least():
     for seed, part in ((0, 0.5), (0, 0.7), (1, 0.7), (2, 0.7)):
         graph, profile = uneven(seed, 8)
         plan = Plan((StagePlan("", (0,)), StagePlan("n6", (1,))), 5, "1f1b", {"warmup": "4,1"})
-        wishes = Wishes(reliefs=frozenset({"recompute"}))
+        wishes = Constraints(reliefs=frozenset({"recompute"}))
         free = Problem(graph, profile, Cluster((Host("a", (Device("x", 1 << 40),) * 2, FAST, FAST),)), 5, wishes=wishes)
         kept = Judge(free).judge(plan)
         state = kept.curves[0].state_bytes

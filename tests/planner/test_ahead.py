@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipe.planner.judge import judge
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.evaluation.evaluate import judge
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.simulator import period
 from planner.test_uniform import cluster, layers
@@ -16,7 +16,7 @@ from planner.test_uniform import cluster, layers
 def problem(**wishes) -> Problem:
     graph, profile = layers([1.0] * 8, [0.0] * 8, samples=8)
     optimizer = replace(profile.optimizer, state_bytes_per_byte=2.0)
-    return Problem(graph, replace(profile, optimizer=optimizer), cluster(4), 8, wishes=Wishes(8, **wishes))
+    return Problem(graph, replace(profile, optimizer=optimizer), cluster(4), 8, wishes=Constraints(8, **wishes))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "zb_v"])

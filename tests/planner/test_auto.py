@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.planners.exhaustive import SAME, Size, random_problem, solve
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.near import Near
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.parts import Parts
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.estimates.bound_terms import Parts
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.portfolio.neighborhood import Neighborhood
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES, PLANNERS, propose
 from planner.test_uniform import cluster, layers
 
@@ -78,7 +78,7 @@ def test_plans_over_memory_are_never_returned():
 
 def test_wishes_are_kept_to():
     graph, profile = layers([1, 1, 2, 2, 1, 1], [8] * 6)
-    wishes = Wishes(microbatches=4, replicas=(2, 1), warmup="2")
+    wishes = Constraints(microbatches=4, replicas=(2, 1), warmup="2")
     for planner in ("auto", "uniform", "exhaustive"):
         plan = propose(Problem(graph, profile, cluster(3), 16, wishes=wishes), planner)[0].plan
         assert [stage.ranks for stage in plan.stages] == [(0, 1), (2,)]
@@ -87,7 +87,7 @@ def test_wishes_are_kept_to():
 
 def test_layouts_that_cannot_be_are_refused():
     graph, profile = layers([1] * 4, [8] * 4)
-    asked = Problem(graph, profile, cluster(3), 16, wishes=Wishes(replicas=(2, 2)))
+    asked = Problem(graph, profile, cluster(3), 16, wishes=Constraints(replicas=(2, 2)))
     with pytest.raises(PlanError, match="layout='2-2' asks for 4 ranks, the trainer has 3"):
         propose(asked, "auto")
     with pytest.raises(ConfigError, match="planner='dapple' decides the layout"):
@@ -105,8 +105,8 @@ def test_of_many_devices_only_the_outlines_themselves_are_swept():
     """There are no groupings to combine all cuts with; forming these alone once took all memory of the machine."""
     graph, profile = layers([1.0] * 60, [8.0] * 60)
     asked = Problem(graph, profile, cluster(8), 16)
-    outline = Outline((15, 30, 45), ((0, 1), (2, 3), (4, 5), (6, 7)), 2, (2, 2, 2, 1))
-    near = Near(asked, Parts(asked, Judge(asked).pricer))
+    outline = Candidate((15, 30, 45), ((0, 1), (2, 3), (4, 5), (6, 7)), 2, (2, 2, 2, 1))
+    near = Neighborhood(asked, Parts(asked, Judge(asked).pricer))
     assert [ring.plans for ring in near.sweep([outline])] == [((outline.cuts, outline.ranks),)]
 
 
@@ -117,7 +117,7 @@ def test_more_micro_batches_than_samples_are_refused_by_every_planner(planner, m
     graph, profile = layers([1] * 6, [8] * 6)
     layouts = (None, (1, 1)) if planner in FOLLOW_LAYOUTS else (None,)
     for layout, schedule in itertools.product(layouts, (None, "gpipe", "zb_h1")):
-        wishes = Wishes(microbatches, layout, schedule)
+        wishes = Constraints(microbatches, layout, schedule)
         expected = f"A batch has {samples} samples, too few for {microbatches} micro-batches. Set .* at most {samples}"
         with pytest.raises(PlanError, match=expected):
             propose(Problem(graph, profile, cluster(2), samples, wishes=wishes), planner)
@@ -125,6 +125,6 @@ def test_more_micro_batches_than_samples_are_refused_by_every_planner(planner, m
 
 def test_a_layout_with_more_stages_than_operations_is_refused_with_the_numbers():
     graph, profile = layers([1] * 2, [8] * 2)
-    asked = Problem(graph, profile, cluster(3), 16, wishes=Wishes(replicas=(1, 1, 1)))
+    asked = Problem(graph, profile, cluster(3), 16, wishes=Constraints(replicas=(1, 1, 1)))
     with pytest.raises(PlanError, match=r"2 operations and can be cut at 1 place .*, too few for 3 stages"):
         propose(asked, "auto")

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipe.core.cluster import Link
-from lightning_pipe.planner.bapipe import bapipe, candidates
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.planner.systems.bapipe import bapipe, candidates
 from planner.test_uniform import FAST, cluster, layers
 
 SLOW = Link(0.0, 700.0)
@@ -33,7 +33,7 @@ def test_the_first_are_the_least_of_all_candidates(seed, link):
     problem = asked(seed, link=link)
     seconds = {outline: seconds for _, seconds, outline in candidates(problem)}
     found = bapipe(problem)
-    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=False)))
+    estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=False)))
     assert [estimator.step_s(outline) for outline in found] == pytest.approx(sorted(seconds.values())[: len(found)])
 
 
@@ -41,7 +41,7 @@ def test_the_first_are_the_least_of_all_candidates(seed, link):
 @pytest.mark.parametrize("link", [FAST, SLOW])
 def test_cuts_are_near_the_best_of_all_cuts(seed, link):
     problem = asked(seed, link=link)
-    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=False)))
+    estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=False)))
     straight = ((0,), (1,), (2,), (3,))
     every = itertools.combinations(range(1, 9), 3)
     best = min(estimator.outline(cuts, straight, 8)[1] for cuts in every)
@@ -51,7 +51,7 @@ def test_cuts_are_near_the_best_of_all_cuts(seed, link):
 
 def test_slow_links_ask_for_more_warm_up():
     graph, profile = layers([1.0] * 8, [80.0] * 8)
-    wished = Wishes(microbatches=16)
+    wished = Constraints(microbatches=16)
 
     def depths(link: Link) -> tuple[int, ...]:
         problem = Problem(graph, profile, cluster(4, link=link), 16, wishes=wished)
@@ -63,12 +63,12 @@ def test_slow_links_ask_for_more_warm_up():
 @pytest.mark.parametrize("seed", range(4))
 def test_partitions_are_mended_until_they_fit(seed):
     free = asked(seed)
-    wished = replace(free, wishes=Wishes(microbatches=8))
+    wished = replace(free, wishes=Constraints(microbatches=8))
     judge = Judge(wished)
     straight = [outline for outline in bapipe(wished) if len(outline.ranks) == 4]
     least = min(max(judge.judge(outline.plan(wished)).peak_bytes) for outline in straight)
     tight = replace(wished, cluster=cluster(4, memory=int(0.9 * least)))
-    estimator = Estimator(Segments(tight, cuttable(tight.graph, sliced=False)))
+    estimator = Estimator(StageCostTable(tight, cuttable(tight.graph, sliced=False)))
     every = [estimator.outline(cuts, ((0,), (1,), (2,), (3,)), 8)[2] for cuts in itertools.combinations(range(1, 9), 3)]
     found = [excess for excess, _, outline in candidates(tight) if len(outline.ranks) == 4]
     assert (min(found) <= 0) == (min(every) <= 0), (min(found), min(every))

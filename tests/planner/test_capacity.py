@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, limited
-from lightning_pipe.planner.capacity import POLICIES, Largest, deepest_models, largest_batches
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.comparison.capacity import POLICIES, Largest, deepest_models, largest_batches
+from lightning_pipe.planner.problem import Constraints, Problem
 from planner.test_activations import FAST, blocks
 
 MICROBATCHES, STAGES = 8, 4
@@ -18,7 +18,7 @@ SWAP = Link(latency_s=0.0, bytes_per_s=1e6)
 def chain(memory: float, *, size: int = 8, samples: int = MICROBATCHES, swap: Link = SWAP) -> Problem:
     graph, profile = blocks(size)
     host = Host("a", (Device("x", int(memory)),) * STAGES, inside=FAST, network=FAST, swap=swap)
-    return Problem(graph, profile, Cluster((host,)), samples, wishes=Wishes(microbatches=MICROBATCHES))
+    return Problem(graph, profile, Cluster((host,)), samples, wishes=Constraints(microbatches=MICROBATCHES))
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.program import Send
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judged, judge
-from lightning_pipe.planner.outline import Outline
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.segments import Segments
 from planner.test_uniform import layers
 
 FAST = Link(0.0, 1e15)
@@ -35,7 +35,7 @@ def problem(cluster: Cluster, *, seconds: float = 0.001) -> Problem:
 def judged(cluster: Cluster, ranks: tuple[tuple[int, ...], ...] = STAGES, **options: float) -> Judged:
     """Judge one layer per stage in micro-batches of one sample."""
     asked = problem(cluster, **options)
-    return judge(Outline((1, 2, 3), ranks, SAMPLES, (SAMPLES,) * 4).plan(asked), asked)
+    return judge(Candidate((1, 2, 3), ranks, SAMPLES, (SAMPLES,) * 4).plan(asked), asked)
 
 
 def passed(found: Judged, cluster: Cluster, *, out: int) -> tuple[float, float]:
@@ -77,11 +77,11 @@ def test_one_edge_has_the_card_for_itself():
 
 def test_estimates_know_how_busy_a_card_is_at_least():
     shared = problem(hosts("ab", "cd"))
-    estimator = Estimator(Segments(shared, [1, 2, 3]))
-    outline = Outline((1, 2, 3), ((0,), (2,), (1,), (3,)), SAMPLES, (SAMPLES,) * 4)
+    estimator = Estimator(StageCostTable(shared, [1, 2, 3]))
+    outline = Candidate((1, 2, 3), ((0,), (2,), (1,), (3,)), SAMPLES, (SAMPLES,) * 4)
     row = estimator.row(outline.cuts, outline.ranks, SAMPLES)
     assert row.card == pytest.approx(3 * WIDTH / CARD), "two edges forward and one back, or the other way round"
     assert estimator.step_s(outline) >= SAMPLES * row.card
     assert judge(outline.plan(shared), shared).step_s >= SAMPLES * row.card * (1 - 1e-9)
     fast = replace(shared, cluster=hosts("abcd"))
-    assert Estimator(Segments(fast, [1, 2, 3])).row(outline.cuts, outline.ranks, SAMPLES).card == 0.0
+    assert Estimator(StageCostTable(fast, [1, 2, 3])).row(outline.cuts, outline.ranks, SAMPLES).card == 0.0

@@ -10,23 +10,23 @@ import pytest
 
 from benchmarks.planners import dapple as table
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.planner.dapple import dapple, ranked
-from lightning_pipe.planner.dapple_latency import (
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.estimates.recurrence import PipelineTimes, row_s
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.memory.settle import settle
+from lightning_pipe.planner.portfolio.exhaustive import exhaustive
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.planner.systems.dapple.dapple_latency import (
     Element,
-    Times,
+    ElementTimes,
     data_parallel_s,
     elements_of,
     empty_prefix,
     latency_s,
     pivot,
 )
-from lightning_pipe.planner.estimate import Row, row_s
-from lightning_pipe.planner.exhaustive import exhaustive
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.settle import settle
-from lightning_pipe.planner.uniform import uniform
+from lightning_pipe.planner.systems.dapple.dapple_planner import dapple, ranked
+from lightning_pipe.planner.systems.uniform import uniform
 from planner.test_uniform import cluster, layers
 
 # forward, backward, reductions of compute, link, compute, ...; micro-batches; pivot; latency: worked out independently
@@ -44,7 +44,7 @@ def summarised_s(elements: list[Element], microbatches: int) -> float:
     prefix = empty_prefix(1)
     for e in elements:
         times = (np.array([float(x)]) for x in (e.forward, e.backward, e.reduce, 0.0))
-        prefix = prefix.append(Times(*times), microbatches=microbatches)
+        prefix = prefix.append(ElementTimes(*times), microbatches=microbatches)
     return float(prefix.latency_s(microbatches)[0])
 
 
@@ -55,12 +55,12 @@ def test_pivot_and_latency_by_hand(forward, backward, reduce, microbatches, q, s
     assert summarised_s(elements, microbatches) == pytest.approx(seconds)
 
 
-def random_row(draw: random.Random) -> Row:
+def random_row(draw: random.Random) -> PipelineTimes:
     stages = draw.randint(2, 6)
     forward = tuple(draw.uniform(1, 3) for _ in range(stages))
     links = tuple(draw.uniform(0, 0.4) for _ in range(stages - 1))
     reduce = (draw.choice((0.0, draw.uniform(0, 20))), *(0.0,) * (stages - 1))  # none behind the pivot
-    return Row(forward, tuple(2 * f for f in forward), links, links, reduce, late=(0.0,) * stages)
+    return PipelineTimes(forward, tuple(2 * f for f in forward), links, links, reduce, late=(0.0,) * stages)
 
 
 def test_the_formula_is_never_above_the_simulation_if_a_stage_is_the_pivot():
@@ -119,7 +119,7 @@ def test_straight_and_data_parallel_plans_are_no_better(seed):
     ranks = asked.cluster.ranks
     ours = min(settle(asked, dapple(asked), judge=Judge(asked)), key=lambda found: found.step_s)
     for layout in ((ranks,), (1,) * ranks):
-        other = settle(asked, uniform(replace(asked, wishes=Wishes(replicas=layout))), judge=Judge(asked))[0]
+        other = settle(asked, uniform(replace(asked, wishes=Constraints(replicas=layout))), judge=Judge(asked))[0]
         assert ours.step_s <= other.step_s * 1.02, layout
 
 
@@ -138,7 +138,14 @@ def check_outlines(asked: Problem) -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes", [Wishes(), Wishes(microbatches=4), Wishes(warmup="pa"), Wishes(schedule="gpipe"), Wishes(least_samples=4)]
+    "wishes",
+    [
+        Constraints(),
+        Constraints(microbatches=4),
+        Constraints(warmup="pa"),
+        Constraints(schedule="gpipe"),
+        Constraints(least_samples=4),
+    ],
 )
 def test_outlines_use_every_device_once_and_keep_to_wishes(wishes):
     graph, profile = layers([1.0, 2.0, 1.0, 1.0, 3.0, 1.0], [8.0] * 6)
@@ -212,5 +219,5 @@ def test_communication_weighs_what_the_paper_prints(name, configuration, stages,
     ranks = tuple(tuple(range(s * each, (s + 1) * each)) for s in range(stages))
     first = len(entry.graph.nodes) % 16  # cut between layers only
     cuts = tuple(first + 32 // stages * s for s in range(1, stages))
-    outline = Outline(cuts, ranks, entry.samples // (entry.wishes.least_samples * each), (1,) * stages)
+    outline = Candidate(cuts, ranks, entry.samples // (entry.wishes.least_samples * each), (1,) * stages)
     assert table.ratio(entry, outline) == pytest.approx(expected, rel=0.1, abs=0.005)

@@ -13,17 +13,17 @@ from benchmarks.planners import memory
 from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.planner.activations import relieve
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.dawnpiper import StageTimes, dawnpiper, interval, partition
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.planner.systems.dawnpiper import StageTimes, dawnpiper, interval, partition
 from planner.test_activations import blocks
 from planner.test_uniform import cluster, layers
 
-RECOMPUTE = Wishes(reliefs=frozenset({"recompute"}))
+RECOMPUTE = Constraints(reliefs=frozenset({"recompute"}))
 
 
 def test_the_best_cut_lies_between_balance_of_time_and_of_memory():
@@ -44,7 +44,7 @@ def test_the_best_cut_lies_between_balance_of_time_and_of_memory():
         assert slowest[low : high + 1].min() == pytest.approx(slowest.min()), case
 
 
-def chain(seed: int, *, nodes: int, stages: int, memory: int = 1 << 40, wishes: Wishes = RECOMPUTE) -> Problem:
+def chain(seed: int, *, nodes: int, stages: int, memory: int = 1 << 40, wishes: Constraints = RECOMPUTE) -> Problem:
     draw = random.Random(seed)
     seconds = [draw.uniform(0.2, 2.0) for _ in range(nodes)]
     graph, profile = layers(seconds, [draw.choice((8, 80, 800)) for _ in seconds])
@@ -64,7 +64,7 @@ def test_halving_finds_the_best_of_all_cuts_of_small_graphs(stages, part):
         if part is not None:
             fullest = max(Judge(problem).judge(dawnpiper(problem)[0].plan(problem)).peak_bytes)
             problem = replace(problem, cluster=cluster(stages, memory=int(part * fullest)))
-        estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=False)))
+        estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=False)))
         groups = tuple((rank,) for rank in range(stages))
         model = StageTimes(estimator, groups, 8)
         chosen, most = partition(estimator, groups, 8)
@@ -78,7 +78,7 @@ def test_halving_finds_the_best_of_all_cuts_of_small_graphs(stages, part):
 def test_halving_is_near_the_best_balance_of_many_stages(stages):
     for seed in range(3):
         problem = chain(seed, nodes=60, stages=stages)
-        estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=False)))
+        estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=False)))
         groups = tuple((rank,) for rank in range(stages))
         model = StageTimes(estimator, groups, 8)
         found = slowest(problem, model, partition(estimator, groups, 8)[0])

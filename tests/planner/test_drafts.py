@@ -11,19 +11,19 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Compute, Joined, Layout
 from lightning_pipe.core.serial import from_yaml, to_yaml
 from lightning_pipe.errors import ConfigError, PlanError, ProgramError
-from lightning_pipe.planner.judge import judge
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.evaluation.evaluate import judge
+from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.schedule import SCHEDULES, TimedSchedule, order_of
+from lightning_pipe.schedule.construct.layout_shapes import looping
+from lightning_pipe.schedule.formats.text import format_order
 from lightning_pipe.schedule.registry import planned_order, register_schedule
-from lightning_pipe.schedule.shapes import looping
-from lightning_pipe.schedule.text import format_order
 from planner.test_uniform import cluster, layers
 
 SECONDS = [1.0] * 16
 
 
-def problem(ranks: int, wishes: Wishes, *, samples: int = 16, seconds: list[float] = SECONDS) -> Problem:
+def problem(ranks: int, wishes: Constraints, *, samples: int = 16, seconds: list[float] = SECONDS) -> Problem:
     graph, profile = layers(seconds, [8.0] * len(seconds), samples=samples)
     return Problem(graph, profile, cluster(ranks), samples, wishes=wishes)
 
@@ -31,7 +31,7 @@ def problem(ranks: int, wishes: Wishes, *, samples: int = 16, seconds: list[floa
 @pytest.mark.parametrize("planner", ["uniform", "dapple"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_makes_a_plan_that_can_be_written_and_read(schedule, planner):
-    asked = problem(4, Wishes(8, schedule=schedule))
+    asked = problem(4, Constraints(8, schedule=schedule))
     found = propose(asked, planner)[0]
     assert found.plan.schedule == schedule
     assert bool(found.plan.order) == isinstance(SCHEDULES[schedule], TimedSchedule)
@@ -42,13 +42,13 @@ def test_every_schedule_makes_a_plan_that_can_be_written_and_read(schedule, plan
 
 def test_chunks_are_those_that_are_wished():
     for chunks in (1, 2, 4):
-        found = propose(problem(4, Wishes(8, schedule="interleaved", chunks=chunks)), "uniform")[0]
+        found = propose(problem(4, Constraints(8, schedule="interleaved", chunks=chunks)), "uniform")[0]
         assert len(found.plan.stages) == 4 * chunks
 
 
 def joining(ranks: int, *, each_s: float, schedule: str | None = "2bp") -> Problem:
     """Return a problem whose W can be joined, with `each_s` more seconds for every operation, whatever its samples."""
-    asked = problem(ranks, Wishes(8, schedule=schedule), samples=8)
+    asked = problem(ranks, Constraints(8, schedule=schedule), samples=8)
     operations = tuple(replace(operation, joinable=True) for operation in asked.graph.operations)
     tensors = tuple(replace(tensor, joinable=True) for tensor in asked.graph.tensors)
     seconds = tuple(tuple(each_s + time for time in times) for times in asked.profile.seconds)
@@ -73,7 +73,7 @@ def test_auto_is_at_least_as_good_as_every_schedule_on_its_own():
     """Few micro-batches, and sums of gradients that take longer than messages: 1F1B's bubble is large."""
 
     def asked(**wishes) -> Problem:
-        made = problem(4, Wishes(4, **wishes))
+        made = problem(4, Constraints(4, **wishes))
         return replace(made, cluster=cluster(4, link=Link(latency_s=0.0, bytes_per_s=100.0)))
 
     best = propose(asked(), "auto")[0]
@@ -84,13 +84,13 @@ def test_auto_is_at_least_as_good_as_every_schedule_on_its_own():
 
 
 def test_a_wished_layout_keeps_its_stages():
-    found = propose(problem(3, Wishes(4, (2, 1))), "auto")[0]
+    found = propose(problem(3, Constraints(4, (2, 1))), "auto")[0]
     assert [stage.ranks for stage in found.plan.stages] == [(0, 1), (2,)]
 
 
 def test_a_given_order_decides_layout_and_micro_batches():
     order = order_of("breadth_first", layout=looping([(0,), (1,)], 2), microbatches=4)
-    found = propose(problem(2, Wishes(order=format_order(order))), "auto")[0]
+    found = propose(problem(2, Constraints(order=format_order(order))), "auto")[0]
     assert found.plan.layout == looping([(0,), (1,)], 2)
     assert (found.plan.microbatches, found.plan.schedule) == (4, "given")
     assert planned_order(found.plan, microbatches=4) == order
@@ -107,14 +107,19 @@ def test_fewer_micro_batches_leave_out_the_computes_of_the_others():
 @pytest.mark.parametrize(
     ("ranks", "wishes", "error", "message"),
     [
-        (2, Wishes(order=("0F0 0B0 0F1 0B1", "1B0 1F0 1F1 1B1")), ProgramError, 'law "inputs": it needs 1F0 before'),
-        (3, Wishes(order=("0F0 0B0", "1F0 1B0")), PlanError, "order is of 2 ranks, the trainer has 3"),
-        (2, Wishes(4, order=("0F0 0B0", "1F0 1B0")), PlanError, "of 1 micro-batches, but microbatches=4 is set"),
-        (4, Wishes(8, (2, 2), "chimera"), ConfigError, "even number of devices of one rank each"),
-        (3, Wishes(8, schedule="dualpipe"), ConfigError, "even number of devices"),
+        (
+            2,
+            Constraints(order=("0F0 0B0 0F1 0B1", "1B0 1F0 1F1 1B1")),
+            ProgramError,
+            'law "inputs": it needs 1F0 before',
+        ),
+        (3, Constraints(order=("0F0 0B0", "1F0 1B0")), PlanError, "order is of 2 ranks, the trainer has 3"),
+        (2, Constraints(4, order=("0F0 0B0", "1F0 1B0")), PlanError, "of 1 micro-batches, but microbatches=4 is set"),
+        (4, Constraints(8, (2, 2), "chimera"), ConfigError, "even number of devices of one rank each"),
+        (3, Constraints(8, schedule="dualpipe"), ConfigError, "even number of devices"),
         (
             4,
-            Wishes(8, schedule="interleaved", chunks=5),
+            Constraints(8, schedule="interleaved", chunks=5),
             PlanError,
             "16 operations and can be cut at 15 places between them, too few for 20 stages",
         ),
@@ -137,7 +142,7 @@ def test_a_schedule_of_your_own_is_known_by_its_name():
 
     try:
         register_schedule("last_first", last_first)
-        found = propose(problem(2, Wishes(4, schedule="last_first")), "uniform")[0]
+        found = propose(problem(2, Constraints(4, schedule="last_first")), "uniform")[0]
         assert found.plan.schedule == "last_first"
         with pytest.raises(ConfigError, match="exists already"):
             register_schedule("last_first", last_first)
@@ -150,14 +155,14 @@ def test_a_schedule_of_your_own_is_known_by_its_name():
 
 
 def test_drafts_keep_to_memory_where_outlines_do():
-    asked = problem(4, Wishes(8, schedule="breadth_first"))
+    asked = problem(4, Constraints(8, schedule="breadth_first"))
     with pytest.raises(PlanError, match="No plan fits into memory"):
         propose(replace(asked, cluster=cluster(4, memory=1)), "uniform")
 
 
 def test_few_groups_of_replicas_represent_all_under_any_schedule():
     """Folding leaves gaps in the numbers of ranks."""
-    asked = problem(32, Wishes(96, (16, 16), "zb_h1"), samples=96 * 16)
+    asked = problem(32, Constraints(96, (16, 16), "zb_h1"), samples=96 * 16)
     folded = propose(asked, "uniform")[0]
     assert len(set(folded.representatives)) < 32
     assert judge(folded.plan, asked).step_s == pytest.approx(folded.step_s)

@@ -9,12 +9,19 @@ import random
 import pytest
 
 from lightning_pipe.core.cluster import Link
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, backward_ends, bound_s, microbatch_counts, row_s
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import (
+    Estimator,
+    PipelineTimes,
+    backward_ends,
+    bound_s,
+    microbatch_counts,
+    row_s,
+)
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.problem import Constraints, Problem
 from planner.test_uniform import cluster, layers
 
 # forward, backward, reductions of compute, link, compute, ...; micro-batches; seconds of "pa" and of "pb": simulated
@@ -31,7 +38,7 @@ VECTORS = [
 @pytest.mark.parametrize(("forward", "backward", "finish", "microbatches", "pa", "pb"), VECTORS)
 def test_a_row_takes_what_an_event_simulation_says(forward, backward, finish, microbatches, pa, pb):
     stages = len(finish)
-    row = Row(forward[::2], backward[::2], forward[1::2], backward[1::2], finish, late=(0,) * stages)
+    row = PipelineTimes(forward[::2], backward[::2], forward[1::2], backward[1::2], finish, late=(0,) * stages)
     assert row_s(row, depths=[stages - s for s in range(stages)], microbatches=microbatches) == pa
     assert row_s(row, depths=[2 * (stages - s) - 1 for s in range(stages)], microbatches=microbatches) == pb
 
@@ -77,7 +84,7 @@ def test_a_row_ends_when_its_recursion_says_whatever_depths_that_never_grow(seed
     depths = sorted((draw.randint(1, microbatches) for _ in range(stages)), reverse=True)
     forward, backward, ahead, back = ([draw.uniform(0.1, 2.0) for _ in range(stages)] for _ in range(4))
     late = tuple(draw.uniform(0.0, seconds) for seconds in backward)
-    row = Row(*map(tuple, (forward, backward, ahead[1:], back[1:])), finish=(0.0,) * stages, late=late)
+    row = PipelineTimes(*map(tuple, (forward, backward, ahead[1:], back[1:])), finish=(0.0,) * stages, late=late)
     assert backward_ends(row, depths=depths, microbatches=microbatches) == recursive_ends(row, depths, microbatches)
 
 
@@ -88,7 +95,7 @@ def test_no_depths_are_quicker_than_the_bound_of_a_row(seed):
     times = [tuple(draw.uniform(0.1, 2.0) for _ in range(stages)) for _ in range(5)]
     forward, backward, ahead, back, finish = times
     late = tuple(draw.uniform(0.0, seconds) for seconds in backward)
-    row = Row(forward, backward, ahead[1:], back[1:], finish, late, step=1.0)
+    row = PipelineTimes(forward, backward, ahead[1:], back[1:], finish, late, step=1.0)
     for depths in itertools.combinations_with_replacement(range(microbatches, 0, -1), stages):
         seconds = row_s(row, depths=depths, microbatches=microbatches)
         assert seconds >= bound_s(row, microbatches=microbatches) - 1e-9, depths
@@ -104,7 +111,7 @@ def chain(seed: int) -> Problem:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pipeline_is_estimated_as_it_is_simulated(seed):
     problem, draw = chain(seed), random.Random(seed)
-    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=True)))
     cuts = tuple(sorted(draw.sample(range(1, 8), k=3)))
     outline, seconds, _ = estimator.outline(cuts, ((0,), (1,), (2,), (3,)), draw.choice((4, 8)))
     judged = Judge(problem).judge(outline.plan(problem))
@@ -114,7 +121,7 @@ def test_a_pipeline_is_estimated_as_it_is_simulated(seed):
 @pytest.mark.parametrize("ranks", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2), (3,)), ((0, 1, 2, 3),)])
 def test_replicated_stages_are_estimated_well_enough_to_be_ranked(ranks):
     problem = chain(3)
-    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=True)))
     cuts = (3, 6)[: len(ranks) - 1]
     outline, seconds, _ = estimator.outline(cuts, ranks, 4)
     judged = Judge(problem).judge(outline.plan(problem))
@@ -123,27 +130,27 @@ def test_replicated_stages_are_estimated_well_enough_to_be_ranked(ranks):
 
 def test_memory_lowers_depths():
     problem = chain(2)
-    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=True)))
     layout = ((7,), ((0, 1), (2, 3)), 8)
     free, _, excess = estimator.outline(*layout)
     assert (free.depths[0] > 1, excess < 0) == (True, True)
     room = estimator.rooms(*layout)[0]
     need = (1 << 40) - room.bytes + 1.5 * room.saved
     tight = Problem(problem.graph, problem.profile, cluster(4, memory=round(need)), 16)
-    bound, _, excess = Estimator(Segments(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
+    bound, _, excess = Estimator(StageCostTable(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
     assert (bound.depths, excess <= 0) == ((1, 1), True)
 
 
 def test_recompute_keeps_depths_for_time():
     problem = chain(2)
     layout = ((7,), ((0, 1), (2, 3)), 8)
-    estimator = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    estimator = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=True)))
     _, free_s, _ = estimator.outline(*layout)
     room = estimator.rooms(*layout)[0]
     memory = int((1 << 40) - room.bytes + 1.5 * room.saved)
-    wishes = Wishes(reliefs=frozenset({"recompute"}))
+    wishes = Constraints(reliefs=frozenset({"recompute"}))
     tight = Problem(problem.graph, problem.profile, cluster(4, memory=memory), 16, wishes=wishes)
-    _, seconds, excess = Estimator(Segments(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
+    _, seconds, excess = Estimator(StageCostTable(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
     assert excess <= 0
     assert free_s < seconds
 
@@ -151,4 +158,4 @@ def test_recompute_keeps_depths_for_time():
 def test_micro_batches_give_every_replica_its_least_samples():
     problem = chain(1)
     assert microbatch_counts(problem, stages=2, replicas=4)[-1] == 16 // 4
-    assert Outline((4,), ((0,), (1,)), 4, (2, 1)).plan(problem).options == {"warmup": "pa"}
+    assert Candidate((4,), ((0,), (1,)), 4, (2, 1)).plan(problem).options == {"warmup": "pa"}

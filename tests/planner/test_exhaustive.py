@@ -10,19 +10,19 @@ import pytest
 
 from benchmarks.planners.exhaustive import Size, random_problem
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.bounds import Field
-from lightning_pipe.planner.exhaustive import exhaustive
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.moves import groupings
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.parts import Parts
-from lightning_pipe.planner.problem import Problem, Wishes
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.candidates.moves import groupings
+from lightning_pipe.planner.estimates.bound_terms import Parts
+from lightning_pipe.planner.estimates.lower_bounds import CandidateBatch
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.portfolio.exhaustive import exhaustive
+from lightning_pipe.planner.problem import Constraints, Problem
 from planner.test_uniform import cluster, layers
 
 ROUNDING = 1e-9
 
 
-def drawn_outlines(draw: random.Random, problem: Problem, count: int) -> list[Outline]:
+def drawn_outlines(draw: random.Random, problem: Problem, count: int) -> list[Candidate]:
     nodes = len(problem.graph.nodes)
     layouts = [ranks for ranks in groupings(range(problem.cluster.ranks)) if len(ranks) <= nodes]
     found = []
@@ -31,7 +31,7 @@ def drawn_outlines(draw: random.Random, problem: Problem, count: int) -> list[Ou
         cuts = tuple(sorted(draw.sample(range(1, nodes), len(ranks) - 1)))
         microbatches = draw.randint(1, problem.samples // max(map(len, ranks)))
         depths = tuple(sorted((draw.randint(1, microbatches) for _ in ranks), reverse=True))
-        found.append(Outline(cuts, ranks, microbatches, depths))
+        found.append(Candidate(cuts, ranks, microbatches, depths))
     return found
 
 
@@ -50,7 +50,7 @@ def test_no_plan_is_quicker_or_smaller_than_its_bounds(kind):
     parts = Parts(problem, judge.pricer)
     for outline in drawn_outlines(random.Random(kind), problem, 4):
         judged = judge.judge(outline.plan(problem))
-        field = Field(parts, [(outline.cuts, outline.ranks)], outline.microbatches)
+        field = CandidateBatch(parts, [(outline.cuts, outline.ranks)], outline.microbatches)
         seconds, lacking = float(field.seconds(outline.depths)[0]), float(field.lacking(outline.depths)[0])
         assert seconds <= judged.step_s * (1 + ROUNDING), outline
         assert seconds >= judged.step_s * 0.9, f"the bound of {outline} is too low to be of use"
@@ -61,14 +61,14 @@ def test_plans_are_bounded_together_as_each_alone():
     problem = random_problem(2)
     parts = Parts(problem, Judge(problem).pricer)
     plans = [((2, 4, 6), ((0,), (1,), (2,), (3,))), ((1, 3, 5), ((3,), (1,), (0,), (2,)))]
-    both = Field(parts, plans, 6)
+    both = CandidateBatch(parts, plans, 6)
     for depths in ((4, 3, 2, 1), (6, 6, 3, 1)):
-        alone = [Field(parts, [plan], 6) for plan in plans]
+        alone = [CandidateBatch(parts, [plan], 6) for plan in plans]
         assert both.seconds(depths).tolist() == [float(field.seconds(depths)[0]) for field in alone]
         assert both.lacking(depths).tolist() == [float(field.lacking(depths)[0]) for field in alone]
 
 
-def every_outline(problem: Problem) -> list[Outline]:
+def every_outline(problem: Problem) -> list[Candidate]:
     nodes, samples = len(problem.graph.nodes), problem.samples
     found = []
     for ranks in groupings(range(problem.cluster.ranks)):
@@ -76,7 +76,7 @@ def every_outline(problem: Problem) -> list[Outline]:
             for count in range(1, samples // max(map(len, ranks)) + 1):
                 for depths in itertools.product(range(1, count + 1), repeat=len(ranks)):
                     if all(a >= b for a, b in itertools.pairwise(depths)):
-                        found.append(Outline(cuts, ranks, count, depths))
+                        found.append(Candidate(cuts, ranks, count, depths))
     return found
 
 
@@ -104,7 +104,7 @@ def test_too_many_plans_are_not_tried():
 
 def test_wished_warmups_are_kept_to():
     graph, profile = layers([1, 2, 1, 2], [8] * 4)
-    free = Problem(graph, profile, cluster(2), 4, wishes=Wishes(microbatches=4, replicas=(1, 1)))
+    free = Problem(graph, profile, cluster(2), 4, wishes=Constraints(microbatches=4, replicas=(1, 1)))
     for warmup, spelled in (("pa", "pa"), ("pb", "pb"), ("2", "2,2"), ("4,1", "4,1")):
         found = exhaustive(replace(free, wishes=replace(free.wishes, warmup=warmup)))[0]
         assert found.plan.options["warmup"] == spelled

@@ -10,9 +10,9 @@ import pytest
 from lightning_pipe.cli.tables import rank_table
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, PairLink
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.planner import judge as judging
-from lightning_pipe.planner.alternatives import alternatives
-from lightning_pipe.planner.judge import Judge, Judged, unfolded
+from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.evaluation import evaluate as judging
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged, unfolded
 from lightning_pipe.planner.problem import Problem
 from planner.test_uniform import layers
 

@@ -10,7 +10,7 @@ from benchmarks.planners.exhaustive import Size
 from benchmarks.planners.rivals import any_problem, verdict
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner import registry
-from lightning_pipe.planner.least_memory import LeastMemory
+from lightning_pipe.planner.memory.least_memory import LeastMemory
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
 from planner.test_uniform import cluster, layers

@@ -14,17 +14,22 @@ import pytest
 from benchmarks.planners.madpipe import EXPECTED, GIGABYTES, MODELS, PROFILES, chain, ratio
 from lightning_pipe.core.cluster import Cluster, Link, PairLink
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, backward_ends
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.madpipe import madpipe
-from lightning_pipe.planner.madpipe_chain import Chain, Processor, chain_of
-from lightning_pipe.planner.madpipe_contiguous import best_pipeline, least_exceeding, stretched, sustained
-from lightning_pipe.planner.madpipe_periodic import Periodic, least_periodic, operations_of
-from lightning_pipe.planner.madpipe_special import SPECIAL, Allocation, best_allocation
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.schedule.one_f_one_b import star_depths
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.recurrence import Estimator, PipelineTimes, backward_ends
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.planner.systems.madpipe.madpipe_chain import Chain, Processor, chain_of
+from lightning_pipe.planner.systems.madpipe.madpipe_contiguous import (
+    best_pipeline,
+    least_exceeding,
+    stretched,
+    sustained,
+)
+from lightning_pipe.planner.systems.madpipe.madpipe_periodic import Periodic, least_periodic, operations_of
+from lightning_pipe.planner.systems.madpipe.madpipe_planner import madpipe
+from lightning_pipe.planner.systems.madpipe.madpipe_special import SPECIAL, Allocation, best_allocation
+from lightning_pipe.schedule.orders.one_f_one_b import star_depths
 from planner.test_uniform import cluster, layers
 
 ENDLESS = 1 << 30  # micro-batches
@@ -138,7 +143,9 @@ def test_the_depths_sustain_the_period(seed):
     found = best_pipeline(asked) or least_exceeding(asked)
     times, messages = loads(asked, found.cuts, found.dropped), links(asked, found.cuts)
     forward, half = [t / 3 for t in times], tuple(m / 2 for m in messages)
-    row = Row(tuple(forward), tuple(t - f for t, f in zip(times, forward, strict=True)), half, half, (0,) * 4, (0,) * 4)
+    row = PipelineTimes(
+        tuple(forward), tuple(t - f for t, f in zip(times, forward, strict=True)), half, half, (0,) * 4, (0,) * 4
+    )
     short, long = (max(backward_ends(row, depths=found.groups, microbatches=count)) for count in (40, 80))
     assert (long - short) / 40 <= found.period * (1 + 1e-6)
 
@@ -304,11 +311,11 @@ def problem(devices: Cluster, *, seed: int = 0, units: int = 12, samples: int = 
     draw = random.Random(seed)
     seconds = [draw.uniform(0.5, 2.0) for _ in range(units)]
     graph, profile = layers(seconds, [draw.choice((80, 800)) for _ in seconds])
-    return Problem(graph, profile, devices, samples, wishes=Wishes(**wishes))
+    return Problem(graph, profile, devices, samples, wishes=Constraints(**wishes))
 
 
 def chain_for(asked: Problem, outline) -> tuple[Chain, Estimator]:
-    estimator = Estimator(Segments(asked, cuttable(asked.graph, sliced=len(outline.ranks[0]) > 1)))
+    estimator = Estimator(StageCostTable(asked, cuttable(asked.graph, sliced=len(outline.ranks[0]) > 1)))
     return chain_of(estimator, outline.ranks, outline.microbatches), estimator
 
 
@@ -330,7 +337,7 @@ def test_no_stage_is_modelled_to_exceed_memory_while_any_pipeline_fits(relief):
     free = problem(cluster(4, link=Link(0.01, 1e5)))
     peak = max(Judge(free).judge(madpipe(free)[0].plan(free)).peak_bytes)
     asked = replace(
-        free, cluster=cluster(4, link=Link(0.01, 1e5), memory=round(0.6 * peak)), wishes=Wishes(reliefs=relief)
+        free, cluster=cluster(4, link=Link(0.01, 1e5), memory=round(0.6 * peak)), wishes=Constraints(reliefs=relief)
     )
     for outline in madpipe(asked):
         chain, estimator = chain_for(asked, outline)
@@ -342,8 +349,8 @@ def test_recompute_shortens_the_period_within_memory():
     groups, free = ((0,), (1,), (2,), (3,)), problem(cluster(4, link=Link(0.01, 1e5)), units=40, microbatches=8)
     chains = []
     for reliefs in (frozenset(), frozenset({"recompute"})):
-        asked = replace(free, wishes=Wishes(8, reliefs=reliefs))
-        chains.append(chain_of(Estimator(Segments(asked, cuttable(asked.graph, sliced=False))), groups, 8))
+        asked = replace(free, wishes=Constraints(8, reliefs=reliefs))
+        chains.append(chain_of(Estimator(StageCostTable(asked, cuttable(asked.graph, sliced=False))), groups, 8))
     without, relieved = chains
     memory = 1.1 * least_exceeding(without.with_memory(0.0)).excess(without.with_memory(0.0))
     plain, better = best_pipeline(without.with_memory(memory)), best_pipeline(relieved.with_memory(memory))
@@ -387,7 +394,7 @@ def test_steps_without_backward_are_planned():
 
 def test_the_period_promised_is_that_of_the_depths():
     asked = problem(cluster(4, link=Link(0.01, 1e5)), microbatches=8)
-    estimator = Estimator(Segments(asked, cuttable(asked.graph, sliced=False)))
+    estimator = Estimator(StageCostTable(asked, cuttable(asked.graph, sliced=False)))
     chain = chain_of(estimator, ((0,), (1,), (2,), (3,)), 8)
     found = best_pipeline(chain)
     cuts = [int(estimator.segments.bounds[b]) for b in found.cuts]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, PairLink
-from lightning_pipe.planner.ordering import device_order, minimum_cut, order_of, quality
+from lightning_pipe.planner.candidates.device_order import device_order, minimum_cut, order_of, quality
 
 DEVICE = Device("x", 1 << 40)
 

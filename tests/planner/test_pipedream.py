@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.core.published import load_published
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.pipedream import Level, noam_depths, pipedream, steady_plans
-from lightning_pipe.planner.prm import partitions
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.planner.systems.pipedream import Level, noam_depths, pipedream, steady_plans
+from lightning_pipe.planner.systems.spp.spp_partition import partitions
+from lightning_pipe.profiles.published import load_published
 from planner.test_spp import hosts, problem
 from planner.test_uniform import layers
 
@@ -192,10 +192,10 @@ def test_outlines_use_every_device_once_and_keep_to_wishes(nodes, devices, wishe
 
 
 def test_memory_forbids_stages_for_which_it_is_too_small():
-    free = replace(problem(12, hosts(1, 4)), wishes=Wishes(microbatches=8))
+    free = replace(problem(12, hosts(1, 4)), wishes=Constraints(microbatches=8))
     free = replace(free, graph=replace(free.graph, parameter_bytes=dict.fromkeys(free.graph.parameter_bytes, 10**6)))
     assert max(map(len, pipedream(free)[0].ranks)) > 1
-    whole = Segments(free, cuttable(free.graph, sliced=True)).state_bytes[0, -1]
+    whole = StageCostTable(free, cuttable(free.graph, sliced=True)).state_bytes[0, -1]
     tight = replace(free, cluster=hosts(1, 4, memory=int(0.7 * whole)))
     outline = pipedream(tight)[0]
     assert max(Judge(tight).judge(outline.plan(tight)).peak_bytes) <= 0.7 * whole

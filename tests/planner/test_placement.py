@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link, PairLink
-from lightning_pipe.planner.placement import Site, canonical, placements, ranks_of, reorder, site_of
+from lightning_pipe.planner.systems.dapple.placement import Site, canonical, placements, ranks_of, reorder, site_of
 
 TWO_BY_FOUR = Site((4, 4), (0, 0))
 LINK = Link(0.0, 1e9)

@@ -17,9 +17,9 @@ from lightning_pipe.cost.activations import KEEP, Reliefs, candidates
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.judge import Judge, judge
+from lightning_pipe.planner.evaluation.evaluate import Judge, judge
+from lightning_pipe.planner.evaluation.resolve import places_of, resolve_reliefs
 from lightning_pipe.planner.problem import Problem, nominal_cluster
-from lightning_pipe.planner.resolve import places_of, resolve_reliefs
 
 CUTS = (1, 3)
 SWAP = Link(latency_s=1e-5, bytes_per_s=1e9)

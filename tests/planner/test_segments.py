@@ -12,9 +12,9 @@ from cost.captures import zoo_capture
 from lightning_pipe.core.program import Compute, Layout
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.prices import Pricer
-from lightning_pipe.planner.cuts import cuttable, worthwhile
+from lightning_pipe.planner.candidates.cut_points import cuttable, worthwhile
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.problem import Problem, nominal_cluster
-from lightning_pipe.planner.segments import Segments
 
 NAMES = ("mlp_classifier", "resnet_batchnorm", "nanogpt_tied", "vae", "masked_mean_loss")
 
@@ -28,7 +28,7 @@ def problem_of(name: str) -> Problem:
 def test_stages_cost_what_the_cost_model_says(name):
     problem = problem_of(name)
     positions = worthwhile(problem, sliced=False, most=40)
-    segments = Segments(problem, positions)
+    segments = StageCostTable(problem, positions)
     pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
     chosen = random.Random(1).sample(range(1, len(positions) + 1), k=min(2, len(positions)))
     ends = [0, *sorted(chosen), segments.units]
@@ -51,7 +51,7 @@ def test_stages_cost_what_the_cost_model_says(name):
 
 def test_what_crosses_a_cut_is_what_the_edges_carry():
     problem = problem_of("mlp_classifier")
-    segments = Segments(problem, cuttable(problem.graph, sliced=False))
+    segments = StageCostTable(problem, cuttable(problem.graph, sliced=False))
     pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
     for bound, position in enumerate(segments.bounds[1:-1], start=1):
         edges = pricer.cutter.traffic((int(position),)).edges

@@ -7,7 +7,7 @@ import pytest
 from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.resolve import resolve
+from lightning_pipe.planner.evaluation.resolve import resolve
 
 NODES = tuple(Node(f"h_{k}", "op", f"layer.{k}", "", (), (), 0, 0, 0, 0) for k in range(2))
 GRAPH = Graph(NODES, samples=8, parameter_bytes={}, fingerprint="f")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
-from lightning_pipe.planner.blocks import Blocks, DeviceRow, Pipeline, within_memory
-from lightning_pipe.planner.cuts import cuttable
-from lightning_pipe.planner.estimate import Estimator, Row, row_s
-from lightning_pipe.planner.judge import Judge
-from lightning_pipe.planner.outline import Outline
-from lightning_pipe.planner.prm import partitions
-from lightning_pipe.planner.problem import Problem, Wishes
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.spp import pe_bound, pe_depths, spp
+from lightning_pipe.planner.candidates.candidate import Candidate
+from lightning_pipe.planner.candidates.cut_points import cuttable
+from lightning_pipe.planner.estimates.block_costs import BlockCosts, DeviceRow, RowSeconds, within_memory
+from lightning_pipe.planner.estimates.recurrence import Estimator, PipelineTimes, row_s
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.planner.systems.spp.spp_partition import partitions
+from lightning_pipe.planner.systems.spp.spp_planner import pe_bound, pe_depths, spp
 from planner.test_uniform import FAST, layers
 
 
@@ -80,7 +80,7 @@ def test_partitions_are_those_that_trying_all_finds(last, units, seed):
 # PE: in cycle t step j works on micro-batch t - j; blocks run in that order as soon as inputs and devices are there
 
 
-def executed_s(draw: random.Random, stages: int, microbatches: int) -> tuple[Pipeline, float]:
+def executed_s(draw: random.Random, stages: int, microbatches: int) -> tuple[RowSeconds, float]:
     """Return a random pipeline, and the seconds of PE's order on it."""
     forward = [draw.uniform(0.1, 5) for _ in range(stages)]
     backward = [draw.uniform(0.1, 5) for _ in range(stages)]
@@ -103,7 +103,7 @@ def executed_s(draw: random.Random, stages: int, microbatches: int) -> tuple[Pip
     loads = tuple(f + b for f, b in zip(forward, backward, strict=True))
     links = tuple(f + b for f, b in zip(ahead, back, strict=True))
     end = max(free[f"device {s}"] + sums[s] for s in range(stages))
-    return Pipeline(loads, links, tuple(sums)), end
+    return RowSeconds(loads, links, tuple(sums)), end
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -129,8 +129,8 @@ def test_one_forward_one_backward_with_the_depths_of_cycles_keeps_the_bound(seed
     stages, microbatches = draw.randint(1, 6), draw.randint(1, 24)
     forward, backward, finish = ([draw.uniform(0.1, 5) for _ in range(stages)] for _ in range(3))
     ahead, back = ([draw.uniform(0, 6) for _ in range(stages - 1)] for _ in range(2))
-    row = Row(*map(tuple, (forward, backward, ahead, back, finish)), late=(0.0,) * stages)
-    bound = pe_bound(Pipeline(tuple(row.loads()), tuple(row.links()), row.finish), microbatches=microbatches)
+    row = PipelineTimes(*map(tuple, (forward, backward, ahead, back, finish)), late=(0.0,) * stages)
+    bound = pe_bound(RowSeconds(tuple(row.loads()), tuple(row.links()), row.finish), microbatches=microbatches)
     seconds = row_s(row, depths=pe_depths(stages, is_free=False), microbatches=microbatches)
     assert seconds <= bound + 1e-9
 
@@ -145,7 +145,7 @@ def problem(nodes: int, devices: Cluster, *, wide: float = 1e5, samples: int = 6
     draw = random.Random(nodes)
     seconds = [draw.uniform(0.5, 2.0) * 1e-3 for _ in range(nodes)]
     graph, profile = layers(seconds, [draw.choice((1e3, wide)) for _ in range(nodes)], samples=samples)
-    return Problem(graph, profile, devices, samples, wishes=Wishes(**wishes))
+    return Problem(graph, profile, devices, samples, wishes=Constraints(**wishes))
 
 
 UNEQUAL = Cluster((Host("a", (Device("x", 1 << 40), Device("y", 1 << 40, 0.5)), FAST, FAST), *hosts(2, 2).hosts[1:]))
@@ -194,15 +194,15 @@ def test_memory_shapes_the_best_plan():
 
 def test_memory_lowers_depths():
     free = problem(12, hosts(4, 1), wide=1e6, microbatches=16)
-    outline = Outline((3, 6, 9), ((0,), (1,), (2,), (3,)), 16, pe_depths(4, is_free=False))
-    assert within_memory(Estimator(Segments(free, [3, 6, 9])), outline)[0].depths == (13, 9, 5, 1)
-    estimator = Estimator(Segments(free, sorted(outline.cuts)))
+    outline = Candidate((3, 6, 9), ((0,), (1,), (2,), (3,)), 16, pe_depths(4, is_free=False))
+    assert within_memory(Estimator(StageCostTable(free, [3, 6, 9])), outline)[0].depths == (13, 9, 5, 1)
+    estimator = Estimator(StageCostTable(free, sorted(outline.cuts)))
     room = estimator.rooms(outline.cuts, outline.ranks, 16)[0]
     state = (1 << 40) - room.bytes
 
     def depths(fitting: float) -> tuple[int, ...]:
         tight = replace(free, cluster=hosts(4, 1, memory=int(state + fitting * room.saved)))
-        lowered, missing = within_memory(Estimator(Segments(tight, [3, 6, 9])), outline)
+        lowered, missing = within_memory(Estimator(StageCostTable(tight, [3, 6, 9])), outline)
         assert missing <= 0
         return lowered.depths
 
@@ -212,7 +212,7 @@ def test_memory_lowers_depths():
 
 
 def test_stages_with_equal_depths_wait_for_each_other():
-    row = Row((1.0,) * 4, (2.0,) * 4, (0.1,) * 3, (0.1,) * 3, (0.0,) * 4, (0.0,) * 4)
+    row = PipelineTimes((1.0,) * 4, (2.0,) * 4, (0.1,) * 3, (0.1,) * 3, (0.0,) * 4, (0.0,) * 4)
     equal, different = (row_s(row, depths=depths, microbatches=64) for depths in ((8, 8, 8, 8), (4, 3, 2, 1)))
     assert equal > 2 * different
 
@@ -234,14 +234,14 @@ def test_faster_devices_get_more_work():
 
 def test_blocks_cost_what_exact_prices_say():
     asked = problem(10, hosts(2, 4), samples=480)  # micro-batches that all of these replicas divide
-    segments = Segments(asked, cuttable(asked.graph, sliced=True))
+    segments = StageCostTable(asked, cuttable(asked.graph, sliced=True))
     row = DeviceRow(asked.cluster, range(8), most=8)
     estimator = Estimator(segments)
     for bounds, degrees in (((4,), (3, 5)), ((2, 5), (4, 2, 2)), ((3,), (2, 6)), ((), (8,)), ((5,), (6, 2))):
         firsts = itertools.accumulate(degrees, initial=0)
         ranks = tuple(row.ranks(first, count) for first, count in zip(firsts, degrees, strict=False))
         exact = estimator.row([int(segments.bounds[bound]) for bound in bounds], ranks, 4)
-        found = Blocks(segments, row, samples=asked.samples / 4).pipeline(bounds, degrees)
+        found = BlockCosts(segments, row, samples=asked.samples / 4).pipeline(bounds, degrees)
         assert found.loads == pytest.approx(exact.loads())
         assert found.links == pytest.approx(exact.links())
         assert found.sums == pytest.approx(exact.finish, rel=0.1)
@@ -249,15 +249,15 @@ def test_blocks_cost_what_exact_prices_say():
 
 def test_replicas_wait_for_those_with_one_sample_more():
     asked = problem(10, hosts(1, 3))
-    segments = Segments(asked, cuttable(asked.graph, sliced=True))
-    blocks = Blocks(segments, DeviceRow(asked.cluster, range(3), most=8), samples=16)
+    segments = StageCostTable(asked, cuttable(asked.graph, sliced=True))
+    blocks = BlockCosts(segments, DeviceRow(asked.cluster, range(3), most=8), samples=16)
     assert blocks.load_s(0, 3)[0, 5] == pytest.approx(6 / 16 * blocks.load_s(0, 1)[0, 5])
 
 
 def test_blocks_by_matrices_and_of_one_pipeline_agree():
     asked = problem(10, UNEQUAL)
-    segments = Segments(asked, cuttable(asked.graph, sliced=True))
-    blocks = Blocks(segments, DeviceRow(asked.cluster, range(4), most=8), samples=16)
+    segments = StageCostTable(asked, cuttable(asked.graph, sliced=True))
+    blocks = BlockCosts(segments, DeviceRow(asked.cluster, range(4), most=8), samples=16)
     found = blocks.pipeline((3, 6), (2, 1, 1))
     assert found.loads[1] == pytest.approx(blocks.load_s(2, 1)[3, 6])
     assert found.sums[0] == pytest.approx(blocks.sum_s(0, 2)[0, 3])

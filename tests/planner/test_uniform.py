@@ -12,10 +12,10 @@ from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.alternatives import alternatives
-from lightning_pipe.planner.cuts import crossing_bytes
-from lightning_pipe.planner.judge import Judge, Judged
-from lightning_pipe.planner.problem import Problem, Wishes, counted_problem
+from lightning_pipe.planner.candidates.cut_points import crossing_bytes
+from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.problem import Constraints, Problem, counted_problem
 from lightning_pipe.planner.registry import propose
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e12)
@@ -53,7 +53,7 @@ def problem(seconds: list[float], widths: list[float], devices: Cluster, *, samp
 
 
 def candidates(asked: Problem, *, replicas: list[int], microbatches: int | None = None) -> list[Judged]:
-    return propose(replace(asked, wishes=Wishes(microbatches, tuple(replicas), warmup="pa")), "uniform")
+    return propose(replace(asked, wishes=Constraints(microbatches, tuple(replicas), warmup="pa")), "uniform")
 
 
 def uniform(asked: Problem, *, replicas: list[int], microbatches: int | None = None) -> Plan:

@@ -18,16 +18,16 @@ from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.core.cluster import Cluster, Link
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.cost.counted import counted
-from lightning_pipe.planner import auto as search
-from lightning_pipe.planner.cuts import around, cuttable, worthwhile
-from lightning_pipe.planner.estimate import Estimator
-from lightning_pipe.planner.moves import Ranks
-from lightning_pipe.planner.outline import can_meet
-from lightning_pipe.planner.problem import Problem, Wishes, nominal_cluster
+from lightning_pipe.planner.candidates.candidate import can_meet
+from lightning_pipe.planner.candidates.cut_points import around, cuttable, worthwhile
+from lightning_pipe.planner.candidates.moves import Ranks
+from lightning_pipe.planner.estimates.cut_windows import CutWindows
+from lightning_pipe.planner.estimates.recurrence import Estimator
+from lightning_pipe.planner.estimates.stage_costs import StageCostTable
+from lightning_pipe.planner.portfolio import auto as search
+from lightning_pipe.planner.problem import Constraints, Problem, nominal_cluster
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.planner.segments import Segments
-from lightning_pipe.planner.uniform import uniform
-from lightning_pipe.planner.windows import Windows
+from lightning_pipe.planner.systems.uniform import uniform
 from planner.test_uniform import cluster, layers
 
 SAMPLES = 16
@@ -45,7 +45,7 @@ def gpt(depth: int) -> Graph:
     return capture_step(Request(module, "training_step", structure, samples=2)).graph
 
 
-def measured(depth: int, devices: int, seed: int, wishes: Wishes) -> Problem:
+def measured(depth: int, devices: int, seed: int, wishes: Constraints) -> Problem:
     """Return a problem whose times differ from seed to seed as measured ones do."""
     graph, draw = gpt(depth), random.Random(seed)
     profile = counted(graph)
@@ -84,17 +84,17 @@ def numbers(estimator: Estimator, cuts: tuple[int, ...], ranks: Ranks) -> list[f
 @pytest.mark.parametrize(("length", "devices"), [(500, 2), (600, 4)])
 def test_cuts_at_any_positions_are_estimated_as_by_a_table_of_all(length: int, devices: int, seed: int) -> None:
     problem = chain(length, devices, seed)
-    windows = Windows(problem, worthwhile(problem, sliced=True))
+    windows = CutWindows(problem, worthwhile(problem, sliced=True))
     cuts, ranks = scattered(problem, seed), tuple((rank,) for rank in range(devices))
     assert not windows.fine.knows(cuts)
-    everywhere = Estimator(Segments(problem, cuttable(problem.graph, sliced=True)))
+    everywhere = Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=True)))
     found, expected = (numbers(estimator, cuts, ranks) for estimator in (windows.around(cuts), everywhere))
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_window_serves_until_a_cut_leaves_it() -> None:
     problem = chain(500, 2, 0)
-    windows = Windows(problem, worthwhile(problem, sliced=True, most=10))
+    windows = CutWindows(problem, worthwhile(problem, sliced=True, most=10))
     known = {int(position) for position in windows.fine.segments.bounds}
     between = [position for position in cuttable(problem.graph, sliced=True) if position not in known]
     first = windows.around((between[200],))
@@ -117,7 +117,7 @@ def shorten(monkeypatch: pytest.MonkeyPatch, *, judged: int) -> None:
     monkeypatch.setattr(search, "_JUDGED", judged)
 
 
-def neighbours_of(problem: Problem, outline: search.Outline) -> list[search.Outline]:
+def neighbours_of(problem: Problem, outline: search.Candidate) -> list[search.Candidate]:
     """Return what the refinement tries around an outline that it has come to."""
     return list(search._Search(problem, ())._neighbours(outline))
 
@@ -126,7 +126,7 @@ def check_goes_on(problem: Problem, seed: int) -> None:
     """Check that neighbours of cuts at any positions differ by single positions, and in what has to be estimated."""
     devices = problem.cluster.ranks
     straight = tuple((rank,) for rank in range(devices))
-    outline = search.Outline(scattered(problem, seed), straight, 4, tuple(range(devices, 0, -1)))
+    outline = search.Candidate(scattered(problem, seed), straight, 4, tuple(range(devices, 0, -1)))
     found = neighbours_of(problem, outline)
     moved = {cut for one in found for cut in one.cuts}
     assert moved & {cut + step for cut in outline.cuts for step in (-1, 1)}
@@ -137,7 +137,7 @@ def check_goes_on(problem: Problem, seed: int) -> None:
 @pytest.mark.parametrize("depth", [24, pytest.param(48, marks=SLOW), pytest.param(96, marks=SLOW)])
 def test_the_refinement_goes_on_from_cuts_at_any_positions(depth: int, devices: int) -> None:
     for seed in range(2):
-        check_goes_on(measured(depth, devices, seed, Wishes()), seed)
+        check_goes_on(measured(depth, devices, seed, Constraints()), seed)
 
 
 @pytest.mark.parametrize(("length", "devices"), [(500, 2), (3000, 8)])
@@ -155,7 +155,7 @@ def test_whatever_was_measured_of_a_long_model_there_is_a_plan(
 ) -> None:
     shorten(monkeypatch, judged=1_500 * devices)
     for seed in range(seeds):
-        wishes = Wishes(replicas=(1,) * devices if seed % 2 == 0 else None, microbatches=4)
+        wishes = Constraints(replicas=(1,) * devices if seed % 2 == 0 else None, microbatches=4)
         best = search.auto(measured(depth, devices, seed, wishes), {"uniform": uniform})[0]
         assert best.step_s > 0, (depth, devices, seed)
 

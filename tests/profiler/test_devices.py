@@ -11,7 +11,7 @@ from lightning_pipe.core.cluster import NO_LINK, Cluster, Link, PairLink, Reduct
 from lightning_pipe.core.cluster_file import cluster_from_text, cluster_to_text
 from lightning_pipe.errors import ClusterError
 from lightning_pipe.profiler.devices import DeviceFacts, benchmark, build_cluster, describe_device, hosts_of
-from lightning_pipe.profiler.links import LinkFacts, pairs_to_measure
+from lightning_pipe.profiler.network.link_probe import LinkFacts, pairs_to_measure
 
 GPU = DeviceFacts("a", "V100", "", 16 * 2**30, 0.010)
 CPU = DeviceFacts("a", "EPYC, 1 thread", "host", 24 * 2**30, 0.010)

@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from lightning_pipe.profiler.fit import fit_line
-from lightning_pipe.profiler.links import (
+from lightning_pipe.profiler.network.alpha_beta import fit_line
+from lightning_pipe.profiler.network.link_probe import (
     EVERY_PAIR_UP_TO,
-    Handle,
+    ProbeHandle,
     groups_to_measure,
     pairs_to_measure,
     probe_links,
@@ -127,13 +127,13 @@ class Silent:
     def open(self, *, channels: object, groups: object) -> None:
         """Do nothing."""
 
-    def send(self, tensors: object, *, peer: int) -> Handle:
+    def send(self, tensors: object, *, peer: int) -> ProbeHandle:
         return self
 
-    def receive(self, buffers: object, *, peer: int) -> Handle:
+    def receive(self, buffers: object, *, peer: int) -> ProbeHandle:
         return self
 
-    def all_reduce(self, tensor: object, *, group: object) -> Handle:
+    def all_reduce(self, tensor: object, *, group: object) -> ProbeHandle:
         return self
 
     def wait(self, timeout_s: float) -> bool:
@@ -148,7 +148,7 @@ class OverdueError(Exception):
 
 
 def test_every_wait_is_the_callers() -> None:
-    def wait(handle: Handle, what: str) -> None:
+    def wait(handle: ProbeHandle, what: str) -> None:
         if not handle.wait(0):
             raise OverdueError(what)
 
@@ -163,7 +163,7 @@ class Instant(Silent):
     def __init__(self) -> None:
         self.sums: list[tuple[int, int]] = []
 
-    def all_reduce(self, tensor: torch.Tensor, *, group: object) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, *, group: object) -> ProbeHandle:
         self.sums.append((tensor.nbytes, tensor.untyped_storage().nbytes()))
         return self
 

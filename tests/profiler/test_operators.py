@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.calls import OperatorCall, TensorSpec, operator_calls
-from lightning_pipe.profiler import glue, operators, part
-from lightning_pipe.profiler.arguments import Maker, index_bounds
-from lightning_pipe.profiler.clock import Clock
-from lightning_pipe.profiler.course import Course
-from lightning_pipe.profiler.glue import choose_windows, glue_names
-from lightning_pipe.profiler.operators import Operators, profile_capture
-from lightning_pipe.profiler.walk import Tools, Walk
+from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec, operator_calls
+from lightning_pipe.profiler.timing import glue, operators
+from lightning_pipe.profiler.timing import sample_region as part
+from lightning_pipe.profiler.timing.arguments import Maker, index_bounds
+from lightning_pipe.profiler.timing.clock import TimingClock
+from lightning_pipe.profiler.timing.glue import choose_windows, glue_names
+from lightning_pipe.profiler.timing.op_sequence import Course
+from lightning_pipe.profiler.timing.operators import Operators, profile_capture
+from lightning_pipe.profiler.timing.timed_run import Tools, Walk
 from models.parity import make_loader, make_module
 from zoo.test_zoo_pipelines import captured, made, sizes_of
 
@@ -73,7 +74,7 @@ def course_of(capture: Capture, samples: int = 4) -> Course:
 
 
 def tools(limit_bytes: int = GIGABYTE) -> Tools:
-    return Tools(Maker(CPU), Clock(), limit_bytes)
+    return Tools(Maker(CPU), TimingClock(), limit_bytes)
 
 
 @pytest.mark.parametrize("name", DIVERSE)
@@ -138,7 +139,7 @@ def test_what_is_in_the_cache_is_not_measured_again(tmp_path, monkeypatch):
 
 def test_another_model_finds_the_calls_that_it_shares_in_the_cache(tmp_path, monkeypatch):
     profile_capture(deep_capture(6), device=CPU, sizes=(4,), cache=tmp_path)
-    monkeypatch.setattr(part, "Part", None)
+    monkeypatch.setattr(part, "SampleRegion", None)
     deeper = deep_capture(9)
     profile = profile_capture(deeper, device=CPU, sizes=(4,), cache=tmp_path)
     assert len(profile.seconds) == len(deeper.graph.operations)

@@ -11,17 +11,18 @@ from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.allocations import Allocations, highest
-from lightning_pipe.capture.calls import OperatorCall, TensorSpec, operator_calls
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec, operator_calls
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import from_yaml, to_yaml
-from lightning_pipe.cost.memory import Memory
+from lightning_pipe.cost.memory import MemoryModel
 from lightning_pipe.cost.stage import stage_works
-from lightning_pipe.profiler import glue, operators, part
-from lightning_pipe.profiler.arguments import Maker, specs_of
 from lightning_pipe.profiler.cache import load_timings
-from lightning_pipe.profiler.operators import profile_capture
-from lightning_pipe.profiler.scratch import gauge_of
+from lightning_pipe.profiler.timing import glue, operators
+from lightning_pipe.profiler.timing import sample_region as part
+from lightning_pipe.profiler.timing.arguments import Maker, specs_of
+from lightning_pipe.profiler.timing.operators import profile_capture
+from lightning_pipe.profiler.timing.workspace import gauge_of
 
 CPU = torch.device("cpu")
 KIB = 2**10
@@ -171,7 +172,7 @@ def test_stage_functions_need_what_was_predicted(quick):
     profile = profile_capture(capture, device=CPU, sizes=(samples,))
     assert any(own > 0 for (own,) in profile.scratch_bytes), "there is scratch"
     (work,), (program,) = stage_works(capture.graph, ()), capture.split(()).stages
-    expected = Memory(capture.graph, profile=profile).stage(work).live
+    expected = MemoryModel(capture.graph, profile=profile).stage(work).live
     forms = {s.name: s for c in operator_calls(capture.joint, samples, CPU) for s in specs_of((c.args, c.kwargs))}
     values: dict[str, torch.Tensor] = {}
     for half, live in zip((program.forward, program.input_grad, program.weight_grad), expected, strict=True):

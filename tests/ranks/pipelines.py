@@ -12,17 +12,17 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipe.capture.batch import flatten
 from lightning_pipe.capture.capture import Capture, Request, capture_step
-from lightning_pipe.capture.stage_program import Split
+from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.runtime.executor import Executor
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -131,10 +131,10 @@ def program_of(case: Case, split: Split, *, synchronise: bool = True) -> Verifie
     return verify(lower(order, layout=case.layout, sizes=case.sizes, traffic=traffic, synchronise=synchronise))
 
 
-def job_of(case: Case, **changes: float) -> Job:
+def job_of(case: Case, **changes: float) -> BatchInput:
     """Return the job of the case's batch."""
     offsets = tuple(sum(case.sizes[:m]) for m in range(len(case.sizes)))
-    return Job(batch_of(case), (True, True), offsets, **changes)  # type: ignore[arg-type]
+    return BatchInput(batch_of(case), (True, True), offsets, **changes)  # type: ignore[arg-type]
 
 
 def executor_of(

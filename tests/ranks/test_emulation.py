@@ -11,7 +11,7 @@ from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, chain_
 from lightning_pipe.core.program import Compute, Layout, Options, Recv, Send, Step
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report import accounts, step_seconds
-from lightning_pipe.runtime.groups import connect
+from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.simulator import simulate
 from ranks.world import World

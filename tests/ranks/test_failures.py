@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.groups import connect
+from lightning_pipe.runtime.exchanges.groups import connect
+from lightning_pipe.runtime.guard.watch import PATIENCE, Patience
 from lightning_pipe.runtime.stage import Slice
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle
-from lightning_pipe.runtime.watch import PATIENCE, Patience
-from lightning_pipe.strategy.links import begin_watch, meet_guards
+from lightning_pipe.strategy.ranks.connections import begin_watch, meet_guards
 from ranks.pipelines import CPU, Case, capture_of, executor_of, job_of, module_of, program_of, split_of
 from ranks.world import Died, Returned, World
 

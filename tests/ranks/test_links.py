@@ -8,14 +8,20 @@ import torch.distributed as dist
 
 from lightning_pipe.core.cluster_file import check_ranks, cluster_from_text, cluster_to_text
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device
-from lightning_pipe.profiler.links import Handle, LinkFacts, groups_to_measure, pairs_to_measure, probe_links
+from lightning_pipe.profiler.network.link_probe import (
+    LinkFacts,
+    ProbeHandle,
+    groups_to_measure,
+    pairs_to_measure,
+    probe_links,
+)
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from ranks.world import World
 
 CPU = torch.device("cpu")
 
 
-def settle(handle: Handle, what: str) -> None:
+def settle(handle: ProbeHandle, what: str) -> None:
     while not handle.wait(1.0):
         pass
 

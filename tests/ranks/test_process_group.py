@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.runtime.groups import connect
+from lightning_pipe.runtime.exchanges.groups import connect
+from lightning_pipe.runtime.exchanges.results import Results
+from lightning_pipe.runtime.guard.watch import Unwatched
 from lightning_pipe.runtime.memory import PeakMemory
-from lightning_pipe.runtime.results import Results
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.runtime.waiting import Handle, drive
-from lightning_pipe.runtime.watch import Unwatched
 from ranks.pipelines import (
     CPU,
     Case,

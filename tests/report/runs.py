@@ -19,9 +19,9 @@ from lightning_pipe.core.program import (
 )
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.orders.forward_only import forward_only
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 LAYOUTS = [((0,), (1,), (2,)), ((0, 1), (2,)), ((0,), (1,), (0,)), ((0,), (1, 2), (3,)), ((0, 1),)]

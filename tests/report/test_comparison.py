@@ -12,7 +12,7 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PlanError
 from lightning_pipe.report import comparison_table
 from lightning_pipe.report.account import step_seconds
-from lightning_pipe.report.comparison import Comparison, Figure, Memory, compare
+from lightning_pipe.report.comparison import Comparison, Figure, RankPeak, compare
 from lightning_pipe.report.comparison_table import verdict
 from report.runs import LAYOUTS, Shaped, as_recorded, run_of
 
@@ -100,7 +100,10 @@ def test_ranks_that_start_at_other_times_are_nobodys_fault():
 
 
 def test_memory_beyond_the_threshold_is_named():
-    more = {"predicted_memory": [Memory(10, 100)] * 4, "measured_memory": [Memory(10, 100)] * 3 + [Memory(20, 130)]}
+    more = {
+        "predicted_memory": [RankPeak(10, 100)] * 4,
+        "measured_memory": [RankPeak(10, 100)] * 3 + [RankPeak(20, 130)],
+    }
     comparison = compared(Shaped(**PRICES), **more)
     assert comparison.memory[3].saved.ratio == 2.0
     assert verdict(comparison) == [
@@ -110,9 +113,9 @@ def test_memory_beyond_the_threshold_is_named():
 
 
 def test_a_table_shows_predicted_measured_and_ratio():
-    memory = [Memory(2**20, 2**30)] * 4
+    memory = [RankPeak(2**20, 2**30)] * 4
     comparison = compared(
-        Shaped(**{**PRICES, "forward": 1.5}), predicted_memory=memory, measured_memory=[Memory(2**21, 2**30)] * 4
+        Shaped(**{**PRICES, "forward": 1.5}), predicted_memory=memory, measured_memory=[RankPeak(2**21, 2**30)] * 4
     )
     lines = comparison_table(comparison).splitlines()
     assert lines[0] == "Predicted, and median of 1 step measured"
@@ -129,7 +132,7 @@ def test_a_table_shows_predicted_measured_and_ratio():
 
 def test_what_belongs_to_a_rank_stands_in_the_line_of_its_first_stage():
     stages = ((0,), (1,), (0,))
-    memory = [Memory(1, 2)] * 2
+    memory = [RankPeak(1, 2)] * 2
     table = comparison_table(compared(Shaped(**PRICES), stages=stages, predicted_memory=memory, measured_memory=memory))
     lines = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines() if re.match(r"\s+\d+\s+\d+", line)]
     assert [(line[0], line[1], line[-1]) for line in lines[:2]] == [("0", "0", "2 B"), ("1", "1", "2 B")]

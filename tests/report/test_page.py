@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from lightning_pipe.core.program import Layout
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report import compare, html_page, mean_bubble, plot_stacks, step_seconds
-from lightning_pipe.report.page import MOST_EVENTS, STACK, Candidate, Page, Stack, thinned
+from lightning_pipe.report.page import MOST_EVENTS, STACK, JudgedPlan, Page, Stack, thinned
 from lightning_pipe.report.stack_plot import COLOURS as STACK_COLOURS
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 from report.runs import Shaped, as_recorded, run_of
@@ -35,8 +35,8 @@ PAGE = Page(
     predicted=PREDICTED,
     memory=(MEMORY,),
     candidates=(
-        Candidate("2-1", "1f1b", 4, 1.0, 0.1, 2**30, True),
-        Candidate("2-1", "1f1b", 8, 1.5, 0.05, 2**31, False),
+        JudgedPlan("2-1", "1f1b", 4, 1.0, 0.1, 2**30, True),
+        JudgedPlan("2-1", "1f1b", 8, 1.5, 0.05, 2**31, False),
     ),
     plan="stages: []",
     measured=MEASURED[0],

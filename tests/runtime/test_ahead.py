@@ -9,7 +9,7 @@ import torch
 
 from lightning_pipe.core.program import Compute
 from lightning_pipe.runtime.ahead import Ahead
-from lightning_pipe.runtime.job import Outcome, Piece
+from lightning_pipe.runtime.job import ProgramResult, ResultSlice
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import Wait, drive_together
 from ranks.pipelines import Case, capture_of, executor_of, job_of, module_of, plain_gradients, program_of, split_of
@@ -37,7 +37,7 @@ class World:
         ]
         self.told: list[list[str]] = []
 
-    def run(self, *, holds: bool) -> list[Outcome]:
+    def run(self, *, holds: bool) -> list[ProgramResult]:
         program = program_of(self.case, self.split)
         self.told = [[] for _ in self.executors]
         walks = [
@@ -58,7 +58,7 @@ class World:
 
         return ask
 
-    def note(self, rank: int, results: Mapping[str, Sequence[Piece]]) -> None:
+    def note(self, rank: int, results: Mapping[str, Sequence[ResultSlice]]) -> None:
         self.told[rank].append("results")
         self.pieces = {name: len(pieces) for name, pieces in results.items()} or getattr(self, "pieces", {})
 

@@ -13,12 +13,12 @@ import pytest
 from lightning_pipe.core.program import Compute, Message, Recv, Reduce, Samples
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
-from lightning_pipe.runtime.guard.failure import INSIDE, MESSAGE, OUTSIDE, PAIR, TOGETHER, Failure, State
-from lightning_pipe.runtime.guard.hub import MOMENT_S, Hub
-from lightning_pipe.runtime.guard.page import Page
-from lightning_pipe.runtime.guarded_watch import GuardedWatch, never_meet
+from lightning_pipe.runtime.guard.failure import INSIDE, MESSAGE, OUTSIDE, PAIR, TOGETHER, Failure, GuardedState
+from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch, never_meet
+from lightning_pipe.runtime.guard.hub import MOMENT_S, GuardHub
+from lightning_pipe.runtime.guard.page import SharedPage
+from lightning_pipe.runtime.guard.watch import MismatchError, Patience, PeerFailure
 from lightning_pipe.runtime.waiting import Done, Wait
-from lightning_pipe.runtime.watch import MismatchError, Patience, PeerFailure
 
 QUICK = Patience(deadline_s=0.5, stale_s=30, grace_s=30, parting_s=0.1)
 RECEIVE = Recv(Message("F", 0, 1, 2, Samples(0, 4)), 1)
@@ -47,7 +47,7 @@ class Guards:
     def __init__(self, ranks: int) -> None:
         self.told: list[tuple[int, Failure]] = []
         self.said: list[str] = []
-        self.hub = Hub(self._tell, self.said.append, stale_s=10)
+        self.hub = GuardHub(self._tell, self.said.append, stale_s=10)
         for rank in range(ranks):
             self.hub.join(rank, 0.0)
             self.hub.take(rank, {"do": "session", "number": 1}, 0.0)
@@ -99,8 +99,8 @@ def test_a_rank_whose_script_has_ended_is_missed_by_the_next_fit():
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_guard_that_is_gone_or_silent_is_a_failure_with_what_its_rank_did(silent: bool):
     guards = Guards(2)
-    guards.hub.take(1, {"do": "beat", "state": asdict(State(INSIDE, 7, "1F0"))}, 0.0)
-    guards.hub.take(0, {"do": "beat", "state": asdict(State())}, 10.5)
+    guards.hub.take(1, {"do": "beat", "state": asdict(GuardedState(INSIDE, 7, "1F0"))}, 0.0)
+    guards.hub.take(0, {"do": "beat", "state": asdict(GuardedState())}, 10.5)
     if not silent:
         guards.hub.lost(1, 10.5)
     guards.hub.tick(10.6)
@@ -109,16 +109,16 @@ def test_a_guard_that_is_gone_or_silent_is_a_failure_with_what_its_rank_did(sile
 
 
 def test_a_page_is_read_as_it_was_written_whatever_the_length_of_its_texts():
-    page = Page()
+    page = SharedPage()
     page.write(INSIDE, 12, b"x" * 1000, limit=5.0)
     page.wait(TOGETHER, b"the others", count=3, limit=4.0)
-    assert page.state == State(INSIDE, 12, "x" * 300, TOGETHER, "the others", 3) and page.limit == 4.0
+    assert page.state == GuardedState(INSIDE, 12, "x" * 300, TOGETHER, "the others", 3) and page.limit == 4.0
     page.beat()
-    assert Page(page.descriptor).beats == 1
+    assert SharedPage(page.descriptor).beats == 1
 
 
-def waiting(*waits: tuple[int, str]) -> list[State]:
-    return [State(OUTSIDE, 1, "STEP", kind, what) for kind, what in waits]
+def waiting(*waits: tuple[int, str]) -> list[GuardedState]:
+    return [GuardedState(OUTSIDE, 1, "STEP", kind, what) for kind, what in waits]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def waiting(*waits: tuple[int, str]) -> list[State]:
         (waiting((MESSAGE, "a"), (TOGETHER, "b")), False),
     ],
 )
-def test_ranks_never_meet_where_no_exchange_has_all_that_it_needs(states: Sequence[State], expected: bool):
+def test_ranks_never_meet_where_no_exchange_has_all_that_it_needs(states: Sequence[GuardedState], expected: bool):
     assert never_meet(list(states)) is expected
 
 
@@ -140,12 +140,12 @@ class Told:
     """A guard that has told what a test wants."""
 
     def __init__(self) -> None:
-        self.page, self.heard, self.session = Page(), threading.Event(), 1
+        self.page, self.heard, self.session = SharedPage(), threading.Event(), 1
         self.failure: Failure | None = None
-        self.states: dict[int, State] = {}
+        self.states: dict[int, GuardedState] = {}
         self.own: list[Failure] = []
 
-    def where(self, ranks: Sequence[int]) -> dict[int, State]:
+    def where(self, ranks: Sequence[int]) -> dict[int, GuardedState]:
         return {rank: self.states[rank] for rank in ranks if rank in self.states}
 
     def fail(self, failure: Failure, *, wait_s: float) -> Failure:
@@ -170,7 +170,7 @@ def test_what_is_there_is_not_waited_for(watch: GuardedWatch):
 
 
 def test_the_deadline_names_what_the_other_rank_does(guard: Told, watch: GuardedWatch):
-    guard.states[1] = State(OUTSIDE, 7, "STEP")
+    guard.states[1] = GuardedState(OUTSIDE, 7, "STEP")
     expected = r"stage 0, micro-batch 2, direction F from rank 1 .* 0\.5 s; rank 1 is outside a program, after STEP"
     with pytest.raises(PipelineError, match=expected), watch.program(7):
         watch.wait(Wait(Never(), RECEIVE))
@@ -178,7 +178,7 @@ def test_the_deadline_names_what_the_other_rank_does(guard: Told, watch: Guarded
 
 
 def test_a_lost_connection_is_the_failure_of_the_peer(guard: Told, watch: GuardedWatch):
-    guard.states[1] = State(INSIDE, 7, "0F2")
+    guard.states[1] = GuardedState(INSIDE, 7, "0F2")
     with pytest.raises(PeerFailure, match=r"Rank 1 failed at 0F2 of step 7: .*Connection closed"), watch.program(7):
         watch.wait(Wait(Broken(), RECEIVE))
 
@@ -208,7 +208,7 @@ def test_an_error_is_told_with_the_instruction_and_the_users_line(guard: Told, w
 
 def test_ranks_that_do_different_things_are_told_what_each_waits_for(guard: Told):
     watch = GuardedWatch(guard, rank=0, ranks=2, patience=Patience())  # type: ignore[arg-type]
-    guard.states[1] = State(OUTSIDE, 7, "STEP", TOGETHER, "the next batch", 4)
+    guard.states[1] = GuardedState(OUTSIDE, 7, "STEP", TOGETHER, "the next batch", 4)
     with pytest.raises(MismatchError, match=r"rank 0 for weights, rank 1 for the next batch.*is_global_zero"):
         watch.wait(Wait(Never(), "weights", PAIR))
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram
 from lightning_pipe.core.program import Compute
 from lightning_pipe.runtime.executor import run_together
-from lightning_pipe.runtime.job import Outcome
+from lightning_pipe.runtime.job import ProgramResult
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from ranks.pipelines import CPU, Case, capture_of, executor_of, job_of, module_of, program_of, split_of
@@ -50,7 +50,7 @@ def test_a_stage_keeps_whole_storages_once_and_without_parameters() -> None:
     assert stage.saved_storages() == {}
 
 
-def outcomes_of(case: Case, **record: bool) -> list[Outcome]:
+def outcomes_of(case: Case, **record: bool) -> list[ProgramResult]:
     capture = capture_of(case, module_of(case))
     split = split_of(case, capture)
     hub = Hub()

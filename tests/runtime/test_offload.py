@@ -9,7 +9,7 @@ import torch
 
 from lightning_pipe.runtime.activations.away import send_away
 from lightning_pipe.runtime.activations.plain import FileHost
-from lightning_pipe.runtime.activations.protocol import Piece
+from lightning_pipe.runtime.activations.protocol import StorageRange
 from lightning_pipe.runtime.activations.trip import trip_s
 
 FOREVER_S = 60.0
@@ -87,7 +87,7 @@ def test_a_copy_that_fails_is_an_error_where_it_is_waited_for(host, monkeypatch)
         raise OSError("no space left on device")
 
     monkeypatch.setattr(host, "write", fail)
-    parcel = host.take([Piece(torch.ones(3).untyped_storage(), 0, 12)])
+    parcel = host.take([StorageRange(torch.ones(3).untyped_storage(), 0, 12)])
     parcel.fetch()
     with pytest.raises(RuntimeError, match="no space left"):
         parcel.returned.wait(FOREVER_S)

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_pipe.capture.stage_program import Value
+from lightning_pipe.capture.steps.stage_program import Value
 from lightning_pipe.core.program import Samples
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.parts import buffer_for, cut, from_tensor, join, to_tensor
+from lightning_pipe.runtime.exchanges.slicing import buffer_for, cut, from_tensor, join, to_tensor
 
 ROWS = Value("x", torch.float64, lambda samples: (2, 3 * samples), 1, rows=3, combine="cat")
 LOCAL = Samples(2, 8)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lightning_pipe.capture.stage_program import Split, Value
+from lightning_pipe.capture.steps.stage_program import Split, Value
 from lightning_pipe.core.program import Layout, Program, Traffic
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.job import Outcome, Piece
-from lightning_pipe.runtime.results import Collected, Results
+from lightning_pipe.runtime.exchanges.results import Collected, Results
+from lightning_pipe.runtime.job import ProgramResult, ResultSlice
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import drive_together
 from ranks.pipelines import CPU
@@ -33,8 +33,8 @@ def collect(value: Value, stages: tuple[tuple[int, ...], ...], content: object) 
                 samples = layout.samples(owner, replica, microbatch, size)
                 if holder == rank and len(samples):
                     part = BATCH[offset + samples.start : offset + samples.stop]
-                    pieces.append(Piece(microbatch, samples, content(part)))
-        outcome = Outcome({value.name: tuple(pieces)} if pieces else {}, Timeline(()))
+                    pieces.append(ResultSlice(microbatch, samples, content(part)))
+        outcome = ProgramResult({value.name: tuple(pieces)} if pieces else {}, Timeline(()))
         results = Results(split, layout, transport=hub.endpoint(rank), device=CPU)
         walks.append(results.collect(program, outcome.results, [value.name], votes={"stop": float(rank), "skip": 1.0}))
     return drive_together(walks)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from lightning_pipe.capture.stage_program import Half, RandomKey, StageProgram, Value
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram, Value
 from lightning_pipe.runtime.stage import Slice, Stage, State
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipe.runtime.sums import Sums
+from lightning_pipe.runtime.exchanges.gradient_sums import Sums
 
 
 def test_a_first_gradient_is_taken_and_later_ones_are_added_to_it():

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_pipe.core.program import Bucket, Edge, Layout, Options, Program, Traffic
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.orders.forward_only import forward_only
 
 
 @dataclass(frozen=True)

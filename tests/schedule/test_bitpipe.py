@@ -7,7 +7,7 @@ import pytest
 from benchmarks.closed_forms import FUSED, Row, run
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import both_ways, zigzag
+from lightning_pipe.schedule.construct.layout_shapes import both_ways, zigzag
 
 
 def test_four_devices_and_four_micro_batches_take_14_units_of_a_device():

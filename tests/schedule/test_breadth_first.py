@@ -9,7 +9,7 @@ import pytest
 from benchmarks.closed_forms import FORMS, FUSED, SPLIT, Row, deviations, run
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import looping, zigzag
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
 from schedule.torch_orders import torch_order
 
 

@@ -10,11 +10,11 @@ import pytest
 from benchmarks.closed_forms import chain
 from lightning_pipe.core.program import Compute, Layout, Message, Order
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.chain_run import chain_makespan, chain_starts
+from lightning_pipe.schedule.construct.chain_run import chain_makespan, chain_starts
+from lightning_pipe.schedule.construct.layout_shapes import both_ways, looping, zigzag
+from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.shapes import both_ways, looping, zigzag
-from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 ROW = [(0,), (1,), (2,), (3,)]
@@ -36,7 +36,7 @@ LAYOUTS = [
 class TimesPrices(UnitPrices):
     """Prices of a chain with given times."""
 
-    times: Times | None = None
+    times: ChainTimes | None = None
 
     def compute_s(self, compute: Compute, rank: int, samples: int) -> float:
         assert self.times is not None
@@ -47,12 +47,12 @@ class TimesPrices(UnitPrices):
         return self.times.message_s(message.source, message.target)
 
 
-def random_times(layout: Layout, draw: random.Random, *, messages: float) -> Times:
+def random_times(layout: Layout, draw: random.Random, *, messages: float) -> ChainTimes:
     stages, links = len(layout.stages), len(layout.stages) - 1
     computes = [tuple(draw.uniform(0.5, 2.0) for _ in range(stages)) for _ in range(3)]
     moves = [tuple(draw.uniform(0.0, messages) for _ in range(links)) for _ in range(2)]
     same = [(1.0,) * stages, (1.0,) * stages, (float("inf"),) * layout.ranks]
-    return Times(*computes, *moves, *same)
+    return ChainTimes(*computes, *moves, *same)
 
 
 def random_order(layout: Layout, microbatches: int, draw: random.Random, *, split: bool) -> Order:
@@ -79,7 +79,7 @@ def is_ready(left: dict[tuple[int, int], int], stage: int, microbatch: int, kind
     return source not in left or left[source] > (0 if kind == "F" else 1)
 
 
-def simulated(order: Order, layout: Layout, times: Times) -> tuple[float, dict[tuple[int, str], float]]:
+def simulated(order: Order, layout: Layout, times: ChainTimes) -> tuple[float, dict[tuple[int, str], float]]:
     """Return the makespan of an order, and the start of its computes by rank and name."""
     microbatches = 1 + max(c.microbatch for line in order for c in line)
     size = 24  # all replicas of all layouts get samples
@@ -109,7 +109,9 @@ def test_messages_of_a_channel_wait_for_each_other():
     """Two forwards on rank 0, used in the other order on rank 1: the second message waits for the first."""
     layout = looping(ROW[:2], 1)
     times = unit_times(layout)
-    slow = Times(times.forward_s, times.input_s, times.weight_s, (5.0,), (0.0,), (1.0,) * 2, (1.0,) * 2, (9.0,) * 2)
+    slow = ChainTimes(
+        times.forward_s, times.input_s, times.weight_s, (5.0,), (0.0,), (1.0,) * 2, (1.0,) * 2, (9.0,) * 2
+    )
     order = ((Compute(0, "F", 0), Compute(0, "F", 1)), (Compute(1, "F", 1), Compute(1, "F", 0)))
     assert chain_starts(order, layout, slow) == [[0.0, 1.0], [11.0, 12.0]]
 

@@ -10,7 +10,7 @@ from benchmarks.closed_forms import EQUAL, FUSED, SPLIT, Row, run
 from lightning_pipe.core.program import Compute
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import both_ways, looping
+from lightning_pipe.schedule.construct.layout_shapes import both_ways, looping
 
 DOUBLING = {"concatenation": "doubling"}
 

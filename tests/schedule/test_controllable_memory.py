@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from benchmarks.closed_forms import Row, peaks
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.times import Times, unit_times
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
 
 
 @pytest.mark.parametrize(("schedule", "m"), [("v_half", 13), ("v_min", 14)])
@@ -36,6 +36,6 @@ def test_v_half_waits_for_nothing_in_its_steady_part_on_up_to_four_devices(p, fo
     computes = ((forward,) * 2 * p, (input_grad,) * 2 * p, (weight_grad,) * 2 * p)
     rows = [Row("v_half", p, m) for m in (4 * p, 4 * p + 6)]
     free, unit = (0.0,) * (2 * p - 1), unit_times(rows[0].layout)
-    times = Times(*computes, free, free, unit.saved_bytes, unit.kept_bytes, unit.room_bytes)
+    times = ChainTimes(*computes, free, free, unit.saved_bytes, unit.kept_bytes, unit.room_bytes)
     before, later = (chain_makespan(row.order, row.layout, times) for row in rows)
     assert later - before == pytest.approx(6 * 2 * (forward + input_grad + weight_grad))

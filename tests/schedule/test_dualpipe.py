@@ -10,7 +10,7 @@ from benchmarks.closed_forms import FUSED, SPLIT, Row, peaks, run
 from lightning_pipe.core.program import Compute
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import both_ways, looping, zigzag
+from lightning_pipe.schedule.construct.layout_shapes import both_ways, looping, zigzag
 
 KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
 

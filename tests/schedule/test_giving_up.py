@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_pipe.core.abort_program import after_forwards, first_backward, left_over
 from lightning_pipe.core.program import Compute, Edge, Layout, Recv, Send, VerifiedProgram
-from lightning_pipe.schedule.chain import chain
-from lightning_pipe.schedule.forward_only import forward_only
-from lightning_pipe.schedule.giving_up import after_forwards, first_backward, left_over
+from lightning_pipe.schedule.construct.chain import chain
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.orders.forward_only import forward_only
 from lightning_pipe.schedule.registry import SCHEDULES, order_of
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 
 QUICK = [name for name in SCHEDULES if name != "milp"]
 

@@ -11,14 +11,14 @@ import pytest
 from lightning_pipe.core.program import Compute, Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain import chain
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.devices import fits, peak_bytes
-from lightning_pipe.schedule.greedy import most_open, published_orders
+from lightning_pipe.schedule.construct.chain import chain
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.devices import fits, peak_bytes
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
+from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.shapes import looping, zigzag
-from lightning_pipe.schedule.times import Times, unit_times
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.search.greedy import most_open, published_orders
+from lightning_pipe.schedule.verification.verify import verify
 
 LAYOUTS = {
     "one device": looping([(0,)], 2),
@@ -30,18 +30,18 @@ LAYOUTS = {
 }
 
 
-def random_times(seed: int, layout: Layout) -> Times:
+def random_times(seed: int, layout: Layout) -> ChainTimes:
     """Return times of all sizes; room for one micro-batch on every device, or for several."""
     draw, stages = random.Random(seed), len(layout.stages)
     some = [tuple(draw.choice((0.0, 0.5, 1.0, 2.0)) + draw.random() for _ in range(stages)) for _ in range(3)]
     apart = [layout.stages[s] != layout.stages[s + 1] for s in range(stages - 1)]
     links = [tuple(draw.choice((0.0, 0.3, 2.0)) if away else 0.0 for away in apart) for _ in range(2)]
     saved, kept = [tuple(draw.choice((1.0, 2.0, 3.0)) for _ in range(stages)) for _ in range(2)]
-    alone = [alone_bytes(rank, layout, Times(*some, *links, saved, kept, ())) for rank in range(layout.ranks)]
-    return Times(*some, *links, saved, kept, tuple(need * draw.choice((1.0, 1.5, 2.5)) for need in alone))
+    alone = [alone_bytes(rank, layout, ChainTimes(*some, *links, saved, kept, ())) for rank in range(layout.ranks)]
+    return ChainTimes(*some, *links, saved, kept, tuple(need * draw.choice((1.0, 1.5, 2.5)) for need in alone))
 
 
-def alone_bytes(rank: int, layout: Layout, times: Times) -> float:
+def alone_bytes(rank: int, layout: Layout, times: ChainTimes) -> float:
     """Return what one micro-batch keeps at most: all F, then I and W from the last stage to the first."""
     held = [s for s, ranks in enumerate(layout.stages) if rank in ranks]
     backward = [Compute(s, kind, 0) for s in reversed(held) for kind in "IW"]

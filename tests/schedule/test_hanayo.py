@@ -8,7 +8,7 @@ from benchmarks.closed_forms import EQUAL, FUSED, Row, program_of, run
 from lightning_pipe.core.program import Send
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import looping, zigzag
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
 
 
 @pytest.mark.parametrize(("chunks", "makespan"), [(2, 22), (4, 38)])

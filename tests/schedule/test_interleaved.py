@@ -7,7 +7,7 @@ import pytest
 from benchmarks.closed_forms import FUSED, SPLIT, Row, peaks, program_of, run
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import looping, zigzag
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
 from schedule.torch_orders import torch_order, torch_takes
 
 TORCH = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 3, 4) for m in (*range(1, 13), 15, 16, 24)]

@@ -9,12 +9,12 @@ import pytest
 from lightning_pipe.core.program import Compute, Instruction, Joined, Layout, Program, Traffic
 from lightning_pipe.errors import ConfigError, ProgramError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain import chain
+from lightning_pipe.schedule.construct.chain import chain
+from lightning_pipe.schedule.formats.text import parse
+from lightning_pipe.schedule.formats.torch_csv import write_csv_with_communication
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.rules import halves
-from lightning_pipe.schedule.text import parse
-from lightning_pipe.schedule.torch_csv import write_csv_with_communication
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 TWO = Layout(((0,), (1,)))

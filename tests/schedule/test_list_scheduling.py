@@ -10,13 +10,13 @@ import pytest
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.list_scheduling import steps
-from lightning_pipe.schedule.shapes import looping
-from lightning_pipe.schedule.times import Times
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.layout_shapes import looping
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
+from lightning_pipe.schedule.search.list_scheduling import steps
 
 
-def random_times(draw: random.Random, layout: Layout, *, longest_message: float) -> Times:
+def random_times(draw: random.Random, layout: Layout, *, longest_message: float) -> ChainTimes:
     stages = len(layout.stages)
     some = [tuple(draw.uniform(0.2, 3.0) for _ in range(stages)) for _ in range(3)]
     links = [
@@ -27,10 +27,10 @@ def random_times(draw: random.Random, layout: Layout, *, longest_message: float)
         for _ in range(2)
     ]
     ones = (1.0,) * stages
-    return Times(*some, *links, ones, ones, (1e9,) * layout.ranks)
+    return ChainTimes(*some, *links, ones, ones, (1e9,) * layout.ranks)
 
 
-def slowest(layout: Layout, times: Times) -> float:
+def slowest(layout: Layout, times: ChainTimes) -> float:
     """Return the most that a device or a link, in both directions together, has to do for one micro-batch."""
     loads: dict[object, float] = defaultdict(float)
     for s, (forward, i, w) in enumerate(zip(times.forward_s, times.input_s, times.weight_s, strict=True)):
@@ -56,7 +56,7 @@ def test_the_bound_of_pe_holds(chunks):
 def test_the_bound_is_met_by_a_balanced_pipeline_whose_messages_take_as_long():
     """One micro-batch through four stages, each step C: no order is quicker."""
     layout = looping([(d,) for d in range(4)], 1)
-    times = Times((1.0,) * 4, (0.5,) * 4, (0.5,) * 4, (1.0,) * 3, (1.0,) * 3, (1.0,) * 4, (1.0,) * 4, (9.0,) * 4)
+    times = ChainTimes((1.0,) * 4, (0.5,) * 4, (0.5,) * 4, (1.0,) * 3, (1.0,) * 3, (1.0,) * 4, (1.0,) * 4, (9.0,) * 4)
     assert steps(times) == ((0, 2, 4, 6), (12, 10, 8, 6))
     taken = chain_makespan(order_of("pe", layout=layout, microbatches=1, times=times), layout, times)
     assert taken == 4 * (1 + 1) + 6 - 3 * 0.5  # of W only the first stage's is on the way
@@ -66,7 +66,7 @@ def test_the_bound_is_met_by_a_balanced_pipeline_whose_messages_take_as_long():
 def test_pe_on_a_line_is_1f1b_with_a_forward_per_step_between_f_and_b(message, step):
     layout = looping([(d,) for d in range(4)], 1)
     ones, links = (1.0,) * 4, (message,) * 3
-    times = Times(ones, ones, ones, links, links, ones, ones, ones)
+    times = ChainTimes(ones, ones, ones, links, links, ones, ones, ones)
     for m in (1, 5, 20):
         warmup = ",".join(str(step * (3 - s) + 1) for s in range(4))
         expected = order_of("1f1b", layout=layout, microbatches=m, options={"warmup": warmup})

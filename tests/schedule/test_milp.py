@@ -15,12 +15,12 @@ import pytest
 from lightning_pipe.core.program import Compute, Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain_run import chain_makespan, chain_starts
-from lightning_pipe.schedule.devices import fits, peak_bytes
-from lightning_pipe.schedule.greedy import published_orders
-from lightning_pipe.schedule.shapes import looping, zigzag
-from lightning_pipe.schedule.times import Times
-from lightning_pipe.schedule.windows import Windows, computes_of, inputs_of
+from lightning_pipe.schedule.construct.chain_run import chain_makespan, chain_starts
+from lightning_pipe.schedule.construct.devices import fits, peak_bytes
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
+from lightning_pipe.schedule.search.greedy import published_orders
+from lightning_pipe.schedule.search.time_windows import TimeWindows, computes_of, inputs_of
 
 SAVED, KEPT = 2.0, 1.0
 
@@ -29,15 +29,15 @@ def linear(devices: int) -> Layout:
     return looping([(d,) for d in range(devices)], 1)
 
 
-def unequal_times(seed: int, rooms: Sequence[float]) -> Times:
+def unequal_times(seed: int, rooms: Sequence[float]) -> ChainTimes:
     """Return times in whole seconds, so that sums are exact; messages are shorter than computes."""
     draw, p = random.Random(seed), len(rooms)
     some = [tuple(float(draw.randint(2, 6)) for _ in range(p)) for _ in range(3)]
     links = [tuple(float(draw.randint(0, 2)) for _ in range(p - 1)) for _ in range(2)]
-    return Times(*some, *links, (SAVED,) * p, (KEPT,) * p, tuple(rooms))
+    return ChainTimes(*some, *links, (SAVED,) * p, (KEPT,) * p, tuple(rooms))
 
 
-def every_line(stage: int, microbatches: int, times: Times) -> Iterator[tuple[Compute, ...]]:
+def every_line(stage: int, microbatches: int, times: ChainTimes) -> Iterator[tuple[Compute, ...]]:
     """Yield all orders of a device with one stage in which micro-batches ascend and memory suffices."""
 
     def extended(line: tuple[Compute, ...], done: dict[str, int]) -> Iterator[tuple[Compute, ...]]:
@@ -51,7 +51,7 @@ def every_line(stage: int, microbatches: int, times: Times) -> Iterator[tuple[Co
     yield from extended((), {"F": 0, "I": 0, "W": 0})
 
 
-def makespan(lines: Sequence[Sequence[Compute]], times: Times, microbatches: int) -> float:
+def makespan(lines: Sequence[Sequence[Compute]], times: ChainTimes, microbatches: int) -> float:
     """Return the longest path; of a stage without a line each kind ascends, and no other turns are taken."""
     stages = len(times.forward_s)
     kinds = [[Compute(s, kind, m) for m in range(microbatches)] for s in range(stages) for kind in "FIW"]
@@ -77,7 +77,7 @@ def makespan(lines: Sequence[Sequence[Compute]], times: Times, microbatches: int
     return max(ends.values())
 
 
-def least_of_all_orders(times: Times, microbatches: int) -> float:
+def least_of_all_orders(times: ChainTimes, microbatches: int) -> float:
     """Return the least makespan by branch and bound: lines of all devices but the first, then those of the first."""
     first, *others = [list(every_line(s, microbatches, times)) for s in range(len(times.forward_s))]
     parts = sorted((makespan(part, times, microbatches), part) for part in itertools.product(*others))
@@ -89,7 +89,7 @@ def least_of_all_orders(times: Times, microbatches: int) -> float:
     return least
 
 
-def best_fixed(layout: Layout, microbatches: int, times: Times) -> float:
+def best_fixed(layout: Layout, microbatches: int, times: ChainTimes) -> float:
     """Return the makespan of the best published order that fits, 1F1B with up to four warm-up forwards among them."""
     depths = itertools.product(range(1, 5), repeat=len(layout.stages))
     orders = [*published_orders(layout, microbatches, times)]
@@ -114,7 +114,7 @@ def test_the_program_finds_the_least_of_all_orders_where_1f1b_has_no_room(seed, 
     assert found < chain_makespan(order_of("greedy", layout=layout, microbatches=4, times=times), layout, times)
 
 
-def taken(name: str, layout: Layout, microbatches: int, times: Times, **options: int | str) -> float:
+def taken(name: str, layout: Layout, microbatches: int, times: ChainTimes, **options: int | str) -> float:
     """Return the makespan of an order that fits."""
     order = order_of(name, layout=layout, microbatches=microbatches, times=times, options=options)
     assert fits(order, times)
@@ -151,7 +151,7 @@ def test_no_order_is_quicker_than_the_windows_allow():
     layout = linear(3)
     for seed in range(5):
         times = unequal_times(seed, (math.inf,) * 3)
-        windows = Windows(layout, 5, times)
+        windows = TimeWindows(layout, 5, times)
         for order in published_orders(layout, 5, times):
             end, starts = chain_makespan(order, layout, times), chain_starts(order, layout, times)
             assert end >= windows.least()

@@ -11,10 +11,10 @@ import pytest
 from benchmarks.closed_forms import chain
 from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Send, Traffic
 from lightning_pipe.schedule import SCHEDULES, order_of
+from lightning_pipe.schedule.construct.layout_shapes import both_ways
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.shapes import both_ways
-from lightning_pipe.schedule.times import Times
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 
 
@@ -31,13 +31,13 @@ class Random(UnitPrices):
         return random.Random(f"{self.seed} {message} {sender} {receiver}").choice((0.0, 0.2, 4.0))
 
 
-def some_times(rng: random.Random, layout: Layout) -> Times:
+def some_times(rng: random.Random, layout: Layout) -> ChainTimes:
     stages = len(layout.stages)
 
     def draw(count: int, low: float, high: float) -> tuple[float, ...]:
         return tuple(rng.uniform(low, high) for _ in range(count))
 
-    return Times(
+    return ChainTimes(
         forward_s=draw(stages, 0.1, 3),
         input_s=draw(stages, 0.1, 3),
         weight_s=draw(stages, 0.1, 3),

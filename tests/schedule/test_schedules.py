@@ -12,10 +12,10 @@ from lightning_pipe.core.program import Compute, Layout, Order
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report.trace import draw
 from lightning_pipe.schedule import SCHEDULES, order_of
-from lightning_pipe.schedule.forward_only import forward_only
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.one_f_one_b import star_depths
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.orders.forward_only import forward_only
+from lightning_pipe.schedule.orders.one_f_one_b import star_depths
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 FOUR = Layout(((0,), (1,), (2,), (3,)))

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.schedule.shapes import both_ways, looping, row_of, zigzag
+from lightning_pipe.schedule.construct.layout_shapes import both_ways, looping, row_of, zigzag
 
 SINGLE = [(0,), (1,), (2,), (3,)]
 GROUPS = [(0, 3), (1,), (4, 2)]

@@ -28,7 +28,7 @@ from lightning_pipe.core.program import (
 )
 from lightning_pipe.errors import PlanError, ProgramError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.text import format_order, format_program, parse, parse_order, parse_program
+from lightning_pipe.schedule.formats.text import format_order, format_program, parse, parse_order, parse_program
 
 
 def random_instruction(rng: random.Random) -> Instruction:

@@ -11,16 +11,16 @@ from benchmarks.closed_forms import Row, program_of
 from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Order, Traffic, VerifiedProgram
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule import SCHEDULES
-from lightning_pipe.schedule.chain import chain
-from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.torch_csv import (
+from lightning_pipe.schedule.construct.chain import chain
+from lightning_pipe.schedule.formats.torch_csv import (
     layout_of,
     microbatches_of,
     read_csv,
     write_csv,
     write_csv_with_communication,
 )
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verification.verify import verify
 
 P, M = 4, 8
 COMPUTE, COMMUNICATION = "compute_only", "compute_comms"

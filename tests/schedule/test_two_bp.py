@@ -11,9 +11,9 @@ from benchmarks.closed_forms import FUSED, Row, program_of, run
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.chain import chain
+from lightning_pipe.schedule.construct.chain import chain
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
 
 BASES, DELAYS = ("gpipe", "1f1b"), ("end", "idle")

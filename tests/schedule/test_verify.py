@@ -35,10 +35,10 @@ from lightning_pipe.core.program import (
 )
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.forward_only import forward_only
+from lightning_pipe.schedule.formats.text import parse
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.text import parse
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.orders.forward_only import forward_only
+from lightning_pipe.schedule.verification.verify import verify
 
 
 class Broken(Exception):

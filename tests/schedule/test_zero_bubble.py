@@ -10,7 +10,7 @@ from benchmarks.closed_forms import Row, peaks, program_of, run
 from lightning_pipe.core.program import Compute
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import looping
+from lightning_pipe.schedule.construct.layout_shapes import looping
 from lightning_pipe.simulator import UnitPrices, simulate
 from schedule.torch_orders import torch_order, torch_takes
 

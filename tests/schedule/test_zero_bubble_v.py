@@ -8,7 +8,7 @@ from benchmarks.closed_forms import Row, run
 from lightning_pipe.core.program import Compute, Order
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.shapes import looping, zigzag
+from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
 
 
 def torch_order(p: int, m: int) -> Order:

@@ -8,23 +8,23 @@ import pytest
 
 from benchmarks.closed_forms import Row, peaks
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.schedule.chain_run import chain_makespan
-from lightning_pipe.schedule.times import Times
+from lightning_pipe.schedule.construct.chain_run import chain_makespan
+from lightning_pipe.schedule.construct.stage_times import ChainTimes
 
 
-def v_times(p: int, forward: float, input_grad: float, weight_grad: float, *, message: float = 0.0) -> Times:
+def v_times(p: int, forward: float, input_grad: float, weight_grad: float, *, message: float = 0.0) -> ChainTimes:
     """Return times of equal stages in V shape; both stages in the middle are on one device."""
     links = tuple(0.0 if s == p - 1 else message for s in range(2 * p - 1))
     ones = (1.0,) * 2 * p
     computes = ((forward,) * 2 * p, (input_grad,) * 2 * p, (weight_grad,) * 2 * p)
-    return Times(*computes, links, links, ones, ones, (float("inf"),) * p)
+    return ChainTimes(*computes, links, links, ones, ones, (float("inf"),) * p)
 
 
-def random_times(p: int, draw: random.Random) -> Times:
+def random_times(p: int, draw: random.Random) -> ChainTimes:
     return v_times(p, *(draw.uniform(0.3, 2.0) for _ in range(3)), message=draw.choice((0.0, 0.1, 0.5)))
 
 
-def makespan(schedule: str, p: int, m: int, times: Times, **options: int) -> float:
+def makespan(schedule: str, p: int, m: int, times: ChainTimes, **options: int) -> float:
     row = Row(schedule, p, m, options=options, times=times)
     return chain_makespan(row.order, row.layout, times)
 

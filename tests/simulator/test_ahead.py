@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from lightning_pipe.core.program import VerifiedProgram
-from lightning_pipe.schedule.chain import chain
+from lightning_pipe.schedule.construct.chain import chain
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import SCHEDULES, order_of
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, period, simulate, steps_ahead
 
 QUICK = [name for name in SCHEDULES if name != "milp"]

@@ -13,7 +13,7 @@ import pytest
 from lightning_pipe.core.program import Bucket, Edge, Layout, Options, Traffic, VerifiedProgram
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 
 GRID = [(p, m) for p in range(2, 9) for m in (1, 2, 3, 8, 17)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.strategy.links import connect_ranks
-from lightning_pipe.strategy.step import agree
+from lightning_pipe.strategy.ranks.connections import connect_ranks
+from lightning_pipe.strategy.steps.step_runtime import agree
 from ranks.world import Raised, World
 
 

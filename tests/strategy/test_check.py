@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.strategy import check
-from lightning_pipe.strategy.check import Incomparable, differences
+from lightning_pipe.strategy.steps import check
+from lightning_pipe.strategy.steps.check import Incomparable, differences
 from ranks.world import Raised, World
 from strategy.fits import dapple, make_trainer
 

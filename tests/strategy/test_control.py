@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.strategy.links import connect_ranks
+from lightning_pipe.strategy.ranks.connections import connect_ranks
 from ranks.world import World
 
 

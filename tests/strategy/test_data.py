@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from lightning_pipe.runtime.watch import Unwatched
-from lightning_pipe.strategy.control import Control
-from lightning_pipe.strategy.data import Feed, checksum
-from lightning_pipe.strategy.peek import look_where_iterated, peek
+from lightning_pipe.runtime.guard.watch import Unwatched
+from lightning_pipe.strategy.loading.batch_loading import Feed, checksum
+from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from ranks.world import Raised, World
 from strategy.fits import Losses, dapple, make_trainer
 
@@ -232,7 +232,7 @@ def test_samples_may_lie_along_another_dimension(layout: str) -> None:
 
 
 def alone() -> Feed:
-    return Feed(Control(None, rank=0, ranks=1, wait=Unwatched().wait))
+    return Feed(ControlPlane(None, rank=0, ranks=1, wait=Unwatched().wait))
 
 
 @pytest.mark.parametrize("loader", ["shuffled", "own sampler", "disturbed", "stream", "sized stream", "iterable"])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from lightning_pipe.errors import UnsupportedError
-from lightning_pipe.strategy.samplers import gather_shards
+from lightning_pipe.strategy.loading.samplers import gather_shards
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
 

@@ -21,10 +21,10 @@ from lightning_pipe.capture import allocations
 from lightning_pipe.config import read_config
 from lightning_pipe.errors import ConfigError, PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
-from lightning_pipe.runtime.guarded_watch import GuardedWatch
-from lightning_pipe.runtime.watch import patience_until
-from lightning_pipe.strategy.findings import make_room
-from lightning_pipe.strategy.links import join_ranks
+from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.guard.watch import patience_until
+from lightning_pipe.strategy.plans.plan_report import make_room
+from lightning_pipe.strategy.ranks.connections import join_ranks
 from ranks.world import Died, Raised, World
 from strategy.fits import dapple, make_trainer
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_pipe.errors import AbsentError
-from lightning_pipe.strategy.gradient_stand_ins import GradientStandIn, show_gradient
-from lightning_pipe.strategy.stand_ins import vacate
+from lightning_pipe.strategy.parameters.gradient_stand_ins import GradientStandIn, show_gradient
+from lightning_pipe.strategy.parameters.stand_ins import vacate
 
 FACTOR = torch.tensor(0.5)
 TOTAL = torch.zeros(())

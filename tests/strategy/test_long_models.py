@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import GPT
-from lightning_pipe.planner.cuts import MOST_POSITIONS, cuttable
+from lightning_pipe.planner.candidates.cut_points import MOST_POSITIONS, cuttable
 from lightning_pipe.strategy.strategy import DappleStrategy
 from planner.test_windows import gpt
 from ranks.world import World

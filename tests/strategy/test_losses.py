@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.strategy.stand_ins import Guarded
+from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
 from strategy.losses import COUNTED, MEANS, MIXED, SAMPLES, SUMS, TERMS, Module, batch, fit, fit_cut, worst

@@ -7,7 +7,7 @@ import pytest
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import save_yaml
-from lightning_pipe.strategy.planning import given_plan
+from lightning_pipe.strategy.plans.planning import given_plan
 
 
 @pytest.mark.parametrize("keys", [{}, {"recompute": ("blocks.3",)}, {"offload": ("gelu_3",)}])

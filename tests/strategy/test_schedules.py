@@ -16,8 +16,8 @@ from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import save_yaml
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.schedule import SCHEDULES, order_of
-from lightning_pipe.schedule.shapes import looping
-from lightning_pipe.schedule.torch_csv import write_csv
+from lightning_pipe.schedule.construct.layout_shapes import looping
+from lightning_pipe.schedule.formats.torch_csv import write_csv
 from ranks.world import World
 from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline
 
@@ -63,7 +63,7 @@ def fit_joining(case: Case, most: int) -> Joining:
     """Fit on all ranks of this world, where graphs hold for so many samples; a worker function."""
     joined, said, join = [], [], Stage.join
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_pipe.strategy.step.rank_zero_warn", said.append)
+        patch.setattr("lightning_pipe.strategy.steps.step_runtime.rank_zero_warn", said.append)
         patch.setattr(Stage, "join", lambda stage, ms, slice_: (joined.append(len(ms)), join(stage, ms, slice_)))
         patch.setattr(Capture, "misfit", lambda capture, samples: "" if samples <= most else f"{samples} samples")
         return Joining(fit_as_pipeline(case), joined, said)

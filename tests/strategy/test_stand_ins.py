@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_pipe.capture import flatten
 from lightning_pipe.errors import AbsentError
-from lightning_pipe.strategy.stand_ins import StandIn, absent_batch, occupy, vacate
+from lightning_pipe.strategy.parameters.stand_ins import StandIn, absent_batch, occupy, vacate
 from models.parity import make_loader
 from ranks.world import Raised, World
 from strategy.fits import dapple, make_trainer

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from lightning_pipe.capture.batch import contents, outline
-from lightning_pipe.strategy.texts import Reader, texts
+from lightning_pipe.capture.steps.batch import contents, outline
+from lightning_pipe.strategy.steps.string_fields import StringReads, texts
 
 BATCH = {"kind": "rows", "names": ["a.png", "b.png"], "n": 3}
 
@@ -32,7 +32,7 @@ PASSES = {
 
 @pytest.mark.parametrize("how", LOOKS)
 def test_looking_at_a_text_is_noticed(how: str) -> None:
-    reader = Reader()
+    reader = StringReads()
     marked = reader.marked(BATCH)
     assert not reader.has_read
     assert LOOKS[how](marked) == LOOKS[how](BATCH)
@@ -41,7 +41,7 @@ def test_looking_at_a_text_is_noticed(how: str) -> None:
 
 @pytest.mark.parametrize("how", PASSES)
 def test_having_a_text_is_not_looking_at_it(how: str) -> None:
-    reader = Reader()
+    reader = StringReads()
     PASSES[how](reader.marked(BATCH))
     assert not reader.has_read
 
@@ -52,4 +52,4 @@ def test_texts_are_told_apart_from_the_rest_of_a_batch() -> None:
     assert outline(BATCH) == outline({**other, "n": 4}) != outline({**other, "n": 4.0})
     assert contents(BATCH) == contents({**other, "n": 4}), "numbers are tracked"
     assert contents({"on": True}) != contents({"on": False}) and contents({"a": b"1"}) != contents({"a": b"2"})
-    assert pickle.loads(pickle.dumps(Reader().marked(BATCH))) == BATCH
+    assert pickle.loads(pickle.dumps(StringReads().marked(BATCH))) == BATCH

@@ -1,6 +1,6 @@
 """What a pipeline is compared with: autograd of the plain module, micro-batch by micro-batch, with the same dice.
 
-Random operations of the plain module draw from the keys of the captured graph (`capture.randomness`): the k-th random
+Random operations of the plain module draw from the keys of the captured graph (`keyed_random`): the k-th random
 operation of a run has the k-th key. Dropout runs as the fused operator that a traced step has.
 """
 
@@ -15,9 +15,9 @@ import lightning.pytorch as pl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipe.capture.randomness import seed_of, undisturbed
-from lightning_pipe.capture.stage_program import RandomKey
-from lightning_pipe.capture.step import Recording, recording_calls
+from lightning_pipe.capture.steps.keyed_random import seed_of, undisturbed
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def accumulate(
             undisturbed(CPU),
             mock.patch("torch.nn.functional.dropout", fused_dropout),
             mock.patch("zoo.habits.checkpoint", lambda function, *args, **_: function(*args)),
-            recording_calls(module, Recording()),
+            recording_calls(module, StepRecording()),
         ):
             with KeyedDice(RandomKey(seed, 0, m)):
                 output = module.training_step(microbatch, 0)

@@ -13,20 +13,20 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Request, flatten
-from lightning_pipe.capture.replay import Replay
-from lightning_pipe.capture.replay_scene import keyed, seed
-from lightning_pipe.capture.stage_program import RandomKey
-from lightning_pipe.capture.step import Recording, recording_calls
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.module_scope import keyed, seed
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
 from lightning_pipe.capture.torch_private import checkpoint_only
-from lightning_pipe.capture.unit_trace import trace_units
-from lightning_pipe.capture.units import UnitTrace
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 
 CPU = torch.device("cpu")
 SEED = 5
@@ -89,7 +89,7 @@ def run_replayed(found: Replayed, *, ranks: int, schedule: str, cuts: tuple[int,
     ]
     tensors, structure = flatten(found.batch)
     cut = structure.cut() if found.request.samples is not None else (False,) * len(tensors)
-    job = Job(tuple(tensors), cut, found.offsets, seed=SEED, step=0)
+    job = BatchInput(tuple(tensors), cut, found.offsets, seed=SEED, step=0)
     outcomes = run_together(executors, program, [job] * ranks)
     losses = {p.microbatch: p.content for o in outcomes for p in o.results.get("loss", ())}
     gradients: dict[str, torch.Tensor] = {}
@@ -112,7 +112,7 @@ def run_plainly(found: Replayed) -> Outcome:
         key = RandomKey(SEED, 0, m)
         with (
             keyed(key, CPU),
-            recording_calls(module, Recording()),
+            recording_calls(module, StepRecording()),
             checkpoint_only(lambda: False),
             mock.patch.object(nn.Module, "__call__", _seeding(module, found.trace, key)),
         ):

@@ -18,19 +18,19 @@ import torch
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.capture import Capture
-from lightning_pipe.capture.state_once import state_once
-from lightning_pipe.capture.step import NUMBERS
-from lightning_pipe.capture.tracked_number import Situation
+from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.stages.state_once import state_once
+from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import Job
+from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
-from lightning_pipe.schedule.verify import verify
+from lightning_pipe.schedule.verification.verify import verify
 from zoo import ZOO
 from zoo.reference import accumulate
 
@@ -105,7 +105,7 @@ def buffers_of(module: pl.LightningModule, capture: Capture) -> dict[str, torch.
     return {**dict(module.named_buffers()), NUMBERS: numbers}
 
 
-def run_pipeline(capture: Capture, module, job: Job, *, cuts, layout: Layout, sizes, schedule: str):
+def run_pipeline(capture: Capture, module, job: BatchInput, *, cuts, layout: Layout, sizes, schedule: str):
     """Return losses by micro-batch and gradients by parameter name."""
     split = capture.split(cuts)
     order = order_of(schedule, layout=layout, microbatches=len(sizes))
@@ -151,7 +151,7 @@ def check_joint(name: str, captured: Joint, *, counts: tuple[int, ...]) -> None:
     dice = random.Random(zlib.crc32(name.encode()))
     places = [k for k in range(1, len(capture.graph.nodes)) if k not in capture.graph.uncuttable]
     leaves, cut = capture.with_totals(tensors, cut=cut, sizes=sizes, buffers=dict(module.named_buffers()))
-    job = Job(leaves, cut, offsets, seed=SEED)
+    job = BatchInput(leaves, cut, offsets, seed=SEED)
     for stages in counts:
         if len(places) < stages - 1:
             continue

@@ -11,10 +11,10 @@ import torch
 
 from capture.sequential import run_stages
 from lightning_pipe.capture import flatten
-from lightning_pipe.capture.stage_program import RandomKey
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.cost.activations import Reliefs, candidates
 from lightning_pipe.cost.stage import Cutter
-from lightning_pipe.planner.policies import policy_of
+from lightning_pipe.planner.memory.policies import policy_of
 from zoo.test_zoo_pipelines import JOINT, buffers_of, of_zoo
 
 KEY = RandomKey(seed=1, step=0, microbatch=0)

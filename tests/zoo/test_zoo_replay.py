@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from lightning_pipe.capture.replay_needs import uncuttable
+from lightning_pipe.capture.replayed.replay_needs import uncuttable
 from lightning_pipe.errors import CaptureError
 from zoo import ZOO
 from zoo.replaying import Replayed, even_cuts, run_plainly, run_replayed, traced

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipe.runtime.activations.protocol import Host, Parcel, Piece
+from lightning_pipe.runtime.activations.protocol import HostStore, Parcel, StorageRange
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Away:
         return self.parcel.storages()
 
 
-def send_away(tensors: Mapping[str, torch.Tensor], host: Host, *, slices: Mapping[int, tuple[int, int]]) -> Away:
+def send_away(tensors: Mapping[str, torch.Tensor], host: HostStore, *, slices: Mapping[int, tuple[int, int]]) -> Away:
     """Start to copy the memory behind tensors to a host, each memory once.
 
     Args:
@@ -46,11 +46,11 @@ def send_away(tensors: Mapping[str, torch.Tensor], host: Host, *, slices: Mappin
         host: where they go.
         slices: by storage, address and bytes of what is copied of it, where that is not all.
     """
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, StorageRange] = {}
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
         address, size = slices.get(storage.data_ptr(), (storage.data_ptr(), storage.nbytes()))
-        pieces[storage.data_ptr()] = Piece(storage, address - storage.data_ptr(), size)
+        pieces[storage.data_ptr()] = StorageRange(storage, address - storage.data_ptr(), size)
     numbers = {address: number for number, address in enumerate(pieces)}
     forms = {}
     for name, tensor in tensors.items():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipe.runtime.activations.protocol import Piece
+from lightning_pipe.runtime.activations.protocol import StorageRange
 from lightning_pipe.runtime.record import Mark
 from lightning_pipe.runtime.waiting import Independent
 
@@ -58,7 +58,7 @@ class PinnedHost:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[_Pinned]] = defaultdict(list)
 
-    def take(self, pieces: Sequence[Piece]) -> _PinnedParcel:
+    def take(self, pieces: Sequence[StorageRange]) -> _PinnedParcel:
         """Start to copy pieces to the host."""
         return _PinnedParcel(self, pieces)
 
@@ -118,7 +118,7 @@ class _PinnedParcel:
         left, returned: handles of the ways out and back.
     """
 
-    def __init__(self, host: PinnedHost, pieces: Sequence[Piece]) -> None:
+    def __init__(self, host: PinnedHost, pieces: Sequence[StorageRange]) -> None:
         self._host = host
         self._buffers, self.left = host.copy_out([piece.as_bytes() for piece in pieces])
         self.returned = self.left  # until it is fetched

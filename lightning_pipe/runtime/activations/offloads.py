@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_pipe.core.program import Compute, Evict, Fetch
-from lightning_pipe.runtime.activations.protocol import Host, Parcel
+from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
 from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.stage import Slices, Stage
 from lightning_pipe.runtime.waiting import Wait, Walk
@@ -25,7 +25,7 @@ class Offloads:
         host: where it goes.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], host: Host) -> None:
+    def __init__(self, stages: Mapping[int, Stage], host: HostStore) -> None:
         self._stages, self._host = stages, host
         self._parcels: dict[tuple[int, int], Parcel] = {}
 

@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 
 import torch
 
-from lightning_pipe.runtime.activations.protocol import Piece, as_bytes
+from lightning_pipe.runtime.activations.protocol import StorageRange, as_bytes
 from lightning_pipe.runtime.record import Mark
 from lightning_pipe.runtime.waiting import Independent
 
@@ -112,7 +112,7 @@ class FileHost:
         self._free: dict[int, list[int]] = defaultdict(list)  # size -> places in the file
         self._lock = threading.Lock()
 
-    def take(self, pieces: Sequence[Piece]) -> _FileParcel:
+    def take(self, pieces: Sequence[StorageRange]) -> _FileParcel:
         """Start to write pieces to the file."""
         return _FileParcel(self, pieces)
 
@@ -177,7 +177,7 @@ class _FileParcel:
         left, returned: handles of the ways out and back.
     """
 
-    def __init__(self, host: FileHost, pieces: Sequence[Piece]) -> None:
+    def __init__(self, host: FileHost, pieces: Sequence[StorageRange]) -> None:
         self._host = host
         self._places = [(host.place(piece.size), piece.size) for piece in pieces]
         self._count = sum(piece.size for piece in pieces)

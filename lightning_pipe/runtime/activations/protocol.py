@@ -22,7 +22,7 @@ from lightning_pipe.runtime.waiting import Handle
 
 
 @dataclass(frozen=True)
-class Piece:
+class StorageRange:
     """Bytes `begin` to `begin + size` of a storage."""
 
     storage: torch.UntypedStorage
@@ -67,10 +67,10 @@ class Parcel(Protocol):
         ...
 
 
-class Host(Protocol):
+class HostStore(Protocol):
     """Keep pieces."""
 
-    def take(self, pieces: Sequence[Piece]) -> Parcel:
+    def take(self, pieces: Sequence[StorageRange]) -> Parcel:
         """Start the way out."""
         ...
 

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.guard.failure import IDLE, NO_WAIT, OUTSIDE, Failure, State, unpacked
+from lightning_pipe.runtime.guard.failure import IDLE, NO_WAIT, OUTSIDE, Failure, GuardedState, unpacked
 from lightning_pipe.runtime.guard.lines import Lines, Message
-from lightning_pipe.runtime.guard.page import Page
-from lightning_pipe.runtime.guard.process import Limits
+from lightning_pipe.runtime.guard.page import SharedPage
+from lightning_pipe.runtime.guard.process import GuardTimeouts
 
 _BEAT_S = 0.25
 _ANSWER_S = 5.0  # for what the guard or the hub is asked
@@ -38,7 +38,7 @@ class GuardClient:
     """
 
     def __init__(self, *, verdict: str = "") -> None:
-        self.page = Page()
+        self.page = SharedPage()
         self.heard = threading.Event()
         self.owner = os.getpid()
         self.has_met = False
@@ -75,7 +75,7 @@ class GuardClient:
         """Return the first failure of this session, once it was heard of."""
         return self._failure
 
-    def begin(self, rank: int, limits: Limits) -> None:
+    def begin(self, rank: int, limits: GuardTimeouts) -> None:
         """Begin a session: a fit (or validate, test, predict)."""
         self.rank, self.session = rank, self.session + 1
         self._failure = None
@@ -120,13 +120,13 @@ class GuardClient:
         self.heard.wait(wait_s)
         return self._failure or failure
 
-    def where(self, ranks: Iterable[int]) -> dict[int, State]:
+    def where(self, ranks: Iterable[int]) -> dict[int, GuardedState]:
         """Return what ranks did a moment ago, as far as it is known."""
         try:
             states = self._ask({"do": "where", "ranks": list(ranks)}, wait_s=_ANSWER_S)["states"]
         except PipelineError:
             return {}
-        return {int(rank): State(**state) for rank, state in states.items()}
+        return {int(rank): GuardedState(**state) for rank, state in states.items()}
 
     def watch_processes(self, pids: Iterable[int]) -> None:
         """Let these processes end with this one (workers of loaders)."""

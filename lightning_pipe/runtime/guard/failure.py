@@ -12,7 +12,7 @@ PAIR, TOGETHER = 2, 3  # something that it exchanges with another rank, or with 
 
 
 @dataclass(frozen=True)
-class State:
+class GuardedState:
     """What a rank does.
 
     Attributes:
@@ -40,7 +40,7 @@ class State:
         return f"outside a program{waiting}, after {self.at} of step {self.step}"
 
 
-UNHEARD = State(at="an unknown instruction")
+UNHEARD = GuardedState(at="an unknown instruction")
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from lightning_pipe.runtime.guard.failure import Failure, State, unpacked
+from lightning_pipe.runtime.guard.failure import Failure, GuardedState, unpacked
 from lightning_pipe.runtime.guard.lines import Message
 
 MOMENT_S = 0.4  # between the first word of a death and the decision who was first
 
 
-class Hub:
+class GuardHub:
     """What all guards have told.
 
     Args:
@@ -28,9 +28,9 @@ class Hub:
         self.stale_s = stale_s
         self._send, self._say = send, say
         self._heard: dict[int, float] = {}
-        self._states: dict[int, State] = {}
+        self._states: dict[int, GuardedState] = {}
         self._sessions: dict[int, int] = {}
-        self._ended: dict[int, State] = {}
+        self._ended: dict[int, GuardedState] = {}
         self._raised: dict[int, Failure] = {}  # by session
         self._lasting: Failure | None = None
         self._pending: list[Failure] = []
@@ -53,14 +53,14 @@ class Hub:
     def join(self, rank: int, now: float) -> None:
         """Welcome the guard of a rank."""
         self._heard[rank] = now
-        self._states[rank] = State()
+        self._states[rank] = GuardedState()
 
     def take(self, rank: int, message: Message, now: float) -> None:
         """Hear a message of the guard of a rank."""
         self._heard[rank] = now
         match message["do"]:
             case "beat":
-                self._states[rank] = State(**message["state"])
+                self._states[rank] = GuardedState(**message["state"])
             case "session":
                 self._begin(rank, message["number"])
             case "fail":

@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 
-from lightning_pipe.runtime.guard.failure import State
+from lightning_pipe.runtime.guard.failure import GuardedState
 
 _SIZE = 4096
 _BEATS = struct.Struct("<Q")
@@ -22,7 +22,7 @@ _WAITING = _AT + _STATE.size
 _LONGEST = 300  # bytes of a text
 
 
-class Page:
+class SharedPage:
     """A page of shared memory.
 
     Args:
@@ -52,8 +52,8 @@ class Page:
         """Say what the rank does now.
 
         Args:
-            mode: of `State`.
-            step: of `State`.
+            mode: of `GuardedState`.
+            step: of `GuardedState`.
             at: text.
             limit: time of `time.monotonic` by which it must do something else; 0 for none.
         """
@@ -70,11 +70,11 @@ class Page:
         return min((limit for limit in limits if limit), default=0.0)
 
     @property
-    def state(self) -> State:
+    def state(self) -> GuardedState:
         """Return what the rank does."""
         mode, step, _, length, at = _STATE.unpack_from(self._memory, _AT)
         waits, count, _, size, what = _WAIT.unpack_from(self._memory, _WAITING)
-        return State(mode, step, _text(at[:length]), waits, _text(what[:size]), count)
+        return GuardedState(mode, step, _text(at[:length]), waits, _text(what[:size]), count)
 
     def close(self) -> None:
         """Release the memory."""

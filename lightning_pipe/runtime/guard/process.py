@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, Failure, State, unpacked
-from lightning_pipe.runtime.guard.hub import Hub
+from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, Failure, GuardedState, unpacked
+from lightning_pipe.runtime.guard.hub import GuardHub
 from lightning_pipe.runtime.guard.lines import Lines, Message
-from lightning_pipe.runtime.guard.page import Page
+from lightning_pipe.runtime.guard.page import SharedPage
 
 _TICK_S = 0.1
 _BEAT_S = 0.5
@@ -32,15 +32,15 @@ _ALL = "0.0.0.0"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long what may take, in seconds; see `runtime.watch.Patience`."""
+class GuardTimeouts:
+    """How long what may take, in seconds; see `runtime.guard.watch.Patience`."""
 
     deadline_s: float = 300.0
     stale_s: float = 15.0
     grace_s: float = 5.0
 
 
-class Guard:
+class RankGuard:
     """The guard of one rank.
 
     Args:
@@ -50,14 +50,14 @@ class Guard:
         verdict: file for the first failure, for who has started the ranks; "" for none.
     """
 
-    def __init__(self, parent: int, channel: socket.socket, page: Page, *, verdict: str = "") -> None:
+    def __init__(self, parent: int, channel: socket.socket, page: SharedPage, *, verdict: str = "") -> None:
         self._parent, self._channel, self._page, self._verdict = parent, Lines(channel), page, verdict
-        self._limits = Limits()
+        self._limits = GuardTimeouts()
         self._rank, self._session = 0, 0
-        self._hub: Hub | None = None
+        self._hub: GuardHub | None = None
         self._token = ""
         self._upstream: Lines | None = None  # to the hub
-        self._of_hub = State()  # what rank 0 does
+        self._of_hub = GuardedState()  # what rank 0 does
         self._guests: dict[int, Lines] = {}  # of the hub
         self._failure: Failure | None = None
         self._wards: list[int] = []  # descriptors of processes that must not outlive the rank
@@ -169,7 +169,7 @@ class Guard:
         match message["do"]:
             case "begin":
                 self._rank, self._session = message["rank"], message["session"]
-                self._limits = Limits(**message["limits"])
+                self._limits = GuardTimeouts(**message["limits"])
                 self._failure, self._told_at = None, 0.0
                 if self._hub is not None:
                     self._hub.stale_s = self._limits.stale_s
@@ -190,7 +190,7 @@ class Guard:
                 found = {int(rank): _open_process(pid) for rank, pid in message["pids"].items()}
                 self._children = {rank: d for rank, d in found.items() if d is not None}
 
-    def _declare(self, state: State, cause: str, *, late_s: float = 0.0, lasting: bool = False) -> None:
+    def _declare(self, state: GuardedState, cause: str, *, late_s: float = 0.0, lasting: bool = False) -> None:
         failure = Failure(self._rank, str(state), cause, session=self._session, lasting=lasting, late_s=late_s)
         self._to_hub({"do": "fail", "failure": failure.packed()})
 
@@ -221,7 +221,7 @@ class Guard:
             case "where":
                 self._channel.send(message)
             case "beat":
-                self._of_hub = State(**message["state"])
+                self._of_hub = GuardedState(**message["state"])
             case "bye":
                 self._drop_hub()
 
@@ -237,7 +237,7 @@ class Guard:
             self._token = secrets.token_hex(16)
             self._listener = socket.create_server((_ALL, 0), backlog=1024)
             self._selector.register(self._listener, selectors.EVENT_READ, self._welcome)
-            self._hub = Hub(self._send, say, stale_s=self._limits.stale_s)
+            self._hub = GuardHub(self._send, say, stale_s=self._limits.stale_s)
             self._hub.join(self._rank, self._awake)
             self._hub.take(self._rank, {"do": "session", "number": self._session}, self._awake)
         return {"port": self._listener.getsockname()[1], "token": self._token}
@@ -364,4 +364,4 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a guard ends with its rank, not before
     os.chdir("/")
     connection = socket.socket(fileno=int(channel))
-    Guard(int(parent), connection, Page(int(page)), verdict=verdict).run()
+    RankGuard(int(parent), connection, SharedPage(int(page)), verdict=verdict).run()

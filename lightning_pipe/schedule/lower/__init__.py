@@ -8,7 +8,6 @@ of `verify` is lowered as it is, and refused there.
 from __future__ import annotations
 
 from lightning_pipe.core.program import Layout, Order, Program, Traffic
-from lightning_pipe.schedule.frame import check_frame
 from lightning_pipe.schedule.lower.backward import split_backward
 from lightning_pipe.schedule.lower.gradients import add_reductions
 from lightning_pipe.schedule.lower.join import join_weight_halves
@@ -18,6 +17,7 @@ from lightning_pipe.schedule.lower.offload import add_swaps
 from lightning_pipe.schedule.lower.samples import drop_empty_computes
 from lightning_pipe.schedule.lower.steps import add_steps
 from lightning_pipe.schedule.lower.transfers import add_receives, add_sends
+from lightning_pipe.schedule.verification.well_formed import check_frame
 
 __all__ = ["lower"]
 

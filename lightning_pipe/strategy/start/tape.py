@@ -133,7 +133,9 @@ class Tape:
         if name == "set_":  # a tensor gets another storage, which is known
             return operator(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in operator.tags
-        weighs = draws and not name.endswith("_like") and any(tensor is not args[0] or not written for tensor in tensors)
+        weighs = (
+            draws and not name.endswith("_like") and any(tensor is not args[0] or not written for tensor in tensors)
+        )
         needs_values = _READS_VALUES & set(operator.tags) or any(not self.holds(tensor) for tensor in written)
         if weighs or needs_values or _moves(operator, kwargs):
             return self._at_once(operator, args, kwargs, written)

@@ -1,0 +1,1 @@
+"""The joint graph of forward and backward: its trace, the flow of samples through it, and its fingerprint."""

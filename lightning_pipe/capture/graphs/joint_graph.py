@@ -1,0 +1,315 @@
+"""What is a traced step? A graph of forward and backward, with the meaning of its inputs and outputs.
+
+The meaning is read off the descriptors that AOTAutograd puts on inputs and outputs of its joint graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lightning_pipe.capture import torch_private as private
+from lightning_pipe.capture.python.guards import PythonGuards
+from lightning_pipe.capture.steps.hazards import hazard
+from lightning_pipe.capture.steps.record import AnswerGuard, LogCall, MetricCall, Read, Ref, StepRecord
+from lightning_pipe.capture.steps.stage_program import Half
+from lightning_pipe.capture.steps.step_function import NUMBERS, StepFunction, StepRecording
+from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.errors import CaptureError
+
+_LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What is counted of the whole batch before it is cut (`capture.stages.denominator_totals`).
+
+    Attributes:
+        count: function of leaves and buffers that gives the totals of its samples, but for their number.
+        roles: how the totals of pieces make those of the batch; the first is that of the number of samples.
+        leaf: index of their vector among the tensors of the batch: behind the last.
+        dtype: its type.
+    """
+
+    count: Half
+    roles: tuple[str, ...]
+    leaf: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A traced step. Names are those of the nodes of `module.graph`.
+
+    Attributes:
+        module: graph module; constants are its attributes.
+        parameters, buffers: placeholder -> name in the user's module.
+        leaves: placeholder -> index of the batch leaf.
+        tangents: placeholders of the loss's gradient.
+        loss: node of the loss, None without one.
+        results: nodes of recorded values, in the order of the record's numbers.
+        mutations: buffer name -> node of its new content.
+        gradients: (node, parameter name) in model order.
+        symbol: the number of samples, None if it is a constant of the graph.
+        conditions: (expression over the symbols that must hold, where it comes from).
+        record: what the step said.
+        guards: what the step read, which must not change.
+        calls, recording: the torch calls of the step, with their lines, and what it said, as they were traced.
+        totals: what is counted of the whole batch; None if nothing is.
+        lengths: symbols for other sizes: (leaf, dimension) -> symbol (`lengths`); such a graph is not run.
+    """
+
+    module: fx.GraphModule
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    leaves: Mapping[str, int]
+    tangents: tuple[str, ...]
+    loss: str | None
+    results: tuple[str, ...]
+    mutations: Mapping[str, str]
+    gradients: tuple[tuple[str, str], ...]
+    symbol: sympy.Symbol | None
+    samples: int
+    conditions: tuple[tuple[sympy.Basic, str], ...]
+    record: StepRecord
+    guards: PythonGuards
+    calls: list[tuple[Any, str]]
+    recording: StepRecording
+    totals: Totals | None = None
+    lengths: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
+
+    @property
+    def totals_buffers(self) -> dict[str, str]:
+        """Return the buffers that the totals are computed from: placeholder -> name."""
+        names = () if self.totals is None else self.totals.count.inputs
+        return {name: self.buffers[name] for name in names if name in self.buffers}
+
+    def is_of_whole_batch(self, name: str) -> bool:
+        """Say whether a value is the vector of totals."""
+        return self.totals is not None and self.leaves.get(name) == self.totals.leaf
+
+    def fits(self, samples: int) -> str:
+        """Return "" if the graph holds for this number of samples, else the condition that fails and its origin."""
+        if self.symbol is None:
+            return "" if samples == self.samples else f"the batch size is fixed to {self.samples} by the step"
+        for condition, origin in self.conditions:
+            if is_layout_choice(origin):
+                continue
+            if condition.xreplace({self.symbol: sympy.Integer(samples)}) == sympy.false:
+                return f"{condition} ({origin})"
+        return ""
+
+
+def is_layout_choice(origin: str) -> bool:
+    """Return whether a condition from there chooses the predicted memory layout of a kernel, and nothing else."""
+    return _LAYOUT_CHOICE in origin
+
+
+def describe(
+    module: fx.GraphModule,
+    step: StepFunction,
+    *,
+    samples: int,
+    leaves: tuple[torch.Tensor, ...],
+    lengths: Iterable[tuple[int, int]],
+    env: Any,
+    guards: PythonGuards,
+) -> JointGraph:
+    """Read inputs and outputs off the descriptors.
+
+    Args:
+        module: what the tracer returned.
+        step: the function that it traced.
+        samples: number of samples that it was traced with.
+        leaves: the fake batch.
+        lengths: (leaf, dimension) of sizes that are symbols beside the number of samples.
+        env: shape environment with the conditions on the symbols.
+        guards: what the step read, which must not change.
+
+    Raises:
+        CaptureError: if there is nothing to train.
+    """
+    graph = module.graph
+    _drop_detaches(graph)
+    _drop_unread_numbers(graph)
+    _drop_copies_into_state(graph)
+    symbols, others = {s for leaf in leaves for s in _symbols(leaf)}, _symbols_at(leaves, lengths)
+    _refuse_shapes_of_values(graph, symbols)
+    symbols -= {*others.values()}
+    inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
+    output = graph.output_node()
+    described = list(zip(output.args[0], output.meta["desc"], strict=True))
+    plain = [value for value, desc in described if isinstance(desc, private.PlainAOTOutput)]
+    has_loss = step.has_loss
+    loss = plain[0].name if has_loss else None
+    results = tuple(_unclone(value).name for value in plain[has_loss:])
+    gradients = _gradients(described)
+    if has_loss and not gradients:
+        raise without_gradient(_detached_at(step))
+    return JointGraph(
+        module=module,
+        parameters={n: _own(d.target) for n, d in inputs.items() if isinstance(d, private.ParamAOTInput)},
+        buffers={n: _own(d.target) for n, d in inputs.items() if isinstance(d, private.BufferAOTInput)},
+        leaves={n: d.idx for n, d in inputs.items() if isinstance(d, private.PlainAOTInput)},
+        tangents=tuple(n for n, d in inputs.items() if isinstance(d, private.TangentAOTInput)),
+        loss=loss,
+        results=results,
+        mutations=_mutations(described),
+        gradients=gradients,
+        symbol=symbols.pop() if len(symbols) == 1 else None,
+        samples=samples,
+        conditions=tuple((guard.expr, str(guard.sloc.framework_loc)) for guard in env.guards),
+        record=_record(step, loss, results),
+        guards=guards,
+        calls=step.observers[-1].calls,
+        recording=replace(step.recordings[-1], results=[]),
+        lengths=others,
+    )
+
+
+def without_gradient(line: str) -> CaptureError:
+    """Build the refusal of a loss that trains nothing.
+
+    Args:
+        line: the user's line that detaches it; "" if unknown.
+    """
+    where = f" It is detached at {line}." if line else ""
+    return CaptureError(
+        "The loss does not depend on any parameter that requires a gradient; there is nothing to train."
+        f"{where} Return a loss that is computed from the module's parameters, without detach(), .data, .item() or "
+        "no_grad() in between."
+    )
+
+
+def _detached_at(step: StepFunction) -> str:
+    """Return the last line at which the step detaches a tensor."""
+    calls = step.observers[-1].calls if step.observers else []
+    return next((line for (name, *_), line in reversed(calls) if name in ("detach", "detach_")), "")
+
+
+def _gradients(described: list[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
+    """Return (node, parameter) of every gradient of a parameter, in model order."""
+    return tuple(
+        (value.name, _own(desc.grad_of.target))
+        for value, desc in described
+        if isinstance(desc, private.GradAOTOutput)
+        and value is not None
+        and isinstance(desc.grad_of, private.ParamAOTInput)
+    )
+
+
+def _mutations(described: list[tuple[Any, Any]]) -> dict[str, str]:
+    """Return the nodes of the new content of state, by its name."""
+    return {
+        _own(desc.mutated_input.target): value.name
+        for value, desc in described
+        if isinstance(desc, private.InputMutationAOTOutput)
+        and not isinstance(desc.mutated_input, private.PlainAOTInput)  # the batch, which nobody reads afterwards
+    }
+
+
+def _own(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _symbols(leaf: torch.Tensor) -> set[Any]:
+    return {s for size in leaf.shape if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+
+
+def _symbols_at(leaves: tuple[torch.Tensor, ...], places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+    """Return the symbols that sizes at these places (leaf, dimension) were made with, where they are symbols."""
+    sizes = {(leaf, dim): leaves[leaf].shape[dim] for leaf, dim in places}
+    return {place: private.own_symbol(size) for place, size in sizes.items() if isinstance(size, torch.SymInt)}
+
+
+def _refuse_shapes_of_values(graph: fx.Graph, known: set[Any]) -> None:
+    """Refuse a graph in which a shape depends on the values of tensors."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(tensor, torch.Tensor) and _symbols(tensor) - known:
+                custom = node.meta.get("custom") or {}
+                what = f"the shape of {private.operator_name(node)}() depends on the values of tensors (data-dependent)"
+                raise hazard(what, custom.get("line", ""), custom.get("module", ""))
+
+
+def _drop_detaches(graph: fx.Graph) -> None:
+    """Remove `detach` nodes: the graph runs without autograd."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _drop_unread_numbers(graph: fx.Graph) -> None:
+    """Remove the vector of tracked numbers from the inputs of a graph that reads none."""
+    for node in graph.find_nodes(op="placeholder"):
+        desc = node.meta["desc"]
+        if isinstance(desc, private.BufferAOTInput) and desc.target == NUMBERS and not node.users:
+            graph.erase_node(node)
+
+
+def _drop_copies_into_state(graph: fx.Graph) -> None:
+    """Let what is copied into a buffer as a whole be its new content where it is computed, not at the end of the step.
+
+    What depends on parameters and constants only may be repeated in several stages; it keeps its copy, which is not.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.copy.default or node.args[0].op != "placeholder":
+            continue
+        before, content = node.args[:2]
+        one, two = (n.meta["val"] for n in (before, content))
+        if (one.shape, one.dtype) == (two.shape, two.dtype) and _has_a_place(content, before):
+            node.replace_all_uses_with(content)
+            graph.erase_node(node)
+
+
+def _has_a_place(node: fx.Node, state: fx.Node) -> bool:
+    """Return whether an operation depends on the content of the batch, or of state that the step overwrites."""
+    pending, seen = list(node.all_input_nodes), set[fx.Node]()
+    while pending:
+        one = pending.pop()
+        if one is state or isinstance(one.meta.get("desc"), private.PlainAOTInput):
+            return True
+        if one not in seen and isinstance(one.meta.get("val"), torch.Tensor | tuple | list):
+            seen.add(one)
+            pending += one.all_input_nodes
+    return False
+
+
+def _unclone(node: fx.Node) -> fx.Node:
+    """Return the node whose copy was made a result (a batch leaf keeps its copy, so that it has a place)."""
+    if node.target is torch.ops.aten.clone.default and node.args[0].op == "call_function":
+        return node.args[0]
+    return node
+
+
+def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> StepRecord:
+    """Return the record of the last run with results named after their nodes."""
+    recording, observer = step.recordings[-1], step.observers[-1]
+    from_guards = len(recording.results)
+
+    def named(value: Any) -> Any:
+        if value.name == "loss":
+            return Ref(loss or "")
+        return type(value)(results[int(value.name)])
+
+    def name(value: Any) -> Any:
+        return mapped(value, (Ref, Read), named)
+
+    calls: list[LogCall | MetricCall] = [
+        LogCall(c.name, name(c.value), name(c.kwargs), c.line)
+        if isinstance(c, LogCall)
+        else MetricCall(c.path, c.method, name(c.args), name(c.kwargs), c.line)
+        for c in recording.calls
+    ]
+    guards = tuple(
+        AnswerGuard(Ref(results[from_guards + i]), answer, line) for i, (_, answer, line) in enumerate(observer.guards)
+    )
+    kept = tuple(replace(one, value=name(one.value)) for one in recording.kept)
+    return StepRecord(tuple(calls), loss, name(recording.returned), guards, kept)

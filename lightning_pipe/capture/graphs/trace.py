@@ -1,0 +1,404 @@
+"""How is a step traced into one graph of forward and backward?
+
+AOTAutograd's joint graph of `StepFunction` under fake tensors of the target device: nothing is computed, nothing is
+allocated, parameters may live on the meta device. The batch dimension is symbolic where the step allows it. Every truth
+value that the step asks of a tensor is answered by a real run, where one is offered, else by trying (an answer with
+which the step raises or returns no loss is wrong); the answer is a guard of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture import torch_private as private
+from lightning_pipe.capture.graphs.joint_graph import JointGraph, describe
+from lightning_pipe.capture.python.guards import PythonGuards, guards_of
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.steps.backward_hooks import refuse_hooked_modules, tensor_hooks_in_graph
+from lightning_pipe.capture.steps.batch import Structure
+from lightning_pipe.capture.steps.collectives import no_collectives
+from lightning_pipe.capture.steps.hazards import (
+    Answerer,
+    Observer,
+    Question,
+    compare_calls,
+    hazard,
+    no_files,
+    no_random_numbers,
+    no_seeding,
+    random_line,
+)
+from lightning_pipe.capture.steps.module_tables import tables_restored
+from lightning_pipe.capture.steps.numbers import calls_of_samples, of_samples
+from lightning_pipe.capture.steps.record import LogCall, MetricCall
+from lightning_pipe.capture.steps.step_function import StepFunction, StepRecording, recording_calls
+from lightning_pipe.capture.steps.step_state import state_put_back
+from lightning_pipe.errors import CaptureError, StepError
+from lightning_pipe.lightning_names import pl
+
+Answers = Callable[[], tuple[bool, ...]]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+_MAX_TRIES = 64
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured.
+
+    Attributes:
+        module: the user's module, in the mode (train or eval) that is wanted.
+        method: name of the step method.
+        structure: the batch without its data, of any number of samples.
+        arguments: positional arguments after the batch.
+        samples: number of samples to trace with, at least 2 for a symbolic trace; None for a batch that cannot be cut
+            into samples: it is traced as it is, and the graph holds for its shapes only.
+        batch_dim: dimension of the samples.
+        device: device on which the step will run.
+        context: made anew for every run of the step (autocast of the precision plug-in).
+        answers: runs the step on real tensors and returns its truth values; None where no real run is possible.
+        symbolic: whether the number of samples is a symbol of the graph.
+        lengths: (tensor of the batch, dimension) of sizes that are symbols, too (`capture.graphs.lengths`).
+        varying: places of numbers that are known to change from step to step.
+        may_skip: whether a training step may return None, and so skip its batch.
+        answered: truth values of the first questions that the step asks of its tensors, where they are known.
+    """
+
+    module: pl.LightningModule
+    method: str
+    structure: Structure
+    arguments: tuple[int, ...] = (0,)
+    samples: int | None = 2
+    batch_dim: int = 0
+    device: torch.device = _CPU
+    context: Context = contextlib.nullcontext
+    answers: Answers | None = None
+    symbolic: bool = True
+    lengths: frozenset[tuple[int, int]] = frozenset()
+    varying: tuple[Place, ...] = ()
+    may_skip: bool = False
+    answered: tuple[bool, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Return the number of samples of the traced batch; that of its first tensor if it cannot be cut."""
+        if self.samples is not None:
+            return self.samples
+        dim = self.batch_dim
+        return next((leaf.shape[dim] for leaf in self.structure.leaves if len(leaf.shape) > dim), 1)
+
+
+def trace(request: Request) -> JointGraph:
+    """Trace a step, symbolically if that works, else for `request.samples` samples.
+
+    Raises:
+        CaptureError: naming the hazard and the user's line.
+    """
+    if request.samples is None or not request.symbolic:
+        request = replace(request, symbolic=False, lengths=frozenset())
+    if request.method == "training_step":
+        refuse_hooked_modules(request.module)
+    answers = request.answered
+    first_error: CaptureError | None = None
+    for _ in range(_MAX_TRIES):
+        try:
+            return _trace_with(request, answers)
+        except Question as question:
+            answers = _more_answers(request, answers, question)
+        except CaptureError as error:
+            first_error = first_error or error
+            while answers and answers[-1]:
+                answers = answers[:-1]
+            if len(answers) <= len(request.answered) or request.answers is not None:
+                raise first_error from None
+            answers = (*answers[:-1], True)
+    raise hazard(f"it asks more than {_MAX_TRIES} truth values of its tensors", "")
+
+
+def _more_answers(request: Request, answers: tuple[bool, ...], question: Question) -> tuple[bool, ...]:
+    if request.answers is None:
+        return (*answers, False)
+    real = request.answers()
+    if len(real) <= len(answers):
+        raise hazard("it asks other questions of its tensors when traced than when run", question.line)
+    return real
+
+
+def _trace_with(request: Request, answers: tuple[bool, ...]) -> JointGraph:
+    """Trace once with these answers; retry with a constant batch size where the symbolic one fails."""
+    try:
+        return _export(request, answers)
+    except CaptureError as symbolic:
+        hazardous = symbolic.__cause__ is None and not isinstance(symbolic, _SizeDependent)
+        if not request.symbolic or request.lengths or hazardous:
+            raise  # a hazard: it would be one with a constant batch size too
+        try:
+            return _export(replace(request, symbolic=False), answers)
+        except CaptureError:
+            raise symbolic from symbolic.__cause__
+
+
+def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
+    """Run a step once on fake tensors, which compute nothing; return it with what was seen.
+
+    Raises:
+        CaptureError, Question: what the step does that no graph holds.
+    """
+    step, state, leaves, mode = _prepared(request, answers)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tables_restored(request.module))
+        stack.enter_context(no_random_numbers(lambda: ""))
+        stack.enter_context(_tracing(step, state, mode, request.device))
+        stack.enter_context(private.enable_python_dispatcher())
+        try:
+            step(*leaves)
+        except (CaptureError, Question):
+            raise
+        except Exception as error:
+            raise _explain(error, step) from error
+    return step
+
+
+def _prepared(
+    request: Request, answers: tuple[bool, ...]
+) -> tuple[StepFunction, dict[str, Any], tuple[torch.Tensor, ...], Any]:
+    """Return a step as a function, fake state and batch for it, and the mode that they live in."""
+    step = StepFunction(
+        request.module,
+        method=request.method,
+        structure=request.structure,
+        arguments=request.arguments,
+        answers=answers,
+        context=request.context,
+        varying=request.varying,
+        may_skip=request.may_skip,
+    )
+    mode = private.FakeTensorMode(shape_env=private.ShapeEnv(), allow_non_fake_inputs=True)
+    return step, _fake_state(step, request, mode), _fake_leaves(request, mode), mode
+
+
+def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
+    step, state, leaves, mode = _prepared(request, answers)
+
+    def run_again() -> str:
+        found: list[str] = []
+        with contextlib.suppress(Exception), random_line(found), mode, private.reparametrize(step, state):
+            step(*leaves)
+        return found[0] if found else ""
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tables_restored(request.module))
+        stack.enter_context(no_random_numbers(run_again))
+        stack.enter_context(_tracing(step, state, mode, request.device))
+        try:
+            module = private.aot_export_joint_with_descriptors(stack, step, leaves).graph_module
+            if step.sizes_read and request.lengths:
+                raise _SizeDependent("The step reads sizes as Python floats.")
+            _follow_sizes(step, leaves, request.count)
+        except (CaptureError, Question):
+            raise
+        except Exception as error:
+            _compare_runs(step)
+            raise _explain(error, step) from error
+    assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
+    _compare_runs(step)
+    guards = _guards(step, request)
+    return describe(
+        module,
+        step,
+        samples=request.count,
+        leaves=leaves,
+        lengths=request.lengths,
+        env=mode.shape_env,
+        guards=guards,
+    )
+
+
+def _guards(step: StepFunction, request: Request) -> PythonGuards:
+    """Guard what the step has read; its module is as it was before."""
+    return guards_of(
+        request.module,
+        numbers=step.numbers,
+        slots=step.reads.slots(),
+        varying=request.varying,
+        unread=step.unread,
+        constants=step.observers[-1].constants.values(),
+    )
+
+
+@contextlib.contextmanager
+def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch.device) -> Iterator[None]:
+    """Everything that must hold while the tracer runs the step."""
+    own_device = step.model._device
+    with (
+        no_collectives(),
+        tensor_hooks_in_graph(step.model),
+        mode,
+        private.reparametrize(step, state),
+        private.fx_traceback.preserve_node_meta(),
+        private.compiling_state(),
+        private.fused_recurrent_kernels(),
+        private.unchecked_distributions(),
+        private.parameters_in_new_lists(),
+        private.numbered_checkpoints(),
+        torch.random.fork_rng(devices=[]),
+        no_seeding(),
+        no_files(),
+    ):
+        step.model._device = device
+        try:
+            yield
+        finally:
+            step.model._device = own_device
+
+
+def _fake_state(step: StepFunction, request: Request, mode: Any) -> dict[str, Any]:
+    """Return fake parameters and buffers on the target device; a parameter has one for every place it hangs in."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=request.device)
+
+    with mode:
+        parameters = {
+            name: nn.Parameter(fake(p), requires_grad=p.requires_grad)
+            for name, p in step.named_parameters(remove_duplicate=False)
+        }
+        return {**parameters, **{name: fake(b) for name, b in step.named_buffers(remove_duplicate=False)}}
+
+
+def _fake_leaves(request: Request, mode: Any) -> tuple[torch.Tensor, ...]:
+    """Return the batch's tensors with `request.samples` samples, a symbol where wanted."""
+    leaves = []
+    for i, leaf in enumerate(request.structure.leaves):
+        shape = list(leaf.shape)
+        dynamic = [private.DimDynamic.STATIC] * len(shape)
+        if len(shape) > request.batch_dim:
+            shape[request.batch_dim] = request.samples or shape[request.batch_dim]
+            if request.symbolic and request.samples is not None:
+                dynamic[request.batch_dim] = private.DimDynamic.DUCK
+        if request.symbolic:
+            for dim in (dim for index, dim in request.lengths if index == i):
+                dynamic[dim] = private.DimDynamic.DYNAMIC
+        tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        context = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
+        fake = mode.from_tensor(tensor, symbolic_context=context)
+        leaves.append(_on(fake, request.device, mode))
+    return tuple(leaves)
+
+
+def _on(fake: torch.Tensor, device: torch.device, mode: Any) -> torch.Tensor:
+    with mode:
+        return torch.empty_like(fake, device=device)
+
+
+def _explain(error: Exception, step: StepFunction) -> CaptureError:
+    """Turn what the tracer raised into a refusal that names the user's line."""
+    line = next((o.calls[-1][1] for o in reversed(_observers(step)) if o.calls), "")
+    kind = type(error).__name__
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    data = (
+        "DataDependent",
+        "DynamicOutputShape",
+        "PendingUnbacked",
+        "UnbackedSymInt",
+        "FunctionalTensor",
+        "FakeTensor",
+    )
+    if any(word in kind or word in str(error) for word in data):
+        return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
+    return StepError(str(hazard(f"it raises {kind}: {first}", line)))
+
+
+def _observers(step: StepFunction) -> list[Observer]:
+    return [*step.observers, *([step.current] if step.current is not None else [])]
+
+
+def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples: int) -> None:
+    """Find out what becomes of sizes that the step reads as floats: logged ones become functions of the samples.
+
+    The step is run again on the fake tensors while the tracer pretends one and two samples more.
+
+    Raises:
+        CaptureError: if such a number enters a torch call, or is logged and not linear in the samples.
+    """
+    if not step.sizes_read:
+        return
+    traced = len(step.recordings)
+    for more in (1, 2):
+        step.pretended = samples + more
+        step(*leaves)
+    runs = step.recordings[traced - 1 :]
+    calls = step.observers[traced - 1 :]
+    del step.recordings[traced:], step.observers[traced:]
+    try:
+        compare_calls(calls[0].calls, calls[1].calls)
+    except CaptureError as error:
+        raise _SizeDependent(str(error)) from error
+    counts = (samples, samples + 1, samples + 2)
+    try:
+        runs[0].calls[:] = calls_of_samples([run.calls for run in runs], counts)
+        runs[0].returned = of_samples([run.returned for run in runs], counts, f"What {step.method} returns")
+    except CaptureError as error:
+        raise _SizeDependent(str(error)) from error
+
+
+class _SizeDependent(CaptureError):
+    """Say that a graph holds for one number of samples only."""
+
+
+def _compare_runs(step: StepFunction) -> None:
+    """Refuse a step whose last two runs were not the same."""
+    if len(step.recordings) > 1:
+        compare_calls(step.observers[-2].calls, step.observers[-1].calls)
+        compare_recordings(step.recordings[-2], step.recordings[-1])
+
+
+def compare_recordings(first: StepRecording, second: StepRecording) -> None:
+    """Refuse logged Python numbers that change from call to call."""
+    for one, two in zip(first.calls, second.calls, strict=False):
+        if isinstance(one, LogCall) and isinstance(two, LogCall) and _changes(one.value, two.value):
+            raise hazard(f"it logs a Python number that changes from call to call ({one.name!r})", one.line)
+        if type(one) is not type(two) or _name(one) != _name(two):
+            raise hazard("it logs something else from call to call", one.line)
+    if len(first.calls) != len(second.calls):
+        raise hazard("it logs something else from call to call", max(first.calls, second.calls, key=len)[-1].line)
+
+
+def _changes(one: Any, two: Any) -> bool:
+    numbers = (bool, int, float)
+    return isinstance(one, numbers) and isinstance(two, numbers) and one != two
+
+
+def _name(call: LogCall | MetricCall) -> str:
+    return call.name if isinstance(call, LogCall) else f"{call.path}.{call.method}"
+
+
+def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, ...]:
+    """Run the step on real tensors (no backward) and return the truth values it asked for; leave no trace.
+
+    The module, its buffers and torch's random state are as before afterwards.
+    """
+    module = request.module
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    answerer = Answerer()
+    devices = [request.device] if request.device.type == "cuda" else []
+    with (
+        state_put_back(module),
+        tables_restored(module),
+        torch.random.fork_rng(devices=devices),
+        request.context(),
+        recording_calls(module, StepRecording()),
+        no_collectives(),
+        answerer,
+    ):
+        getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+    return tuple(answerer.answers)

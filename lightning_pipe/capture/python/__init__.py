@@ -1,0 +1,1 @@
+"""What the Python of a step reads and changes: places, snapshots, guards, and numbers that become inputs."""

@@ -1,0 +1,89 @@
+"""Does a graph still hold for the Python that it was traced from? Compared before every batch.
+
+Guards hold what the step read while it was traced: places and what is behind them (`python_state`), values of
+expressions over tracked numbers (`tracked_number`), the versions of tensors from outside of the step, and settings of
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.python.snapshots import Snapshot
+from lightning_pipe.capture.python.tracked_number import NumberGuards, Situation
+from lightning_pipe.capture.torch_private import version_of
+
+
+@dataclass(frozen=True)
+class PythonGuards:
+    """What must not have changed.
+
+    Attributes:
+        numbers: expressions over tracked numbers.
+        read: what the step read, as it was.
+        constants: tensors from outside of the step, with version and the user's line.
+        settings: of torch, by name.
+    """
+
+    numbers: NumberGuards
+    read: Snapshot
+    constants: tuple[tuple[torch.Tensor, int, str], ...]
+    settings: dict[str, Any]
+
+    def broken(self, situation: Situation) -> str:
+        """Return what has changed, "" if nothing has."""
+        if change := self.read.first_change():
+            return str(change)
+        for tensor, version, line in self.constants:
+            if version_of(tensor) != version:
+                return f"a tensor that is no parameter and no buffer, read at {line}, was written to"
+        for name, now in _settings().items():
+            if now != self.settings[name]:
+                return f"torch's {name} was {self.settings[name]} and is {now} now"
+        return self.numbers.broken(situation)
+
+    def varying(self) -> tuple[Place, ...]:
+        """List the places of numbers that have become other numbers."""
+        changes = (change for change in self.read.changes() if change.slot.is_writable and not change.is_content)
+        return tuple(c.slot for c in changes if {type(c.before), type(c.now)} <= {int, float})
+
+
+def guards_of(
+    module: nn.Module,
+    *,
+    numbers: NumberGuards,
+    slots: Iterable[Place],
+    varying: Iterable[Place],
+    unread: Iterable[Place],
+    constants: Iterable[tuple[torch.Tensor, str]],
+) -> PythonGuards:
+    """Guard what a step has read.
+
+    Args:
+        module: the user's module, as it was before the step.
+        numbers: what the trace knows of tracked numbers.
+        slots: places that the step has read.
+        varying: places of tracked numbers.
+        unread: places of lists and dicts of which the step has not read the content.
+        constants: tensors from outside of the step, with the user's line.
+    """
+    varying, unread = tuple(varying), tuple(unread)
+    left_out = {slot.place for slot in (*varying, *unread)}
+    read = Snapshot((slot for slot in slots if slot.place not in left_out), tree=module, ignored=(*varying, *unread))
+    versions = tuple((t, version_of(t), line) for t, line in constants if not t.is_inference())
+    return PythonGuards(numbers, read, versions, _settings())
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "precision of matrix products": torch.get_float32_matmul_precision(),
+        "determinism": torch.are_deterministic_algorithms_enabled(),
+    }

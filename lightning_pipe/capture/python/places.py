@@ -1,0 +1,303 @@
+"""Places of Python state: where a value is, how it is read and written, and how other ranks find it.
+
+A place (`Place`) is an entry of something that looks like a dict: attributes, items, the variables of a closure, what a
+bound method holds. Its path leads there from the module, a class, an optimizer or a global (`follow`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+Path: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One place where a value is: an entry of a dict or list.
+
+    Attributes:
+        container: what can be asked for `key` and given another value for it.
+        key: name or index.
+        name: the place as the user would write it, such as `self.hparams['alpha']`.
+        path: how other ranks find it (`follow`): where it begins, then (kind of step, name or key) per step; () if they
+            cannot.
+    """
+
+    container: Any
+    key: Any
+    name: str
+    path: Path = ()
+
+    def read(self) -> Any:
+        """Return the value, `ABSENT` if there is none."""
+        try:
+            return self.container[self.key]
+        except (KeyError, IndexError):
+            return ABSENT
+
+    def write(self, value: Any) -> None:
+        """Put a value there; `ABSENT` removes it."""
+        if value is ABSENT:
+            del self.container[self.key]
+        else:
+            self.container[self.key] = value
+
+    @property
+    def is_writable(self) -> bool:
+        """Return whether another value can be put there."""
+        return not isinstance(self.container, (types.MappingProxyType, Asked, Locals))
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        """Return what two slots share that are the same place."""
+        return identity(self.container), self.key
+
+    def inside(self, container: Any, key: Any, kind: str) -> Place:
+        """Return a slot in the value of this one."""
+        name = {"item": f"{self.name}[{key!r}]", "class": key}.get(kind, f"{self.name}.{key}")
+        return Place(container, key, name, (*self.path, (kind, key)) if self.path else ())
+
+
+def follow(module: Any, path: Path) -> Place:
+    """Find a place by its path, on any rank."""
+    (kind, root), *steps = path
+    container: Any
+    if kind == "self":
+        container = vars(module.get_submodule(root))
+    elif kind == "class":
+        owners = {f"{c.__module__}.{c.__qualname__}": c for part in module.modules() for c in type(part).__mro__}
+        container = ClassAttributes(owners[root])
+    elif kind == "optimizers":
+        container = module._trainer.optimizers[root[0]].param_groups[root[1]]
+    else:
+        container = vars(sys.modules[root])
+    for (_, key), (next_kind, _) in itertools.pairwise(steps):
+        container = _parts_by_kind(container[key], next_kind)
+    return Place(container, steps[-1][1], "".join(str(key) for _, key in steps), path)
+
+
+def _parts_by_kind(value: Any, kind: str) -> Any:
+    """Return what holds the parts of a value that a path leads to by steps of this kind."""
+    if kind == "item":
+        return value
+    if kind == "class":
+        return classes_of(value)
+    if isinstance(value, type):
+        return ClassAttributes(value)
+    if kind == "cell":
+        return Cells(value)
+    if kind == "default":
+        return defaults_of(value)
+    if kind == "held":
+        return held_by(value)
+    if kind == "slot":
+        return SlotAttributes(value)
+    return vars(value)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
+class ClassAttributes(MutableMapping[str, Any]):
+    """The attributes of a class as a dict that can be written to."""
+
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self.owner))
+
+    def __len__(self) -> int:
+        return len(vars(self.owner))
+
+
+class Cells(MutableMapping[str, Any]):
+    """The closure of a function as a dict; variables that have no value yet are absent."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """Return what two functions share that share their closure."""
+        return tuple(map(id, self._cells.values()))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._cells if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class SlotAttributes(MutableMapping[str, Any]):
+    """The attributes of an object that its classes list in `__slots__`, as a dict; those without value are absent."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self._members: dict[str, Any] = {}
+        for cls in type(owner).__mro__:
+            if "__slots__" in vars(cls):
+                found = {n: m for n, m in vars(cls).items() if isinstance(m, types.MemberDescriptorType)}
+                self._members = found | self._members
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._members[name].__get__(self.owner)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._members[name].__set__(self.owner, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._members[name].__delete__(self.owner)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._members if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Asked(dict[str, Any]):
+    """What functions return now, as a dict that is only read."""
+
+    def __init__(self, functions: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__(functions)
+
+    def __getitem__(self, name: str) -> Any:
+        return dict.__getitem__(self, name)()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Leave it: nobody can set what a function returns."""
+
+
+class Locals(dict[str, Any]):
+    """The variables of a generator, and where it stands, as a dict that is only read."""
+
+    def __init__(self, generator: types.GeneratorType[Any, Any, Any]) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def _now(self) -> dict[str, Any]:
+        frame = self._generator.gi_frame
+        return {} if frame is None else {"(position)": frame.f_lasti, **frame.f_locals}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._now()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Leave it: nobody can set the variables of a generator."""
+
+    def __delitem__(self, name: str) -> None:
+        """Leave it: nobody can remove the variables of a generator."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._now()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
+def identity(container: Any) -> Any:
+    """Return what two containers share that are the same one."""
+    match container:
+        case ClassAttributes():
+            return id(container.owner)
+        case Cells():
+            return container.identity
+        case SlotAttributes():
+            return id(container.owner)
+    return id(container)
+
+
+def held_by(value: Any) -> Mapping[str, Any]:
+    """Return what a bound method, a partial function or a property holds."""
+    names = next(names for kind, names in HOLDERS.items() if isinstance(value, kind))
+    return types.MappingProxyType({name: getattr(value, name) for name in names})
+
+
+HOLDERS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset", "fdel"),
+    classmethod: ("__func__",),
+    staticmethod: ("__func__",),
+}
+
+
+def classes_of(value: Any) -> Mapping[str, type]:
+    """Return the class of an object, or the bases and the metaclass of a class, by name."""
+    classes = [*value.__bases__, type(value)] if isinstance(value, type) else [type(value)]
+    return types.MappingProxyType({cls.__name__: cls for cls in classes})
+
+
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the defaults of a function by position or name."""
+    positional = {str(i): value for i, value in enumerate(function.__defaults__ or ())}
+    return {**positional, **(function.__kwdefaults__ or {})}
+
+
+def asked_of(value: Any) -> Asked | None:
+    """Return what a weak reference or a context variable answers; None for anything else."""
+    if isinstance(value, weakref.ref):
+        return Asked({"()": value})
+    if isinstance(value, contextvars.ContextVar):
+        return Asked({"get()": lambda: value.get(ABSENT)})
+    return None
+
+
+def same(one: Any, two: Any) -> bool:
+    """Return whether two values are one object, or equal plain values of one type."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, SCALARS):
+        return bool(one == two) or (one != one and two != two)
+    if type(one) in (tuple, frozenset):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, types.MethodType):
+        return one.__self__ is two.__self__ and one.__func__ is two.__func__
+    return False

@@ -1,0 +1,402 @@
+"""What does the Python of a step read, apart from tensors? Found while it is traced, to be guarded afterwards.
+
+    attributes of modules    seen by a subclass with its own `__getattribute__` that every module has for that time
+    attributes of the trainer    likewise; those that change in ways nobody can compare are refused
+    globals, class attributes    those that the code names that was seen to run
+    closures, helper objects, containers    behind the values of these (`python_state`)
+
+`attribute_slots` and `shared_slots` list all that a step might change, whether it reads it or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_pipe.capture.python.places import ABSENT, Asked, ClassAttributes, Place
+from lightning_pipe.capture.python.tracked_number import is_tracked
+from lightning_pipe.capture.python.users_code import (
+    Code,
+    functions_in,
+    functions_of,
+    is_installed,
+    is_library,
+    is_users,
+    names_in,
+    reached,
+)
+from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
+
+_METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
+_TORCHS_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_INTERNAL = frozenset("_parameters _buffers _modules training _trainer log log_dict _compiled_call_impl".split())
+_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
+_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"_hparams"}
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+
+
+def attributes_of(owner: nn.Module) -> dict[str, Any]:
+    """Return the attributes that a user's step may change: not those that torch and Lightning keep on a module."""
+    hidden = _INTERNAL | _LIGHTNING if isinstance(owner, pl.LightningModule) else _INTERNAL
+    if isinstance(owner, nn.RNNBase):
+        hidden = hidden | _RECURRENT
+    return {name: value for name, value in vars(owner).items() if name not in hidden}
+
+
+def owners_of(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:
+    """Return the module and its sub-modules with their paths; torchmetrics objects are left alone."""
+    return [(path, owner) for path, owner in module.named_modules() if not isinstance(owner, _METRICS)]
+
+
+def attribute_slot(path: str, owner: nn.Module, name: str) -> Place:
+    """Return the place of an attribute of the sub-module at a path."""
+    prefix = f"self.{path}." if path else "self."
+    return Place(vars(owner), name, prefix + name, (("self", path), ("attribute", name)))
+
+
+def _class_slot(cls: type, name: str) -> Place:
+    path = (("class", f"{cls.__module__}.{cls.__qualname__}"), ("attribute", name))
+    return Place(ClassAttributes(cls), name, f"{cls.__name__}.{name}", path)
+
+
+def attribute_slots(module: pl.LightningModule) -> Iterator[Place]:
+    """List the attributes of all modules."""
+    for path, owner in owners_of(module):
+        for name in attributes_of(owner):
+            if name not in _TORCHS_OWN:
+                yield attribute_slot(path, owner, name)
+
+
+def shared_slots(module: pl.LightningModule) -> Iterator[Place]:
+    """List what the user's code shares: attributes of classes, closures of methods, and globals that the code names."""
+    classes = _classes_of(module)
+    for cls in classes:
+        for name, value in vars(cls).items():
+            if _has_state(name, value):
+                yield _class_slot(cls, name)
+    yield from global_slots(reached((f.__code__, f.__globals__) for cls in classes for f in functions_of(cls)))
+    yield from optimizer_slots(module._trainer)
+
+
+def optimizer_slots(trainer: Any) -> Iterator[Place]:
+    """List the places of numbers that optimizers and schedulers change: learning rates, momenta."""
+    for o, optimizer in enumerate(getattr(trainer, "optimizers", None) or ()):
+        for g, group in enumerate(optimizer.param_groups):
+            found = _Found(lambda o=o, g=g: trainer.optimizers[o].param_groups[g])
+            path = (("optimizers", (o, g)),)
+            for key in group:
+                name = f"optimizers[{o}].param_groups[{g}][{key!r}]"
+                yield Place(found, key, name, (*path, ("item", key)))
+    for s, config in enumerate(getattr(trainer, "lr_scheduler_configs", None) or ()):
+        of = partial(lambda s: trainer.lr_scheduler_configs[s].scheduler, s)
+        yield Place(_Found(lambda of=of: vars(of())), "last_epoch", f"lr_schedulers[{s}].last_epoch")
+        for i in range(len(getattr(config.scheduler, "_last_lr", ()))):
+            yield Place(_Found(lambda of=of: of()._last_lr), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
+
+
+class _Found(dict[Any, Any]):
+    """A dict or list that is looked for whenever it is asked, since others replace it."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._find()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._find()[key] = value
+
+
+def _classes_of(module: nn.Module) -> list[type]:
+    return list(dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__ if is_users(cls)))
+
+
+def global_slots(codes: Iterable[Code]) -> Iterator[Place]:
+    """List the globals that pieces of code name, and of the user's files and classes among them what they name."""
+    seen: set[Any] = set()
+    for code, namespace in codes:
+        names = dict.fromkeys(names_in(code))
+        root = Place({"": namespace}, "", "", (("globals", namespace.get("__name__", "")),))
+        for slot in _named(namespace, root, names, seen):
+            if not is_installed(code.co_filename) or isinstance(slot.read(), _SCALARS):
+                yield slot
+
+
+def _named(container: Any, owner: Place, names: Iterable[str], seen: set[Any]) -> Iterator[Place]:
+    """List places in a file or class, and in the user's files and classes there, that have one of these names."""
+    for name in names:
+        if name not in container:
+            continue
+        slot = owner.inside(container, name, "attribute")
+        slot = replace(slot, name=slot.name.removeprefix("."))
+        if slot.place in seen:
+            continue
+        seen.add(slot.place)
+        value = container[name]
+        if isinstance(value, types.ModuleType):
+            if not is_installed(getattr(value, "__file__", None) or "<"):
+                inside = replace(slot, path=(("globals", value.__name__),))
+                yield from _named(vars(value), inside, names, seen)
+        elif isinstance(value, type):
+            if is_users(value):
+                yield from _of_class(value, slot, names, seen)
+        elif _has_state(name, value):
+            yield slot
+
+
+def _of_class(cls: type, owner: Place, names: Iterable[str], seen: set[Any]) -> Iterator[Place]:
+    """List attributes of a class, of those that it inherits from, and of its metaclass; absent ones may appear."""
+    classes = [one for one in (*cls.__mro__, type(cls)) if is_users(one)]
+    known = [name for name in names if any(name in vars(one) for one in classes)]
+    for one in classes:
+        inside = owner if one is cls else Place({}, one, one.__name__)
+        yield from _named(ClassAttributes(one), inside, names, seen)
+        for name in known:
+            slot = inside.inside(ClassAttributes(one), name, "attribute")
+            if name not in vars(one) and slot.place not in seen:
+                seen.add(slot.place)
+                yield slot
+
+
+def _has_state(name: str, value: Any) -> bool:
+    """Return whether an attribute of a class or file holds data or a function, which may hold some."""
+    if isinstance(value, (types.BuiltinFunctionType, types.ModuleType, type)) or inspect.isdatadescriptor(value):
+        return isinstance(value, property) or _is_users_object(value)
+    is_internal = name.startswith("__") and not isinstance(value, types.FunctionType)
+    return not is_internal and not isinstance(value, (types.WrapperDescriptorType, types.MethodDescriptorType))
+
+
+def _is_users_object(value: Any) -> bool:
+    return not isinstance(value, (types.ModuleType, type)) and is_users(type(value))
+
+
+class Reads:
+    """Record what is read while a step is traced.
+
+    Args:
+        module: the user's module.
+        refuse: raises for what cannot be guarded, given what it is.
+    """
+
+    def __init__(self, module: pl.LightningModule, refuse: Callable[[str], Any]) -> None:
+        self._module, self._refuse = module, refuse
+        self._names: dict[tuple[int, str], tuple[str, nn.Module]] = {}
+        self._written_first: set[tuple[int, str]] = set()
+        self._of_trainer: dict[str, None] = {}
+        self._codes: dict[types.CodeType, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside."""
+        with contextlib.ExitStack() as stack:
+            for path, owner in owners_of(self._module):
+                if not stack.enter_context(_other_class(owner, self._methods(path, owner))):
+                    self._names.update({(id(vars(owner)), name): (path, owner) for name in attributes_of(owner)})
+            trainer = self._module._trainer
+            if isinstance(trainer, pl.Trainer):
+                stack.enter_context(_other_class(trainer, {"__getattribute__": self._trainers(type(trainer))}))
+            stack.enter_context(self._code())
+            yield
+
+    def is_fresh(self, slot: Place) -> bool:
+        """Return whether the step gave a module's attribute a value before it read it, if it did."""
+        return (id(slot.container), slot.key) in self._written_first or (
+            (id(slot.container), slot.key) not in self._names
+        )
+
+    def slots(self) -> Iterator[Place]:
+        """List the places that were read, and the tables of the modules that decide what a call does."""
+        for (_, name), (path, owner) in self._names.items():
+            cls = next((cls for cls in type(owner).__mro__ if name in vars(cls)), None)
+            if name not in vars(owner) and cls is not None:
+                if is_users(cls) or name == "forward":  # an attribute of the object would be in its way
+                    yield attribute_slot(path, owner, name)
+            elif not any(name in vars(owner)[table] for table in ("_parameters", "_buffers", "_modules")):
+                yield attribute_slot(path, owner, name)
+        yield from self._of_classes()
+        for path, owner in owners_of(self._module):
+            yield from (attribute_slot(path, owner, table) for table in _TORCHS_TABLES)
+        for name in self._of_trainer:
+            yield Place(_Attributes(self._module._trainer), name, f"self.trainer.{name}")
+        yield from global_slots(self._codes.items())
+        if any(_ENVIRONMENT.intersection(code.co_names) for code in self._codes):
+            yield Place(_Environment(), "environ", "os.environ")
+        yield from self._of_optimizers()
+
+    def _of_optimizers(self) -> Iterator[Place]:
+        """List what optimizers keep besides parameters and numbers, if the code reads that; numbers are tracked."""
+        if any("param_groups" in names_in(code) for code in self._codes):
+            for o, optimizer in enumerate(getattr(self._module._trainer, "optimizers", ())):
+                for g, group in enumerate(optimizer.param_groups):
+                    place = Asked({"": partial(_untracked, group)})
+                    yield Place(place, "", f"optimizers[{o}].param_groups[{g}]")
+
+    def _of_classes(self) -> Iterator[Place]:
+        """List attributes of the modules' classes that the code names, and its own functions there."""
+        names = {name for code in self._codes for name in names_in(code)} | {name for _, name in self._names}
+        classes = _classes_of(self._module)
+        known = {name for cls in classes for name in vars(cls)}
+        for cls in classes:
+            for name in known:
+                value = vars(cls).get(name)
+                is_run = any(function.__code__ in self._codes for function in functions_in(value))
+                if (name in names or is_run) and _has_state(name, value):
+                    yield _class_slot(cls, name)
+
+    def _methods(self, path: str, owner: nn.Module) -> Mapping[str, Any]:
+        cls, names, written = type(owner), self._names, self._written_first
+        hidden = frozenset(vars(owner)) - frozenset(attributes_of(owner)) | _TORCHS_OWN
+        identity = id(vars(owner))
+        read, write = cls.__getattribute__, cls.__setattr__
+
+        def __getattribute__(self: Any, name: str) -> Any:
+            if name not in hidden and not name.startswith("__") and (identity, name) not in written:
+                names.setdefault((identity, name), (path, owner))
+            if name == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
+                for any_name in attributes_of(owner):
+                    names.setdefault((identity, any_name), (path, owner))
+            return read(self, name)
+
+        def __setattr__(self: Any, name: str, value: Any) -> None:
+            if (identity, name) not in names:
+                written.add((identity, name))
+            write(self, name, value)
+
+        return {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
+
+    def _trainers(self, cls: type) -> Callable[[Any, str], Any]:
+        def __getattribute__(trainer: Any, name: str) -> Any:
+            try:
+                value = object.__getattribute__(trainer, name)
+            except AttributeError:
+                self._of_trainer.setdefault(name)
+                raise
+            if name.startswith("__") or is_library(sys._getframe(1).f_code.co_filename) or callable(value):
+                return value
+            if (isinstance(value, _SCALARS) or name == "callbacks") and not is_tracked(value):
+                self._of_trainer.setdefault(name)
+            elif name not in _KEPT_BY_TRAINER and not is_tracked(value):
+                self._refuse(f"it reads trainer.{name}, which may change from step to step")
+            return value
+
+        return __getattribute__
+
+    @contextlib.contextmanager
+    def _code(self) -> Iterator[None]:
+        """Note the code of every function that is called, but for libraries."""
+        codes = self._codes
+        begun: dict[int, types.FrameType] = {}
+
+        before = sys.gettrace()
+
+        def note(frame: types.FrameType, event: Any, argument: Any) -> Any:
+            code = frame.f_code
+            others = None if before is None else before(frame, event, argument)
+            if is_library(code.co_filename):
+                return others
+            codes.setdefault(code, frame.f_globals)
+            if code.co_flags & inspect.CO_GENERATOR:
+                if id(frame) not in begun and _is_resumed(frame):
+                    self._refuse(f"it advances the generator {code.co_name}, which remembers where it is (state)")
+                begun[id(frame)] = frame
+            return others
+
+        sys.settrace(note)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def _is_resumed(frame: types.FrameType) -> bool:
+    """Return whether the frame of a generator has yielded before."""
+    at = frame.f_lasti
+    return frame.f_code.co_code[at] == dis.opmap["RESUME"] and frame.f_code.co_code[at + 1] & 3 != 0
+
+
+def _untracked(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    number = ABSENT
+    return tuple((k, number if type(v) in (int, float) else v) for k, v in group.items() if k != "params")
+
+
+# what a step reads of the trainer that stays, or whose numbers are tracked
+_KEPT_BY_TRAINER = frozenset(
+    "optimizers lr_scheduler_configs strategy accelerator logger loggers model lightning_module".split()
+)
+
+
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+
+
+class _Environment(dict[str, Any]):
+    """The variables of the environment as one value."""
+
+    def __getitem__(self, name: str) -> Any:
+        return tuple(sorted(getattr(os, name).items()))
+
+
+class _Attributes(dict[str, Any]):
+    """The attributes of an object, properties too, as a dict that is only read."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
+def _subclass(cls: type, space: dict[str, Any]) -> type:
+    """Return a subclass of which the class does not hear, as it might register it."""
+    own = vars(cls).get("__init_subclass__")
+    type.__setattr__(cls, "__init_subclass__", classmethod(lambda _: None))
+    try:
+        return type(cls.__name__, (cls,), space)
+    finally:
+        if own is None:
+            type.__delattr__(cls, "__init_subclass__")
+        else:
+            type.__setattr__(cls, "__init_subclass__", own)
+
+
+@contextlib.contextmanager
+def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[bool]:
+    """Give an object a subclass of its class for a while; what is yielded says whether that is possible."""
+    cls = type(owner)
+    if isinstance(owner, torch.jit.ScriptModule):
+        yield False
+        return
+    space = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    try:
+        subclass = _subclass(cls, space)
+        own = frozenset(vars(subclass))
+        object.__setattr__(owner, "__class__", subclass)
+    except TypeError:  # a class with a layout of its own cannot be swapped
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        object.__setattr__(owner, "__class__", cls)
+    for name in vars(subclass).keys() - own:  # what was meant for its class: `type(self).name = ...`
+        if name not in vars(cls):
+            raise CaptureError(f"The step gives {cls.__name__} the new class attribute {name}. Define it in the class.")
+        setattr(cls, name, vars(subclass)[name])

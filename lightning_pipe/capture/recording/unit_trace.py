@@ -1,0 +1,244 @@
+"""What are the units of a step, and what flows between them? Found by running the step on real tensors.
+
+1  The tree of its calls of sub-modules is recorded, twice (the first run warms up), and units are chosen from it
+   (`unit_choice`).
+2  One run is followed (`unit_flow`), and its loss is differentiated. It is the step in its steady state: what the runs
+   before it have left on the module is there.
+3  Runs with another number of samples, on other slices of the batch, tell which dimensions follow the samples, and
+   which outputs have shapes that nothing tells beforehand.
+
+A unit past which glue reads (it keeps a tensor in an attribute, or glue differentiates through it) is opened, and the
+step is followed again. Afterwards the
+module is as it was: parameters, buffers, attributes, gradients, and all random generators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
+from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
+from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
+from lightning_pipe.capture.recording.unit_loss import combine_of
+from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
+from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
+from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
+from lightning_pipe.capture.steps.hazards import restored_generators
+from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
+from lightning_pipe.capture.steps.numbers import proportional
+from lightning_pipe.errors import CaptureError
+
+_RUNS, _RUNS_IF_RANDOM = 2, 6  # with other samples; Python that throws dice is given more chances to call other units
+
+
+def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int) -> UnitTrace:
+    """Run a step on real tensors of the host and find its units.
+
+    Args:
+        request: the step; its module holds real parameters.
+        tensors: leaves of a whole batch, of which `request.count` samples are taken.
+        parts: number of parts among which the units will be divided.
+
+    Raises:
+        CaptureError: if the step has no units, or calls others every time, or differentiates through them itself.
+    """
+    runner = UnitRecorder(request, tensors)
+    devices = [request.device] if request.device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=devices),
+        restored_generators() as drawn,
+        left_as_it_was(request.module) as kept,
+    ):
+        with kept.keeper:
+            first = runner.timed()
+        tree = faster(first, runner.timed())
+        steady = ModuleSnapshot(request.module)  # what the calls before have left is there
+        chosen, run = _separated(runner, tree, parts, steady)
+        count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
+        others, fits = [], True
+        for number in range(1, count + 1):
+            try:
+                others.append(runner.followed(chosen, steady if fits else kept, other=number))
+            except CaptureError:
+                if not fits:
+                    raise
+                fits = False  # what earlier calls have left is of so many samples; without it the step may run
+                others.append(runner.followed(chosen, kept, other=number))
+        steady.restore()
+        in_python = drawn()
+    calls = units_of(tree, chosen)
+    for paths in ([call.path for call in calls], *([seen.path for seen in other.seen] for other in others)):
+        _compare([seen.path for seen in run.seen], paths)
+    trace = _described(request, run, others, [call.seconds for call in calls])
+    whole = trace.whole if fits else "what it keeps from batch to batch is for one number of samples"
+    return replace(trace, is_random_in_python=in_python, whole=whole)
+
+
+def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:
+    """Choose units that glue does not read past, and follow the step once with them."""
+    opened: frozenset[str] = frozenset()
+    hooked = frozenset(hooked_modules(runner.request.module))
+    while chosen := choose(tree, parts, opened, closed=hooked):
+        run = runner.followed(chosen, kept)
+        if not run.read_past:
+            if runner.request.method == "training_step":
+                check_hooked_units(runner.request.module, chosen)
+            return chosen, run
+        opened |= run.read_past
+    request = runner.request
+    past = f" It uses what {', '.join(sorted(opened))} compute without returning it." if opened else ""
+    raise CaptureError(
+        f"{type(request.module).__name__}.{request.method} calls no sub-module that could run on a rank of its own."
+        f"{past} Let it call sub-modules that hold the parameters, and use nothing of them but what they return."
+    )
+
+
+def _compare(first: list[str], second: list[str]) -> None:
+    """Refuse a step that calls other units from run to run."""
+    if first == second:
+        return
+    pairs = itertools.zip_longest(first, second, fillvalue="the end of the step")
+    number, (one, two) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise CaptureError(
+        f"The step calls other sub-modules every time: call {number} was {one} in one run and {two} in another. A step "
+        "that calls other units every time cannot be a pipeline. Call them always, and let a tensor switch off what "
+        "they return."
+    )
+
+
+def _described(request: Request, run: Run, others: Sequence[Run], seconds: Sequence[float]) -> UnitTrace:
+    runs = (run, *others)
+    total = sum(seconds) or 1.0
+    mutated = (names for one in runs for names in one.mutated.values())
+    written = {*itertools.chain.from_iterable(mutated), *(change.name for change in run.changes)}
+    escapes = dict.fromkeys(escape for one in runs for escape in one.escapes)
+    return UnitTrace(
+        units=tuple(
+            replace(_unit(request, k, runs), forward_s=s, backward_s=run.backward_s * s / total)
+            for k, s in enumerate(seconds)
+        ),
+        samples=request.count,
+        tail=frozenset().union(*(one.tail for one in runs)),
+        escapes=tuple(sorted(escapes, key=lambda escape: escape.before)),
+        changes=run.changes,
+        trained=run.trained,
+        loss=run.loss,
+        combine=combine_of([one.reductions for one in runs if one.reductions is not None]),
+        is_random=run.is_random,
+        is_random_in_python=False,
+        proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
+        writes=frozenset(written & {*canonical_names(request.module)}),
+        whole=_why_whole(runs) if others else "",
+        once=_once(runs) if others else frozenset(),
+        keeping=_keeping(run),
+        has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
+    )
+
+
+def _why_whole(runs: Sequence[Run]) -> str:
+    """Return why micro-batches would not do what the whole batch does; "" if they may."""
+    if any(run.seeds for run in runs):
+        return "it seeds torch's generators"
+    first, *others = runs
+    if writes := [change.name for change in first.changes if change.name not in first.buffers]:
+        return f"it writes to the parameter {writes[0]}"
+    for change in first.changes:
+        if change.name in first.buffers and not all(
+            same_content(first.buffers[change.name], other.buffers.get(change.name)) for other in others
+        ):
+            return f"what it keeps in the buffer {change.name} depends on the samples"
+    if hidden := next((left for left in first.left if not left.path), None):
+        raise CaptureError(
+            f"The step changes {hidden.name}, which can neither be put back for the next micro-batch nor found by "
+            "other ranks. Keep numbers, lists, dicts or generators of random numbers on the module instead."
+        )
+    for other in others:
+        for one, two in itertools.zip_longest(first.left, other.left):
+            if one is None or two is None or not same_left(one, two):
+                return f"what it keeps in {(one or two).name} depends on the samples"
+    return ""
+
+
+def _once(runs: Sequence[Run]) -> frozenset[str]:
+    """Return the buffers that change alike whatever the samples, in sub-modules (or glue) where all do."""
+    first, *others = runs
+    same = {n for n, b in first.buffers.items() if all(same_content(b, o.buffers.get(n)) for o in others)}
+    mixed = {name.rpartition(".")[0] for name in first.buffers if name not in same} - {""}
+    return frozenset(name for name in same if name.rpartition(".")[0] not in mixed)
+
+
+def _keeping(run: Run) -> frozenset[int]:
+    """Return the units inside which Python state has changed."""
+    return frozenset(k for k, seen in enumerate(run.seen) if any(is_inside(left, seen.path) for left in run.left))
+
+
+def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
+    """Describe a unit, but for its seconds."""
+    first, *others = (one.seen[k] for one in runs)
+    template = _portable(first.template)
+    outputs = [_output(request, runs, k, i) for i in range(len(first.outputs))]
+    understood = all(seen.is_understood for seen in (first, *others)) and template is not None
+    same = all(_equal(seen.template, first.template) and len(seen.outputs) == len(outputs) for seen in others)
+    names, buffers = canonical_names(request.module), {name for name, _ in request.module.named_buffers()}
+    mutated = dict.fromkeys(name for one in runs for name in one.mutated.get(k, ()))
+    module = request.module.get_submodule(first.path)
+    inside = (names[f"{first.path}.{name}"] for name, _ in module.named_parameters(remove_duplicate=False))
+    return Unit(
+        path=first.path,
+        reads=first.reads.union(*(seen.reads for seen in others)),
+        template=template,
+        outputs=tuple(output for output, _ in outputs),
+        parameters=tuple(dict.fromkeys(inside)),
+        mutations=tuple(name for name in mutated if name in buffers),
+        buffers=tuple(sorted(buffers_inside(request.module, first.path))),
+        forward_s=0.0,
+        backward_s=0.0,
+        flops=runs[0].flops.get(k, 0),
+        saved_bytes=sum(first.saved.values()),
+        is_fixed=understood and same and all(fixed for _, fixed in outputs),
+    )
+
+
+def _output(request: Request, runs: Sequence[Run], k: int, i: int) -> tuple[UnitOutput, bool]:
+    """Describe the i-th output of unit k, and say whether its shape depends on the number of samples only."""
+    dtype, shape, order = runs[0].seen[k].outputs[i]
+    forms = [(run.samples, run.seen[k].outputs[i]) for run in runs if i < len(run.seen[k].outputs)]
+    dims = [d for d in range(len(shape)) if any(len(s) == len(shape) and s[d] != shape[d] for _, (_, s, _) in forms)]
+    fixed, along, rows = not dims, None, 0
+    if len(dims) == 1:
+        along, rows = dims[0], shape[dims[0]] // request.count
+        fixed = all(s == (*shape[:along], rows * n, *shape[along + 1 :]) for n, (_, s, _) in forms)
+    fixed = fixed and all(t == dtype and len(s) == len(shape) for _, (t, s, _) in forms)
+    output = UnitOutput(
+        dtype=dtype,
+        shape=shape,
+        batch_dim=along if fixed else None,
+        rows=rows if fixed else 0,
+        order=order,
+        has_gradient=i in runs[0].seen[k].differentiated,
+        is_overwritten=any((k, i) in run.overwritten for run in runs),
+    )
+    return output, fixed
+
+
+def _portable(template: Any) -> Any:
+    """Return a template that can be told to other processes, None if it cannot."""
+    try:
+        pickle.dumps(template)
+    except Exception:  # whatever an object's own way to be pickled raises
+        return None
+    return template
+
+
+def _equal(one: Any, two: Any) -> bool:
+    try:
+        return bool(one == two)
+    except Exception:  # comparing arrays, or whatever an object's own `==` raises
+        return False

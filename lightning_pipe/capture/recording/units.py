@@ -1,0 +1,158 @@
+"""What is known of a step whose Python runs every time? Its units, and what flows between them.
+
+A *unit* is a call of a sub-module; what the step does between units is *glue*. Ranks run the whole Python of the step,
+but of the units only those that they own (replay). One run of the step on real tensors (`unit_trace`) finds out
+what each unit's inputs are made of, through glue:
+
+    source    a unit's output (`("unit", 3)`), a tensor of the batch (`("leaf", 0)`), a parameter that glue reads
+              (`("parameter", "embed.weight")`), or state of the module that is no parameter
+              (`("state", "running_mean")`)
+
+Everything here is plain data, the same in every process, so that rank 0 can tell it to the others. Units are numbered
+in the order of their calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Source = tuple[Literal["unit", "leaf", "parameter", "state"], "int | str"]
+Sources = frozenset[Source]
+
+
+@dataclass(frozen=True)
+class UnitOutput:
+    """One tensor that a unit returns.
+
+    Attributes:
+        dtype: its type.
+        shape: its shape in the traced run.
+        batch_dim: dimension of which every sample has `rows`; None if no dimension depends on the samples.
+        rows: rows of `batch_dim` per sample.
+        order: dimensions from the slowest to the fastest in memory; () is row-major.
+        has_gradient: whether a gradient flows back to the unit through it.
+        is_overwritten: whether it (or memory that it shares) is changed in place after the unit has returned it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    batch_dim: int | None
+    rows: int
+    order: tuple[int, ...]
+    has_gradient: bool
+    is_overwritten: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call of a sub-module.
+
+    Attributes:
+        path: path of the sub-module.
+        reads: sources of its inputs, through glue.
+        template: what it returns, with `capture.steps.batch.LeafSlot` in the place of tensors.
+        outputs: these tensors.
+        parameters: canonical names of the parameters in the sub-module.
+        mutations: names of the buffers that the call changes.
+        buffers: names of the buffers in the sub-module.
+        forward_s, backward_s: seconds in the traced run.
+        flops: floating point operations of forward.
+        saved_bytes: bytes that autograd keeps of it, parameters and its inputs left out.
+        is_fixed: whether its outputs have shapes that depend on the number of samples only; others cannot travel.
+    """
+
+    path: str
+    reads: Sources
+    template: Any
+    outputs: tuple[UnitOutput, ...]
+    parameters: tuple[str, ...]
+    mutations: tuple[str, ...]
+    buffers: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    flops: int
+    saved_bytes: int
+    is_fixed: bool
+
+
+@dataclass(frozen=True)
+class Escape:
+    """A value that glue reads into Python (`.item()`, NumPy), or whose shape depends on data.
+
+    Whatever comes after it may depend on it, so every rank that goes on needs its sources. Random numbers in the form
+    of a tensor of the batch are one too: fake tensors would not draw them, and those drawn next would be others.
+
+    Attributes:
+        before: number of the unit before which it happens; the number of all units if it happens behind the last.
+        reads: what it is made of.
+        line: the user's line.
+    """
+
+    before: int
+    reads: Sources
+    line: str
+
+
+@dataclass(frozen=True)
+class KeptChange:
+    """What the step leaves different for its next call: an attribute, or a buffer or parameter changed by glue.
+
+    Attributes:
+        name: path of the attribute, buffer or parameter.
+        before: number of the unit before which it has changed.
+        reads: what its new value is made of.
+        is_tensor: whether it is a tensor (or a collection of them), whose use is followed; of other values, and of
+            parameters, it is not known who reads them.
+        line: the user's line; "" if unknown.
+    """
+
+    name: str
+    before: int
+    reads: Sources
+    is_tensor: bool
+    line: str
+
+
+@dataclass(frozen=True)
+class UnitTrace:
+    """A step, seen as units.
+
+    Attributes:
+        units: the calls in their order.
+        samples: samples of the traced run.
+        tail: sources of the loss, and of all that is logged, given to metrics or returned.
+        escapes: in their order.
+        changes: in their order.
+        trained: canonical names of the parameters that got a gradient.
+        loss: type of the loss; None if the step has none.
+        combine: how losses of micro-batches make that of the batch.
+        is_random: whether torch's random numbers are drawn, by units or glue.
+        is_random_in_python: whether Python's or NumPy's are.
+        whole: why a batch must not be cut: what the step keeps for its next call, or for hooks, depends on the samples;
+            "" if it may be.
+        once: buffers whose new content was the same for all samples.
+        keeping: units inside which the step changes Python state.
+        proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
+        writes: names of the parameters that the step writes to.
+        has_terms: whether the loss adds sums over samples to other terms.
+    """
+
+    units: tuple[Unit, ...]
+    samples: int
+    tail: Sources
+    escapes: tuple[Escape, ...]
+    changes: tuple[KeptChange, ...]
+    trained: frozenset[str]
+    loss: torch.dtype | None
+    combine: Literal["mean", "sum"]
+    is_random: bool
+    is_random_in_python: bool
+    whole: str = ""
+    once: frozenset[str] = frozenset()
+    keeping: frozenset[int] = frozenset()
+    proportional: frozenset[tuple[str, ...]] = frozenset()
+    writes: frozenset[str] = frozenset()
+    has_terms: bool = False

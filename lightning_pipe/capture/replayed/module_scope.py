@@ -1,0 +1,70 @@
+"""What is set up around a play, and put back after it? Parameters, buffers and random numbers.
+
+Torch's, Python's and NumPy's generators are seeded before the step and after every unit with the key of the
+micro-batch and a number, so that every rank draws in glue what one device would, whatever it skips. Python's and
+NumPy's take long: of steps that were not seen to draw from them they are seeded before the step only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_pipe.capture.steps.keyed_random import seed_of, undisturbed
+from lightning_pipe.capture.steps.stage_program import RandomKey
+
+Slot: TypeAlias = tuple[dict[str, Any], str]  # parameters or buffers of a sub-module, and the name of one
+_NUMPY_SEEDS = 2**32
+
+
+def slots_of(module: nn.Module, names: Iterable[str]) -> dict[str, Slot]:
+    """Return where parameters and buffers hang, by name."""
+    found = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        found[name] = (owner._parameters if attribute in owner._parameters else owner._buffers, attribute)
+    return found
+
+
+@contextlib.contextmanager
+def hung(slots: Mapping[str, Slot], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Hang tensors into their slots for a while."""
+    before = [(slot, attribute, slot[attribute]) for slot, attribute in map(slots.__getitem__, tensors)]
+    try:
+        for (slot, attribute, _), tensor in zip(before, tensors.values(), strict=True):
+            slot[attribute] = tensor
+        yield
+    finally:
+        for slot, attribute, tensor in before:
+            slot[attribute] = tensor
+
+
+@contextlib.contextmanager
+def keyed(key: RandomKey, device: torch.device) -> Iterator[None]:
+    """Seed all generators for a play, and give them their states back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with undisturbed(device):
+        seed(key, 0, device)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def seed(key: RandomKey, number: int, device: torch.device, *, all_generators: bool = True) -> None:
+    """Seed torch's generator, and Python's and NumPy's too unless they are known not to be drawn from."""
+    own = seed_of(key, number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(own)
+    torch.default_generator.manual_seed(own)
+    if all_generators:
+        random.seed(own)
+        np.random.seed(own % _NUMPY_SEEDS)

@@ -1,0 +1,67 @@
+"""What do units return? Tensors in a structure, whose shapes follow from the number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture.recording.units import UnitOutput
+from lightning_pipe.capture.steps.batch import Leaf, LeafSlot
+from lightning_pipe.capture.steps.record import LogCall, MetricCall, Ref
+from lightning_pipe.capture.steps.step_function import StepRecording
+from lightning_pipe.capture.steps.trees import found_in, mapped
+
+LOSS = "loss"  # value name of the loss of a replayed step
+
+
+def size_of(output: UnitOutput, samples: int) -> tuple[int, ...]:
+    """Return the shape of an output for a number of samples."""
+    if output.batch_dim is None:
+        return output.shape
+    dim = output.batch_dim
+    return (*output.shape[:dim], output.rows * samples, *output.shape[dim + 1 :])
+
+
+def leaf_size(leaf: Leaf, samples: int, batch_dim: int | None) -> tuple[int, ...]:
+    """Return the shape of a tensor of the batch for a number of samples; without `batch_dim` batches are not cut."""
+    if batch_dim is None or len(leaf.shape) <= batch_dim:
+        return leaf.shape
+    return (*leaf.shape[:batch_dim], samples, *leaf.shape[batch_dim + 1 :])
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """List the tensors of what a unit returned, in order."""
+    return [*found_in(result, torch.Tensor)]
+
+
+def replaced(result: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what a unit returned with other tensors in its places."""
+    waiting = iter(tensors)
+    return mapped(result, torch.Tensor, lambda _: next(waiting))
+
+
+def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a template with tensors in its slots."""
+    return mapped(template, LeafSlot, lambda slot: tensors[slot.index])
+
+
+def finish(recording: StepRecording, output: Any, loss: torch.Tensor | None) -> None:
+    """Complete the words of a play by what it returned; the loss is named `loss` wherever it is said."""
+    original = output.get("loss") if isinstance(output, dict) and loss is not None else output
+    recording.returned = recording.lift(output, None if loss is None else original)
+    recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
+    recording.results = [tensor.detach() for tensor in recording.results]
+
+
+def _naming_loss(
+    call: LogCall | MetricCall, recording: StepRecording, loss: torch.Tensor | None
+) -> LogCall | MetricCall:
+    """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
+    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
+        return call
+    logged = recording.results[int(call.value.name)]
+    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
+    return replace(call, value=Ref(LOSS)) if is_loss else call

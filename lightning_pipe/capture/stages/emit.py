@@ -1,0 +1,187 @@
+"""How does a set of nodes of a joint graph become a function that runs at eager speed?
+
+The nodes are copied, in order, into an fx graph whose Python code frees every value after its last use. Sizes become
+functions of the number of samples, random nodes draw from their key.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.stages.assign import is_random
+from lightning_pipe.capture.steps.keyed_random import keyed, undisturbed
+from lightning_pipe.capture.steps.stage_program import Give, Half, Streamed
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+# The tracer predicts strides that a kernel does not always keep (CPU batch norm of a transposed input); a reshape is a
+# view wherever a view is possible.
+RESHAPED = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
+
+class Emitter:
+    """Make functions from nodes of one joint graph.
+
+    Args:
+        joint: the graph.
+        repeated: nodes that every function computes itself.
+        device: where random nodes draw.
+    """
+
+    def __init__(self, joint: JointGraph, *, repeated: frozenset[str], device: torch.device) -> None:
+        self._joint = joint
+        self._nodes = {node.name: node for node in joint.module.graph.nodes}
+        self._order = {name: position for position, name in enumerate(self._nodes)}
+        self._repeated = repeated
+        self._device = device
+        self._random = {n.name: i for i, n in enumerate(n for n in joint.module.graph.nodes if is_random(n))}
+
+    def inputs_of(self, names: Sequence[str]) -> set[str]:
+        """Return the names that these nodes read, with repeated nodes replaced by what those read."""
+        found: set[str] = set()
+        real = (name for name in names if not self._is_size_of_input(name))
+        pending = [n.name for name in real for n in self._nodes[name].all_input_nodes]
+        while pending:
+            name = pending.pop()
+            if name in found:
+                continue
+            if name in self._repeated:
+                if not self._is_size_of_input(name):
+                    pending.extend(n.name for n in self._nodes[name].all_input_nodes)
+            else:
+                found.add(name)
+        return found
+
+    def _is_size_of_input(self, name: str) -> bool:
+        return self._nodes[name].target is torch.ops.aten.sym_size.int
+
+    def in_order(self, names: Iterable[str], outputs: Sequence[str] = ()) -> list[str]:
+        """Return nodes, and the repeated ones that a function needs which computes these, in the graph's order."""
+        names = set(names)
+        return sorted(names | self.repeated_by(names, outputs), key=self._order.__getitem__)
+
+    def make(
+        self,
+        names: Sequence[str],
+        *,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        copied: Mapping[str, str] = NOTHING,
+        given: Mapping[str, tuple[str, ...]] = NOTHING,
+    ) -> Half:
+        """Return the function that computes the nodes `names` from `inputs` and returns `outputs`.
+
+        Args:
+            names: nodes to compute, in this order; what they need of repeated nodes that are not among them, and of
+                sizes, comes just before they read it.
+            inputs: values to be given, in order.
+            outputs: values to be returned, in order; nodes, or keys of `copied`.
+            copied: output name -> input of which it is a copy (state that is overwritten after the function).
+            given: canonical name of a parameter -> outputs that are the terms of its gradient, and can be given away.
+        """
+        graph = fx.Graph()
+        samples, key = graph.placeholder("samples"), graph.placeholder("key")
+        give = graph.placeholder("give") if given else None
+        parameter_of = {term: name for name, terms in given.items() for term in terms}
+        made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
+        for output, source in copied.items():
+            made[output] = graph.call_function(torch.ops.aten.clone.default, (made[source],))
+
+        def compute(name: str) -> None:
+            if name in made:
+                return
+            node = self._nodes[name]
+            if not self._is_size_of_input(name):
+                for read in node.all_input_nodes:
+                    compute(read.name)
+            made[name] = self._copy(node, graph, made, samples, key)
+            if give is not None and name in parameter_of:
+                terms = given[parameter_of[name]]
+                if all(term in made for term in terms):
+                    graph.call_function(_call, (give, parameter_of[name], *(made[term] for term in terms)))
+
+        for name in (*names, *outputs):
+            compute(name)
+        rest = tuple(name for name in outputs if name not in parameter_of)
+        graph.output(tuple(made[name] for name in rest))
+        module = fx.GraphModule(self._joint.module, graph, class_name="Stage")
+        run: Callable[..., Any] = module.forward
+        if any(name in self._random for name in names):
+            run = functools.partial(_undisturbed_run, run, self._device)
+        if give is None:
+            return Half(tuple(inputs), tuple(outputs), run)
+        streamed = Streamed(dict(given), rest, run)
+        return Half(tuple(inputs), tuple(outputs), streamed.collected(tuple(outputs)), streamed=streamed)
+
+    def repeated_by(self, names: Iterable[str], outputs: Sequence[str] = ()) -> set[str]:
+        """Return the repeated nodes that a function which computes these nodes, and returns these, computes too."""
+        names = set(names)
+        found: set[str] = {name for name in outputs if name in self._repeated}
+        pending = [n.name for name in names | found for n in self._nodes[name].all_input_nodes]
+        while pending:
+            name = pending.pop()
+            if name in self._repeated and name not in found:
+                found.add(name)
+                if not self._is_size_of_input(name):
+                    pending.extend(n.name for n in self._nodes[name].all_input_nodes)
+        return found
+
+    def _copy(
+        self, node: fx.Node, graph: fx.Graph, made: dict[str, fx.Node], samples: fx.Node, key: fx.Node
+    ) -> fx.Node:
+        if node.target is torch.ops.aten.sym_size.int:
+            return self._size(node, graph, samples)
+        if node.op == "get_attr":
+            return graph.get_attr(node.target)
+        args = fx.map_arg(node.args, lambda n: made[n.name])
+        kwargs = fx.map_arg(node.kwargs, lambda n: made[n.name])
+        if node.name in self._random:
+            target = keyed(node.target, self._random[node.name], self._device)
+            return graph.create_node("call_function", target, (key, *args), kwargs, name=node.name)
+        return graph.create_node("call_function", RESHAPED.get(node.target, node.target), args, kwargs, name=node.name)
+
+    def _size(self, node: fx.Node, graph: fx.Graph, samples: fx.Node) -> fx.Node:
+        value = node.meta["val"]
+        if isinstance(value, int):
+            return graph.call_function(_constant(value), (samples,), name=node.name)
+        expression = value.node.expr
+        if expression == self._joint.symbol:
+            return samples
+        return graph.call_function(_expression(expression, self._joint.symbol), (samples,), name=node.name)
+
+
+def _call(give: Give, name: str, *terms: torch.Tensor) -> None:
+    """Give the terms of a gradient away, in the midst of a function."""
+    give(name, *terms)
+
+
+def _undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    with undisturbed(device):
+        return run(*args)
+
+
+def _constant(value: int) -> Callable[[int], int]:
+    def constant(samples: int) -> int:
+        return value
+
+    return constant
+
+
+def _expression(expression: Any, symbol: Any) -> Callable[[int], int]:
+    @functools.cache
+    def size(samples: int) -> int:
+        return int(expression.xreplace({symbol: sympy.Integer(samples)}))
+
+    size.__name__ = "size"
+    return size

@@ -1,0 +1,107 @@
+"""How is one operation of a joint graph run by itself? With arguments described, so that equal calls are seen as equal.
+
+A profiler times every distinct call, and calls one after the other with the tensors that they hand on. Arguments are
+those of the stage functions (`emit`): views that the stages run as reshapes are reshapes here too, and random
+operations draw from a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.stages.assign import is_random
+from lightning_pipe.capture.stages.emit import RESHAPED
+from lightning_pipe.capture.stages.operations import operation_nodes
+from lightning_pipe.capture.steps.keyed_random import keyed
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.torch_private import operator_name
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its content.
+
+    Attributes:
+        dtype, shape, stride: its form.
+        name: name in the graph, "" if it has none of its own; no part of what makes specs equal.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    name: str = field(default="", repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """One operation with its arguments; tensors among them are `TensorSpec`s, in nested tuples and lists.
+
+    Attributes:
+        signature: text that is equal for calls which do the same, in every process.
+        target: the function to call.
+        args, kwargs: its arguments.
+        results: the tensors that it returns, and where in what it returns each lies, as indices from outside in.
+    """
+
+    signature: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[tuple[TensorSpec, tuple[int, ...]], ...]
+
+
+def operator_calls(joint: JointGraph, samples: int, device: torch.device) -> Iterator[OperatorCall]:
+    """List the operations of a graph, in the order of `core.graph.Graph.operations`, for a number of samples."""
+    sizes = Sizes(joint)
+    key = RandomKey(seed=0, step=0, microbatch=0)
+    known: dict[str, Any] = {}
+
+    def spec(node: fx.Node) -> Any:
+        if node.name not in known:
+            known[node.name] = _spec(node, joint, sizes, samples)
+        return known[node.name]
+
+    for node in operation_nodes(joint):
+        args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
+        signature = f"{node.target}{args}{dict(kwargs)}"
+        results = tuple(_results(node, (), spec))
+        if is_random(node):
+            yield OperatorCall(signature, keyed(node.target, 0, device), (key, *args), dict(kwargs), results)
+        else:
+            target = RESHAPED.get(node.target, node.target)
+            yield OperatorCall(signature, target, args, dict(kwargs), results)
+
+
+def _results(
+    node: fx.Node, where: tuple[int, ...], spec: Callable[[fx.Node], Any]
+) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
+    """Yield what a node returns, if it is a tensor, and every tensor that is taken out of it."""
+    described = spec(node)
+    if isinstance(described, TensorSpec):
+        yield described, where
+    for user in node.users:
+        if operator_name(user) == "getitem":
+            yield from _results(user, (*where, user.args[1]), spec)
+
+
+def _spec(node: fx.Node, joint: JointGraph, sizes: Sizes, samples: int) -> Any:
+    if node.op == "get_attr":
+        return _described(getattr(joint.module, str(node.target)), sizes, samples, node.name)
+    return _described(node.meta.get("val"), sizes, samples, node.name)
+
+
+def _described(value: Any, sizes: Sizes, samples: int, name: str = "") -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(value.dtype, sizes.shape(value, samples), sizes.stride(value, samples), name)
+    if isinstance(value, torch.SymInt):
+        return sizes.number(value, samples)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_described(item, sizes, samples) for item in value)
+    return value

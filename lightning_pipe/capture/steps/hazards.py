@@ -1,0 +1,382 @@
+"""What would a frozen graph get wrong? Find it, and name the user's line.
+
+A graph repeats what the step did once. Anything that Python decides anew on every call must therefore be seen:
+
+* Python values that change: counters and learning rates are tracked (`tracked_number`), everything else that the step
+  reads is guarded (`python_reads`). Besides, the tracer runs the step twice, and the two sequences of torch calls must
+  be equal, numbers included.
+* Python and NumPy random numbers: both generators' states before and after the step.
+* Branches on data (`if loss > 3`, `.item()`, `.tolist()`): every read of a tensor's value into Python is intercepted.
+  A read of a truth value is answered, and the answer becomes a guard that is checked on every run.
+* State that the step keeps (a counter, a hidden state): everything that it might change, before and after
+  (`step_state`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import inspect
+import io
+import pathlib
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipe.capture.python.tracked_number import has_tracked, is_tracked, with_inputs
+from lightning_pipe.capture.python.users_code import is_library
+from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
+from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
+
+_HELP = (
+    "A pipeline repeats one captured graph, so this would be frozen. Move it out of the step, or pass it as a tensor "
+    "in the batch."
+)
+
+
+def hazard(what: str, line: str, module: str = "") -> CaptureError:
+    """Build the refusal that names the hazard and the user's line."""
+    where = f" at {line}" if line else ""
+    inside = f" (in module {module})" if module else ""
+    return CaptureError(f"The step cannot be captured: {what}{where}{inside}. {_HELP}")
+
+
+def user_line(skip: int = 1) -> str:
+    """Return `file:line in function` of the innermost frame that belongs to no library."""
+    frame = sys._getframe(skip)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith("<") and not is_library(path):
+            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class Question(Exception):
+    """Ask for the truth value of a tensor that the trace cannot know."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        self.line = line
+
+
+class TracedNumber:
+    """Stand for `tensor.item()` while tracing: it can be logged and printed, and nothing else."""
+
+    def __init__(self, tensor: torch.Tensor, line: str) -> None:
+        self.tensor = tensor
+        self.line = line
+
+    def __format__(self, spec: str) -> str:
+        return "nan"
+
+    __repr__ = __str__ = lambda self: "nan"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise hazard("a tensor's value is read into Python by .item() and then used", self.line)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = _refuse  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+
+_TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
+_EQUAL = (torch.equal, torch.Tensor.equal)
+_SIZES = (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min)  # tracing may call them once more or less
+_CLOSE = (torch.allclose, torch.Tensor.allclose)
+_READS: dict[Any, str] = {
+    torch.Tensor.__float__: "float()",
+    torch.Tensor.__int__: "int()",
+    torch.Tensor.__index__: "used as an index by Python",
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.__array__: "numpy.asarray()",
+}
+
+
+class Observer(TorchFunctionMode):
+    """Watch every torch call of the step: its line, its module, its numbers, and reads of values into Python.
+
+    Attributes:
+        calls: one entry per torch call: what it was called with, and the user's line.
+        answers: truth values with which the first questions are answered; the next one raises `Question`.
+        guards: (tensor that is 1.0 where the answer was wrong, answer, line) per question, in order.
+        constants: real tensors that entered calls, with the user's line, by identity.
+        numbers: vector from which the graph reads tracked numbers; None where there is no graph.
+    """
+
+    def __init__(
+        self, answers: tuple[bool, ...], module_path: Callable[[], str], *, numbers: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.answers = answers
+        self.module_path = module_path
+        self._numbers = numbers
+        self.calls: list[tuple[Any, str]] = []
+        self.guards: list[tuple[torch.Tensor, bool, str]] = []
+        self.constants: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record the call and answer reads of values."""
+        kwargs = kwargs or {}
+        line = user_line(2)
+        if func in _TRUTH:
+            return self._ask(args[0], line)
+        if func in _EQUAL:
+            left, right = args
+            return bool(left.shape == right.shape) and self._ask(torch.eq(left, right).all(), line)
+        if func in _CLOSE:
+            return self._ask(torch.isclose(*args, **kwargs).all(), line)
+        if func is torch.Tensor.item:
+            if args[0].dtype == torch.bool:
+                return self._ask(args[0], line)
+            return TracedNumber(args[0], line)
+        if func is torch.Tensor.__format__ and has_no_data(args[0]):
+            return format(TracedNumber(args[0], line))
+        if func in _READS and has_no_data(args[0]):
+            raise hazard(f"a tensor's value is read into Python ({_READS[func]})", line, self.module_path())
+        if kwargs.get("generator") is not None:
+            raise hazard("it draws random numbers from a generator of its own", line, self.module_path())
+        name = getattr(func, "__name__", str(func))
+        if name != "__get__" and func not in _SIZES:
+            self.calls.append((_described(name, args, kwargs), line))
+            self._note_constants(name, args, kwargs, line)
+        tag_nodes(self.module_path(), line)
+        if self._numbers is not None and has_tracked(args, kwargs):
+            return with_inputs(func, args, kwargs, self._numbers)
+        tracer = sys.gettrace()
+        sys.settrace(None)  # no code of the user's runs in here; following torch's own would double the time
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.settrace(tracer)
+
+    def _note_constants(self, name: str, args: Any, kwargs: Any, line: str) -> None:
+        """Remember real tensors, which the graph takes as they are.
+
+        Raises:
+            CaptureError: if the call writes to one.
+        """
+        for place, value in enumerate((*args, *kwargs.values())):
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if is_real(tensor):
+                    if place == 0 and _writes(name):
+                        raise hazard("it writes to a tensor that is no buffer of the module", line, self.module_path())
+                    self.constants.setdefault(id(tensor), (tensor, line))
+
+    def _ask(self, tensor: torch.Tensor, line: str) -> bool:
+        asked = len(self.guards)
+        if asked == len(self.answers):
+            raise Question(line)
+        answer = self.answers[asked]
+        tag_nodes(self.module_path(), line)
+        wrong = torch.ne(tensor.detach().reshape(()).to(torch.bool), answer).to(torch.float32)
+        self.guards.append((wrong, answer, line))
+        return answer
+
+
+class Answerer(TorchFunctionMode):
+    """Answer the questions of a step by running it on real tensors; `answers` holds them in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call; remember what it says if it is a question."""
+        result = func(*args, **(kwargs or {}))
+        asks = func in _TRUTH or func in _CLOSE or (func is torch.Tensor.item and isinstance(result, bool))
+        if asks or (func in _EQUAL and args[0].shape == args[1].shape):
+            self.answers.append(bool(result))
+        return result
+
+
+_CONVERSIONS = {"double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32"} | {
+    name: name for name in ("bool", "bfloat16")
+}
+
+
+def _described(name: str, args: Any, kwargs: Any) -> Any:
+    """Describe a call; `x.double()` as `x.to(dtype=...)`, which it is for the tensors of one of both traces."""
+    if name in _CONVERSIONS:
+        return ("to", _describe(args), (("dtype", f"torch.{_CONVERSIONS[name]}"),))
+    return (name, _describe(args), _describe(kwargs))
+
+
+_WRITES = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__".split()
+)
+
+
+def _writes(name: str) -> bool:
+    """Return whether a call of this name writes to its first argument."""
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def _describe(value: Any) -> Any:
+    """Return something comparable that changes when a number, or a constant tensor's content, changes."""
+    if isinstance(value, torch.Tensor):
+        if has_no_data(value) or value.device.type != "cpu" or not value.is_contiguous():
+            return ("tensor", str(value.dtype), value.ndim)
+        data = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
+        return ("constant", str(value.dtype), tuple(value.shape), zlib.crc32(data))
+    if isinstance(value, np.ndarray):
+        return ("array", str(value.dtype), value.shape, zlib.crc32(value.tobytes()))
+    if isinstance(value, (tuple, list)):
+        return tuple(_describe(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _describe(item)) for key, item in value.items())
+    if is_tracked(value):
+        return ("tracked", value.expression)
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    return type(value).__name__
+
+
+def compare_calls(first: list[tuple[Any, str]], second: list[tuple[Any, str]]) -> None:
+    """Check that two runs of the step made the same torch calls.
+
+    Raises:
+        CaptureError: naming the first call that differs.
+    """
+    for (one, line), (two, _) in zip(first, second, strict=False):
+        if one != two:
+            raise hazard(f"a Python value that changes from call to call enters {one[0]}()", line)
+    if len(first) != len(second):
+        line = (first if len(first) > len(second) else second)[min(len(first), len(second))][1]
+        raise hazard("its sequence of operations changes from call to call", line)
+
+
+@contextlib.contextmanager
+def no_random_numbers(find_line: Callable[[], str]) -> Iterator[None]:
+    """Refuse a step that draws Python or NumPy random numbers (both generators are restored)."""
+    with restored_generators() as drawn:
+        failure: CaptureError | None = None
+        try:
+            yield
+        except CaptureError as error:
+            failure = error
+        if drawn():
+            raise hazard(_RANDOM, find_line()) from failure
+        if failure is not None:
+            raise failure
+
+
+@contextlib.contextmanager
+def restored_generators() -> Iterator[Callable[[], bool]]:
+    """Give Python's and NumPy's generators their states back; the yielded function says whether they moved."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def moved() -> bool:
+        same = all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy, strict=True))
+        return random.getstate() != python or not same
+
+    try:
+        yield moved
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def no_seeding() -> contextlib.AbstractContextManager[None]:
+    """Refuse a step that seeds torch's generators itself; a graph draws from keys of its own."""
+
+    def refuse(name: str) -> None:
+        raise hazard(f"it calls {name}()", user_line(3))
+
+    return noticing_seeding(refuse)
+
+
+@contextlib.contextmanager
+def noticing_seeding(note: Callable[[str], Any]) -> Iterator[None]:
+    """Call `note` with the name of the function by which the user's code seeds torch's generators."""
+
+    def noticed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if not is_library(sys._getframe(1).f_code.co_filename):
+                note(function.__name__)
+            return function(*args, **kwargs)
+
+        return seed
+
+    places = [(owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
+    places += [(torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "set_rng_state")]
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, noticed(getattr(owner, name))))
+        yield
+
+
+@contextlib.contextmanager
+def no_files() -> Iterator[None]:
+    """Refuse a step that opens a file: its content may change, and a graph would neither read nor write it again."""
+    opened = builtins.open
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        if not is_library(caller) or caller == pathlib.__file__:
+            raise hazard(f"it opens the file {args[0] if args else ''}", user_line(2))
+        return opened(*args, **kwargs)
+
+    with mock.patch.object(builtins, "open", refusing), mock.patch.object(io, "open", refusing):
+        yield
+
+
+_RANDOM = "it draws Python or NumPy random numbers"
+
+
+@contextlib.contextmanager
+def random_line(found: list[str]) -> Iterator[None]:
+    """Append to `found` the user's line inside which the first Python or NumPy random number is drawn."""
+    with restored_generators() as drawn:
+        current = ""
+
+        def watch(frame: Any, event: str, _: Any) -> Any:
+            nonlocal current
+            file = frame.f_code.co_filename
+            if found or is_library(file) or file.startswith("<"):
+                return None
+            if drawn():
+                found.append(current)
+            current = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return watch
+
+        before = sys.gettrace()
+        sys.settrace(watch)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            if drawn() and not found:
+                found.append(current)
+
+
+def assignment_line(module: pl.LightningModule, attribute: str) -> str:
+    """Return the line of the module's source that assigns `self.<name>`, "" if it cannot be found."""
+    path, _, name = attribute.rpartition(".")
+    try:
+        part = module.get_submodule(path)
+    except AttributeError:  # an attribute of something that is no module
+        return ""
+    for owner in type(part).__mro__:
+        try:
+            source, start = inspect.getsourcelines(owner)
+            file = inspect.getsourcefile(owner)
+        except (OSError, TypeError):
+            continue
+        lines = [i for i, text in enumerate(source) if "=" in text.partition(f"self.{name}")[2]]
+        if lines:
+            return f"{file}:{start + lines[-1]} in {owner.__name__}"
+    return ""

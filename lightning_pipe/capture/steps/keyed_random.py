@@ -1,0 +1,51 @@
+"""Which random numbers does a random node draw? Those of its key, whatever the layout.
+
+The key is (seed, step, micro-batch, first sample of the slice, number of the node among the graph's random nodes), so
+stages, schedule and recomputation do not change what is drawn, and the surrounding random stream stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture.steps.stage_program import RandomKey
+
+
+def seed_of(key: RandomKey, node: int) -> int:
+    """Return the 63-bit seed of one random node."""
+    packed = struct.pack("<5q", key.seed, key.step, key.microbatch, key.first_sample, node)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def keyed(operation: Callable[..., Any], node: int, device: torch.device) -> Callable[..., Any]:
+    """Return the operation with the key as its first argument, drawing from the device's generator seeded for it."""
+
+    def draw(key: RandomKey, *args: Any, **kwargs: Any) -> Any:
+        _generator(device).manual_seed(seed_of(key, node))
+        return operation(*args, **kwargs)
+
+    draw.__name__ = f"keyed_{getattr(operation, '_opname', 'random')}_{node}"
+    return draw
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
+
+
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Give the device's generator its state back."""
+    generator = _generator(device)
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)

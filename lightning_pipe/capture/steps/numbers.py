@@ -1,0 +1,153 @@
+"""Numbers that a step returns or logs, and that depend on the number of samples: they must be those of the whole batch.
+
+A step sees micro-batches, so `len(y)` is the size of one. What was said with several numbers of samples is compared,
+number by number, and read as a straight line over the samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+from lightning_pipe.capture.steps.record import LogCall, MetricCall, Sized
+from lightning_pipe.capture.steps.trees import branches, rebuilt
+from lightning_pipe.errors import CaptureError
+
+Call: TypeAlias = LogCall | MetricCall
+Place: TypeAlias = tuple[str, ...]  # where a number stands: in what was returned, or in a call, and there
+RETURNED: Place = ("returned",)
+VALUE = "value of the call"
+
+
+def calls_of_samples(calls: Sequence[Sequence[Call]], counts: Sequence[int]) -> list[Call]:
+    """Return the calls of the first run, with numbers that depend on the samples as functions of them.
+
+    Args:
+        calls: those of three runs.
+        counts: numbers of samples of these runs.
+
+    Raises:
+        CaptureError: if a number is no linear function of the samples.
+    """
+    if len({len(same) for same in calls}) > 1:
+        raise CaptureError("It logs something else for other numbers of samples. Set microbatches=1.")
+    return [_call_of_samples(same, counts) for same in zip(*calls, strict=True)]
+
+
+def _call_of_samples(calls: Sequence[Call], counts: Sequence[int]) -> Call:
+    first = calls[0]
+    where = f"{first.name if isinstance(first, LogCall) else first.path!r}, logged at {first.line},"
+    if any(type(call) is not type(first) for call in calls):
+        return first
+    kwargs = of_samples([call.kwargs for call in calls], counts, where)
+    if isinstance(first, LogCall):
+        values = [call.value for call in calls if isinstance(call, LogCall)]
+        return replace(first, value=of_samples(values, counts, where), kwargs=kwargs)
+    arguments = [call.args for call in calls if isinstance(call, MetricCall)]
+    return replace(first, args=of_samples(arguments, counts, where), kwargs=kwargs)
+
+
+def of_samples(values: Sequence[Any], counts: Sequence[int], where: str) -> Any:
+    """Return the first of three values, with numbers inside that depend on the samples as functions of them.
+
+    Args:
+        values: the same thing in three runs.
+        counts: numbers of samples of these runs.
+        where: what the numbers are, for the error.
+
+    Raises:
+        CaptureError: if a number is no linear function of the samples.
+    """
+    first = values[0]
+    if not all(type(value) is type(first) for value in values):
+        return first
+    if (inside := branches(first)) is not None:
+        others = [branches(value) or {} for value in values]
+        both = [key for key in inside if all(key in other for other in others)]
+        found = {key: of_samples([other[key] for other in others], counts, where) for key in both}
+        return rebuilt(first, {**inside, **found})
+    if isinstance(first, bool) or not isinstance(first, int | float) or all(value == first for value in values):
+        return first
+    return _line(values, counts, where)
+
+
+def _line(values: Sequence[float], counts: Sequence[int], where: str) -> Sized:
+    (one, two, three), (a, b, c) = values, counts
+    slope = (two - one) / (b - a)
+    if not math.isclose(three, one + slope * (c - a), rel_tol=1e-9, abs_tol=1e-12):
+        raise CaptureError(
+            f"{where} is no linear function of the number of samples. Compute it from tensors, or set microbatches=1."
+        )
+    whole = isinstance(one, int)
+    return Sized(lambda samples: round(one + slope * (samples - a)) if whole else one + slope * (samples - a))
+
+
+def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
+    """Return a symbolic number as a function of the number of samples."""
+    return _sized(value.node.expr, int if isinstance(value, torch.SymInt) else float)
+
+
+def sized_at(one: Sized, sizes: Mapping[sympy.Symbol, sympy.Integer]) -> Sized | int | float:
+    """Return a number that depends on sizes with numbers for some of them."""
+    if one.expression is None:
+        return one
+    number = int if one.expression.is_integer else float
+    now = one.expression.xreplace(sizes)
+    return _sized(now, number) if now.free_symbols else number(now)
+
+
+def _sized(expression: sympy.Expr, number: type[int] | type[float]) -> Sized:
+    symbols = list(expression.free_symbols)
+    return Sized(lambda samples: number(expression.xreplace(dict.fromkeys(symbols, samples))), expression)
+
+
+def call_keys(calls: Sequence[Call]) -> tuple[Place, ...]:
+    """Return what tells calls of one run apart, and is the same in other runs: name and occurrence."""
+    counts: Counter[Place] = Counter()
+    keys = []
+    for call in calls:
+        what: Place = ("log", call.name) if isinstance(call, LogCall) else ("metric", call.path, call.method)
+        keys.append((*what, str(counts[what])))
+        counts[what] += 1
+    return tuple(keys)
+
+
+def numbers_said(returned: Any, calls: Sequence[Call]) -> dict[Place, float]:
+    """Return the numbers, but for truth values, in what a step has returned and logged, by place."""
+    said = {key: _arguments(call) for key, call in zip(call_keys(calls), calls, strict=True)}
+    return dict(itertools.chain(_numbers(returned, RETURNED), *(_numbers(v, key) for key, v in said.items())))
+
+
+def proportional(numbers: Sequence[Mapping[Place, float]], counts: Sequence[int]) -> frozenset[Place]:
+    """Return the places of numbers that are in proportion to the samples in all runs; micro-batches add up to them."""
+    if len({*counts}) < 2:
+        return frozenset()
+    first = numbers[0]
+
+    def is_size(place: Place) -> bool:
+        per_sample = first[place] / counts[0]
+        return bool(per_sample) and all(
+            place in run and math.isclose(run[place] / count, per_sample, rel_tol=1e-9)
+            for run, count in zip(numbers, counts, strict=True)
+        )
+
+    return frozenset(filter(is_size, first))
+
+
+def _arguments(call: Call) -> Any:
+    return {VALUE: call.value if isinstance(call, LogCall) else call.args, **call.kwargs}
+
+
+def _numbers(value: Any, place: Place) -> Iterator[tuple[Place, float]]:
+    if (inside := branches(value)) is not None:
+        for key, item in inside.items():
+            yield from _numbers(item, (*place, str(key)))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield place, float(value)

@@ -1,0 +1,132 @@
+"""What did the step say besides its loss? Calls of `self.log`, of torchmetrics, and the returned value.
+
+While a step is captured these calls are recorded instead of made. Tensors in them become results of the graph and are
+named here by `Ref`; after the pipeline has run, `strategy.steps.metrics` makes the calls again, on every rank, with the
+values combined over micro-batches and replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stand for a tensor result of the graph: `name` is its value name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """Stand for a tensor result that the step has read into Python (`.item()`): it becomes a number again."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Stand for a Python number that depends on the number of samples: `of(samples)`.
+
+    `x.size(0)` and `float(x.numel())` are such numbers.
+
+    Attributes:
+        of: the number for so many samples.
+        expression: the same over the symbols of the graph; None where it is not known.
+    """
+
+    of: Callable[[int], int | float]
+    expression: Any = None
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Stand for a Python number that the step computes from counters and the like (`capture.python.tracked_number`)."""
+
+    expression: Any
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """What a step leaves behind in Python state, on the module or elsewhere.
+
+    Attributes:
+        path: where (`capture.python.places.follow`).
+        name: the same for a reader.
+        how: `assign` a value, `remove` it, `extend` a list by values, `refill` a collection with values, `update` a
+            dict, set the `state` of a generator of random numbers or the content of an array or tensor.
+        value: with tensors replaced by `Ref` and the like.
+    """
+
+    path: tuple[tuple[str, Any], ...]
+    name: str
+    how: Literal["assign", "remove", "extend", "refill", "update", "state"]
+    value: Any
+
+
+@dataclass(frozen=True)
+class MetricRef:
+    """Stand for a torchmetrics object of the module by the path of its attribute (`self.log("acc", self.acc)`)."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """Stand for what the `call`-th recorded call returned (`self.log("acc", self.acc(preds, y))`)."""
+
+    call: int
+
+
+STAND_INS = (Ref, Read, Sized, Computed, MetricRef, MetricValue)
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """One `self.log` (or one entry of `self.log_dict`): arguments with tensors replaced by `Ref` and the like."""
+
+    name: str
+    value: Any
+    kwargs: dict[str, Any]
+    line: str
+
+
+@dataclass(frozen=True)
+class MetricCall:
+    """One `update`, `forward` (also by calling the object), `compute` or `reset` of a torchmetrics object."""
+
+    path: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: str
+
+
+@dataclass(frozen=True)
+class AnswerGuard:
+    """An answer that the graph was captured under: the value `Ref` must equal `expected` at run time."""
+
+    ref: Ref
+    expected: bool | int | float
+    line: str
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Everything a step said, in order.
+
+    Attributes:
+        calls: log and metric calls in the order in which they were made.
+        loss: value name of the loss; None for a step that has none (validation, or a skipped step).
+        returned: the returned value as a tree with tensors replaced by `Ref`.
+        guards: answers to be checked at run time.
+        kept: what it leaves on the module.
+    """
+
+    calls: tuple[LogCall | MetricCall, ...]
+    loss: str | None
+    returned: Any
+    guards: tuple[AnswerGuard, ...]
+    kept: tuple[KeptState, ...] = ()

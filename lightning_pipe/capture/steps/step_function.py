@@ -1,0 +1,454 @@
+"""How does a step of a LightningModule become a plain function of parameters and batch?
+
+`StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
+torchmetrics calls are recorded (capture.record), the trainer's counters, learning rates and other numbers that change
+are tracked (capture.tracked_number), what the step's Python reads is noted (capture.python_reads), what it leaves on
+the module is recorded and undone (capture.step_state), and values read into Python become guards (capture.hazards).
+Its outputs are the loss, if there is one, and one detached tensor per recorded value.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.python.reads import Reads, optimizer_slots
+from lightning_pipe.capture.python.tracked_number import (
+    MOST_INPUTS,
+    NumberGuards,
+    Situation,
+    Source,
+    is_tracked,
+    tracked,
+    tracking_mathematics,
+)
+from lightning_pipe.capture.steps.batch import Structure, with_numbers
+from lightning_pipe.capture.steps.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
+from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
+from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
+from lightning_pipe.capture.steps.numbers import sized
+from lightning_pipe.capture.steps.record import (
+    Computed,
+    KeptState,
+    LogCall,
+    MetricCall,
+    MetricRef,
+    MetricValue,
+    Read,
+    Ref,
+)
+from lightning_pipe.capture.steps.step_state import StepState
+from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.capture.torch_private import keeping_version
+from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
+
+NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
+
+
+@dataclass
+class StepRecording:
+    """What one run of the step said: calls, and the tensors that must leave the graph.
+
+    Attributes:
+        calls: of `self.log` and of metrics, in their order.
+        results: tensors that they, what was returned and what was kept refer to.
+        returned: what the step returned.
+        kept: what it left behind in Python state.
+        answers: truth values of its tensors that it asked for, where somebody notes them.
+        is_whole: whether the run came to the end of the step.
+    """
+
+    calls: list[LogCall | MetricCall] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    returned: Any = None
+    kept: list[KeptState] = field(default_factory=list)
+    answers: list[bool] = field(default_factory=list)
+    is_whole: bool = False
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""
+        for index, known in enumerate(self.results):
+            if known is tensor:
+                return Ref(str(index))
+        self.results.append(tensor)
+        return Ref(str(len(self.results) - 1))
+
+    def lift(self, value: Any, loss: torch.Tensor | None = None) -> Any:
+        """Return what leaves the step with references in the place of tensors, and of numbers that vary."""
+
+        def one(leaf: Any) -> Any:
+            if is_tracked(leaf):
+                return Computed(leaf.expression)
+            if isinstance(leaf, TracedNumber):
+                return Read(self.ref(leaf.tensor).name)
+            if isinstance(leaf, MetricResult):
+                return MetricValue(leaf.call)
+            if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
+                return sized(leaf)
+            return Ref("loss") if leaf is loss else self.ref(leaf)
+
+        kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat)
+        return mapped(value, kinds, one)
+
+
+class StepFunction(nn.Module):
+    """The user's step as a function of the batch's tensors; parameters are those of `model`.
+
+    Args:
+        module: the user's module; swapped parameters and buffers are seen through it.
+        method: `training_step`, `validation_step`, ...
+        structure: the batch without its tensors.
+        arguments: positional arguments after the batch (batch index, loader index), as Lightning would give them.
+        answers: truth values for the questions that the step asks of its tensors.
+        context: entered anew around every run (autocast; its cache of casts must not outlive a run).
+        varying: places of numbers that are known to change from step to step, and are tracked therefore.
+        may_skip: whether a training step may return None.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        method: str,
+        structure: Structure,
+        arguments: tuple[int, ...],
+        answers: tuple[bool, ...],
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        varying: tuple[Place, ...] = (),
+        may_skip: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = module
+        self.register_buffer(NUMBERS, torch.zeros(MOST_INPUTS, dtype=torch.float64))
+        self.method = method
+        self.structure = structure
+        self.arguments = arguments
+        self.answers = answers
+        self.context = context
+        self.varying = varying
+        self.may_skip = may_skip
+        self.runs = 0
+        self.pretended: int | None = None
+        self.sizes_read: list[str] = []
+        self.current: Observer | None = None
+        self.reads = Reads(module, _refuse_read)
+        self.numbers = NumberGuards()
+        self.unread: list[Place] = []
+        self.has_loss = False
+        self.observers: list[Observer] = []
+        self.recordings: list[StepRecording] = []
+        self._twins = twin_buffers(module)
+        self._buffer_names = frozenset({NUMBERS, *(f"model.{name}" for name, _ in module.named_buffers())})
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Yield every module once: what hangs in it is one input of the graph, whatever number of names it has."""
+        yield from super().named_modules(memo, prefix, remove_duplicate=True)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every buffer once, by its first name, although fake ones hang in its places now."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate=False):
+            if name.removeprefix(prefix).lstrip(".") in self._buffer_names:
+                yield name, buffer
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the step; return the loss (if it has one) and the recorded tensors."""
+        with self._state_in_place():
+            return self._run(leaves)
+
+    def _run(self, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        module = self.model
+        self.runs += 1
+        self.numbers = NumberGuards()
+        path = _ModulePath(module)
+        observer = Observer(self.answers, path.current, numbers=self.get_buffer(NUMBERS))
+        recording, state = StepRecording(), StepState(module, self.reads)
+        self.current = observer
+        with (
+            self._varying_numbers(),
+            state.around(),
+            self.reads.recording(),
+            self._float_sizes(),
+            _symbolic_lengths(),
+            tracking_mathematics(),
+            recording_calls(module, recording),
+            path.following(),
+            self.context(),
+            observer,
+        ):
+            output = getattr(module, self.method)(self._batch(leaves), *self._arguments())
+            output = with_loss(self.method, output)
+        self.unread = state.unread
+        self.observers.append(observer)
+        self.recordings.append(recording)
+        loss = loss_of(module, self.method, output, may_skip=self.may_skip)
+        self.has_loss = loss is not None
+        recording.returned = recording.lift(output, loss)
+        recording.kept = [replace(kept, value=recording.lift(kept.value, loss)) for kept in state.kept]
+        guards = [wrong for wrong, _, _ in observer.guards]
+        results = [*recording.results, *guards]
+        return (*([] if loss is None else [loss]), *(tensor.detach().clone() for tensor in results))
+
+    def _batch(self, leaves: tuple[torch.Tensor, ...]) -> Any:
+        """Return the batch with tracked numbers."""
+
+        def track(index: int, number: Any) -> Any:
+            return self._tracked(number, f"number {index} of the batch", lambda now: now.numbers[index])
+
+        return replace(self.structure, template=with_numbers(self.structure.template, track)).fill(leaves)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Return the arguments after the batch; the index of the batch is tracked."""
+        first = [self._tracked(n, "batch_idx", lambda now: now.arguments[0]) for n in self.arguments[:1]]
+        return (*first, *self.arguments[1:])
+
+    def _tracked(self, value: Any, name: str, read: Callable[[Situation], Any]) -> Any:
+        return tracked(value, Source(name, read), self.numbers, lambda: user_line(3))
+
+    @contextlib.contextmanager
+    def _state_in_place(self) -> Iterator[None]:
+        """Hang one tensor in all places of a buffer, and write into it what the step assigns to it in the end.
+
+        Raises:
+            CaptureError: if the step leaves other state than it has found: of another name, form or kind.
+        """
+        outside = ModuleTables(self.model)
+        try:
+            for first, twins in self._twins.items():
+                for path, _, name in (twin.rpartition(".") for twin in twins):
+                    self.model.get_submodule(path)._buffers[name] = self.model.get_buffer(first)
+            tables = ModuleTables(self.model)
+            yield
+            renamed = [(name, "registers or removes") for name in tables.renamed()]
+            for name, before, now in tables.replaced():
+                if isinstance(before, nn.Parameter | nn.Module) or not _same_form(before, now):
+                    renamed.append((name, "replaces"))
+                else:
+                    with torch.no_grad(), keeping_version(before):
+                        before.copy_(now.detach())
+            for name, what in renamed:
+                raise hazard(f"it {what} self.{name} (state)", assignment_line(self.model, name))
+        finally:
+            outside.restore()
+
+    @contextlib.contextmanager
+    def _float_sizes(self) -> Iterator[None]:
+        """Answer `float(x.numel())` for as many samples as the tracer pretends, without fixing their number."""
+
+        def read(size: torch.SymInt) -> float:
+            self.sizes_read.append(user_line(2))
+            expression = size.node.expr
+            if self.pretended is None:
+                return float(size.node.hint)
+            return float(expression.xreplace(dict.fromkeys(expression.free_symbols, self.pretended)))
+
+        with mock.patch.object(torch.SymInt, "__float__", read, create=True):
+            yield
+
+    @contextlib.contextmanager
+    def _varying_numbers(self) -> Iterator[None]:
+        """Show the step tracked counters, hyper-parameters of optimizers, and numbers that are known to vary."""
+        trainer = self.model._trainer
+        slots = [*self.varying, *optimizer_slots(trainer)]
+        with contextlib.ExitStack() as stack:
+            for name in ("global_step", "current_epoch"):
+                read = partial(_counter, trainer, name)
+                number = property(lambda _, name=name, read=read: self._tracked(read(), f"self.{name}", read))
+                for owner in (pl.LightningModule, pl.Trainer):
+                    stack.enter_context(mock.patch.object(owner, name, number))
+            for slot in slots:
+                value = slot.read()
+                if type(value) in (int, float):
+                    number = self._tracked(value, slot.name, lambda _, slot=slot: slot.read())
+                    slot.write(number)
+                    stack.callback(_put_back, slot, number, value)
+            yield
+
+
+_GLOBAL_STEP, _CURRENT_EPOCH = pl.Trainer.global_step, pl.Trainer.current_epoch  # as they are outside of a trace
+
+
+def _counter(trainer: Any, name: str, _: Situation | None = None) -> int:
+    """Return the trainer's true counter; 0 without a trainer."""
+    if trainer is None:
+        return 0
+    own = _GLOBAL_STEP if name == "global_step" else _CURRENT_EPOCH
+    return int(own.fget(trainer) if isinstance(trainer, pl.Trainer) else getattr(trainer, name))
+
+
+def _put_back(slot: Place, number: Any, value: Any) -> None:
+    if slot.read() is number:
+        slot.write(value)
+
+
+def _refuse_read(what: str) -> None:
+    raise hazard(what, user_line(3))
+
+
+def _same_form(one: Any, two: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return False
+    return one.shape == two.shape and one.dtype == two.dtype and one.device == two.device
+
+
+def loss_of(module: pl.LightningModule, method: str, output: Any, *, may_skip: bool = False) -> torch.Tensor | None:
+    """Return the loss in what a step returned; None if the method has none, or if it skips this batch and may.
+
+    Raises:
+        CaptureError: if a training step returned no single number.
+    """
+    if method != "training_step" or (output is None and may_skip):
+        return None
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            f"{type(module).__name__}.training_step returned {type(output).__name__}; expected a loss tensor "
+            "or a dict with one under 'loss'."
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"The loss has {loss.dim()} dimension{'s' if loss.dim() > 1 else ''} (one value per sample, perhaps); "
+            "expected a single number. Reduce it first, for example by mean()."
+        )
+    return loss
+
+
+@contextlib.contextmanager
+def _symbolic_lengths() -> Iterator[None]:
+    """Let `len(tensor)` be a symbol, as `tensor.size(0)` is; Python would turn it into a constant of the graph."""
+    count = builtins.len
+
+    def length(thing: Any) -> Any:
+        return thing.shape[0] if isinstance(thing, torch.Tensor) and thing.ndim else count(thing)
+
+    with mock.patch.object(builtins, "len", length):
+        yield
+
+
+class _ModulePath:
+    """Follow which sub-module is being called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {id(child): name for name, child in module.named_modules()}
+        self._stack = [""]
+
+    def current(self) -> str:
+        return self._stack[-1]
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stack.append(self._names.get(id(module), self._stack[-1]))
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._stack.pop()
+
+        hooks = (
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            del self._stack[1:]
+
+
+def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the torchmetrics objects of a module by name."""
+    metrics = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    return {name: part for name, part in module.named_modules() if isinstance(part, metrics)}
+
+
+@contextlib.contextmanager
+def recording_calls(
+    module: pl.LightningModule, recording: StepRecording, metrics: Mapping[str, nn.Module] | None = None
+) -> Iterator[None]:
+    """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them.
+
+    Args:
+        module: the user's module.
+        recording: where to.
+        metrics: what `metrics_in(module)` has found before; looked for if not given.
+    """
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("prog_bar", "logger", "on_step", "on_epoch")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        recording.calls.append(LogCall(name, lift(value), {k: lift(v) for k, v in options.items()}, user_line(2)))
+
+    def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(dictionary, MetricResult):
+            log("", dictionary, *args, **kwargs)
+            return
+        for name, value in dictionary.items():
+            log(name, value, *args, **kwargs)
+
+    def lift(value: Any) -> Any:
+        if isinstance(value, TracedNumber):
+            return recording.ref(value.tensor)
+        if isinstance(value, MetricResult):
+            return MetricValue(value.call)
+        if isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
+            return MetricRef(paths[id(value)]) if id(value) in paths else value
+        return recording.lift(value)
+
+    def call(path: str, method: str) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            recording.calls.append(
+                MetricCall(path, method, tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()}, user_line(2))
+            )
+            if method in ("update", "reset"):
+                return None
+            if method == "compute":
+                compute = partial(refuse_accumulated, user_line(2))
+            else:
+                compute = partial(value_of_call, metrics[path], own[path], args, kwargs)
+            return MetricResult(len(recording.calls) - 1, compute, user_line(2))
+
+        return record
+
+    metrics = metrics_in(module) if metrics is None else metrics
+    paths = {id(metric): name for name, metric in metrics.items()}
+    own = {
+        name: {key: vars(metric)[key] for key in _RECORDED if key in vars(metric)} for name, metric in metrics.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in [
+            (module, "log", log),
+            (module, "log_dict", log_dict),
+            *((m, k, call(n, k)) for n, m in metrics.items() for k in _RECORDED),
+        ]:
+            stack.enter_context(_shadowed(owner, name, replacement))
+        yield
+
+
+_RECORDED = ("update", "forward", "compute", "reset")
+
+
+@contextlib.contextmanager
+def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
+    """Give an object another method for a while."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    vars(owner)[name] = replacement
+    try:
+        yield
+    finally:
+        if before is missing:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = before

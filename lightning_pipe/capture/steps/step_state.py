@@ -1,0 +1,186 @@
+"""What does a step leave behind, and does it depend on what earlier steps have left?
+
+While a step is traced all state that it might change is as it was before, and is put back afterwards. What it has
+changed is one of
+
+    kept       it gave an attribute a value, or added to a list or dict, without looking at what was there: such values
+               are results of the graph, and every rank keeps them after every batch (`record.KeptState`)
+    state      anything else; the next step depends on it, which a graph cannot repeat: a hazard
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture.python.inner_states import state_of
+from lightning_pipe.capture.python.kept_collections import KeptDict, KeptList, kept_collections
+from lightning_pipe.capture.python.places import ABSENT, Place
+from lightning_pipe.capture.python.reads import Reads, attribute_slots, shared_slots
+from lightning_pipe.capture.python.snapshots import Snapshot, StateChange
+from lightning_pipe.capture.steps.hazards import assignment_line, hazard
+from lightning_pipe.capture.steps.metric_result import MetricResult
+from lightning_pipe.capture.steps.record import KeptState
+from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.lightning_names import pl
+
+_MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
+
+
+@dataclass
+class StepState:
+    """State around one run of a step.
+
+    Args:
+        module: the user's module.
+        reads: what the step reads.
+
+    Attributes:
+        kept: what the run has left behind, with the values that the run has left.
+        unread: places of lists and dicts whose content the run has not looked at.
+    """
+
+    module: pl.LightningModule
+    reads: Reads
+    kept: list[KeptState] = field(default_factory=list)
+    unread: list[Place] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Run the step inside; everything is put back at the end.
+
+        Raises:
+            CaptureError: if the step keeps state that it reads again.
+        """
+        state = ModuleState(self.module)
+        try:
+            with kept_collections(state.slots) as collections:
+                yield
+                for slot, collection in collections:
+                    self._note_collection(slot, collection)
+            for change in state.changes():
+                self._note(change)
+        finally:
+            state.restore()
+
+    def _note_collection(self, slot: Place, collection: KeptList | KeptDict) -> None:
+        if slot.read() is not collection:
+            return
+        if collection.is_read:
+            if collection.is_changed:
+                self._refuse(slot)
+            return
+        self.unread.append(slot)
+        if not collection.is_changed:
+            return
+        if isinstance(collection, KeptList):
+            self._keep(slot, "refill" if collection.is_cleared else "extend", collection.added)
+        elif collection.only_grew:
+            self._keep(slot, "update", {key: dict.__getitem__(collection, key) for key in collection.written})
+        else:
+            self._refuse(slot)
+
+    def _note(self, change: StateChange) -> None:
+        if change.now is ABSENT or len(change.slot.path) != 2 or not self.reads.is_fresh(change.slot):
+            self._refuse(change.slot)
+        self._keep(change.slot, "assign", change.now)
+
+    def _keep(self, slot: Place, how: Any, value: Any) -> None:
+        if not _is_plain(value):
+            self._refuse(slot)
+        self.kept.append(KeptState(slot.path, slot.name, how, value))
+
+    def _refuse(self, slot: Place) -> None:
+        line = assignment_line(self.module, slot.name.removeprefix("self."))
+        raise hazard(f"it changes {slot.name} and reads it again in the next call (state)", line)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is made of numbers, texts and small tensors, so that every rank can keep it."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, torch.Tensor):
+        return math.prod(size if isinstance(size, int) else size.node.hint for size in value.shape) <= _MOST_ELEMENTS
+    numbers = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat)
+    return isinstance(value, numbers) or type(value).__name__ == "TracedNumber"
+
+
+class ModuleState:
+    """The Python state that a step might change, as it is now.
+
+    Args:
+        module: the user's module.
+        shared: its `shared_slots`, where they are known.
+        copies: whether the content of tensors can be put back, too.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, *, shared: Sequence[Place] | None = None, copies: bool = False
+    ) -> None:
+        self._module = module
+        shared = tuple(shared_slots(module)) if shared is None else shared
+        self.slots = (*attribute_slots(module), *shared)
+        self._known = {slot.place for slot in self.slots}
+        self._snapshot = Snapshot(self.slots, tree=module, copies=copies)
+
+    def changes(self) -> Iterator[StateChange]:
+        """Yield every place that is not what it was, new attributes among them."""
+        yield from self._snapshot.changes()
+        for slot in self._new():
+            yield StateChange(slot, ABSENT, slot.read())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for slot in self._new():
+            slot.write(ABSENT)
+        self._snapshot.restore()
+
+    def kept(self) -> list[KeptState]:
+        """List what has changed, as what a step leaves behind; classes that it made are made again where missed."""
+        kept = [_as_kept(change) for change in self.changes() if not isinstance(change.now, type)]
+        return [one if _can_be_told(one.value) else replace(one, path=(), value=None) for one in kept]
+
+    def _new(self) -> list[Place]:
+        return [slot for slot in attribute_slots(self._module) if slot.place not in self._known]
+
+
+def _as_kept(change: StateChange) -> KeptState:
+    slot, now = change.slot, change.now
+    if not change.is_content:
+        return KeptState(slot.path, slot.name, "remove" if now is ABSENT else "assign", None if now is ABSENT else now)
+    if not isinstance(slot.read(), (list, set, deque)):
+        state = state_of(slot.read())
+        return KeptState(slot.path if state is not None else (), slot.name, "state", state)
+    before = len(change.before)
+    grew = isinstance(slot.read(), list) and all(a is b for a, b in zip(change.before, now[:before], strict=False))
+    if grew and len(now) >= before:
+        return KeptState(slot.path, slot.name, "extend", now[before:])
+    return KeptState(slot.path, slot.name, "refill", now)
+
+
+def _can_be_told(value: Any) -> bool:
+    """Return whether other ranks can be told a value."""
+    try:
+        pickle.dumps(mapped(value, (torch.Tensor, MetricResult), lambda _: None))
+    except Exception:  # whatever an object raises that cannot be pickled
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def state_put_back(module: pl.LightningModule) -> Iterator[ModuleState]:
+    """Put back what the code inside changes of Python state; what is yielded tells what that is."""
+    state = ModuleState(module)
+    try:
+        yield state
+    finally:
+        state.restore()

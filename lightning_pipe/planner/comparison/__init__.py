@@ -1,0 +1,1 @@
+"""Plans beside their alternatives, and the capacity of a cluster."""

@@ -1,0 +1,124 @@
+"""What else could be done with these devices? One device, data parallel training, other plans: by the same judge.
+
+Data parallel training is priced as one stage on all ranks with one micro-batch. DDP sums gradients in buckets of 25 MiB
+while the backward goes on (Li et al., PyTorch Distributed, VLDB 2020), which the stage's single sum does not: what can
+be hidden behind the backward is taken off. Left out: that sums slow computes down, and DDP's copies of the buckets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.core.program import AnyCompute, Reduce, Send
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.report.explain import Alternative, Kind
+from lightning_pipe.units import counted_noun
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+
+
+def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> list[Alternative]:
+    """Return the plan and what stands against it.
+
+    Args:
+        problem: what was planned.
+        best: the plan.
+        others: other candidates of the planner, best first.
+    """
+    return [
+        _alternative("this plan", "plan", best, problem.cluster),
+        *_one_device(problem.waiting),
+        *_data_parallel(problem.waiting),
+        *_runner_up(problem, best, others),
+        *_variants(problem, best, others),
+    ]
+
+
+def _alternative(name: str, kind: Kind, judged: Judged, cluster: Cluster) -> Alternative:
+    return Alternative(
+        name=name,
+        kind=kind,
+        microbatches=judged.plan.microbatches,
+        step_s=judged.step_s,
+        peak_bytes=judged.peak_bytes,
+        fits=judged.overflow(cluster) <= 0,
+        bubble=judged.bubble,
+        bytes_sent=_bytes_sent(judged),
+        stages=len(judged.plan.stages),
+    )
+
+
+def _bytes_sent(judged: Judged) -> int:
+    """Return the bytes that all ranks send; a ring of n ranks sends 2(n-1) times what it sums."""
+    program, prices, alike = judged.program, judged.prices, Counter(judged.representatives)
+    messages, posted = 0, Counter[int]()
+    for rank, line in enumerate(program.ranks):
+        sent = sum(prices.message_bytes(i.message) for i in line if isinstance(i, Send))
+        messages += alike[rank] * sent
+        posted.update({i.bucket: alike[rank] for i in line if isinstance(i, Reduce)})
+    return messages + sum(2 * (ranks - 1) * program.traffic.buckets[b].bytes for b, ranks in posted.items())
+
+
+def _one_device(problem: Problem) -> Iterator[Alternative]:
+    """Yield the training on the first device alone, the batch in one piece."""
+    if problem.cluster.ranks == 1:
+        return
+    first = problem.cluster.hosts[0]
+    cluster = Cluster((replace(first, devices=first.devices[:1]),))
+    yield _whole("one device", "one device", replace(problem, cluster=cluster))
+
+
+def _whole(name: str, kind: Kind, problem: Problem) -> Alternative:
+    """Return the training without stages: one on all ranks of the problem."""
+    return _alternative(name, kind, _judged_whole(problem), problem.cluster)
+
+
+def _judged_whole(problem: Problem) -> Judged:
+    ranks = tuple(range(problem.cluster.ranks))
+    return Judge(problem).judge(Plan((StagePlan("", ranks),), 1, "gpipe", {}, problem.graph.fingerprint))
+
+
+def _data_parallel(problem: Problem) -> Iterator[Alternative]:
+    if problem.cluster.ranks == 1 or problem.samples < problem.cluster.ranks:
+        return
+    judged = _judged_whole(problem)
+    plain = _alternative("data parallel (DDP)", "data parallel", judged, problem.cluster)
+    yield replace(plain, step_s=plain.step_s - _hidden_s(judged))
+
+
+def _hidden_s(judged: Judged) -> float:
+    """Return the seconds of the sums that DDP hides: at most the backward, and never the last bucket."""
+    events = [event for event in judged.timeline.events if event.rank == judged.representatives[0]]
+    sums_s = sum(e.end - e.start for e in events if isinstance(e.instruction, Reduce))
+    backward_s = sum(
+        e.end - e.start for e in events if isinstance(e.instruction, AnyCompute) and e.instruction.kind != "F"
+    )
+    total = sum(bucket.bytes for bucket in judged.program.traffic.buckets)
+    last = min(1.0, _DDP_BUCKET_BYTES / total) if total else 1.0
+    return min(sums_s * (1.0 - last), backward_s)
+
+
+def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:
+    """Yield the best candidate that cuts the graph elsewhere, or lays it out differently."""
+    for other in others:
+        if (other.cuts, other.plan.layout) != (best.cuts, best.plan.layout):
+            replicas = "-".join(str(len(stage.ranks)) for stage in other.plan.stages)
+            starts = "".join(f", cut before {stage.at}" for stage in other.plan.stages[1:])
+            name = f"runner-up: {replicas}, {counted_noun(other.plan.microbatches, 'micro-batch')}{starts}"
+            yield _alternative(name, "runner-up", other, problem.cluster)
+            return
+
+
+def _variants(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:
+    """Yield the best candidate of the same stages for every other number of micro-batches."""
+    seen = {best.plan.microbatches}
+    for other in others:
+        count = other.plan.microbatches
+        if (other.cuts, other.plan.layout) == (best.cuts, best.plan.layout) and count not in seen:
+            seen.add(count)
+            yield _alternative(counted_noun(count, "micro-batch"), "variant", other, problem.cluster)

@@ -1,0 +1,237 @@
+"""What do the parts of plans cost? Computes, messages and sums of many plans of one problem, each priced once.
+
+The prices are the judge's (`cost.prices`). Plans share most of their parts: a stage costs the same wherever else the
+graph is cut and whatever ranks run the others, and so do equal messages between the same ranks.
+
+Legend: s, t stages, i, j replicas, m micro-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.program import Compute, Message, Pass
+from lightning_pipe.cost.comm import AllReduce, all_reduce_of
+from lightning_pipe.cost.prices import PlanPrices, Pricer
+from lightning_pipe.planner.candidates.candidate import stage_plans
+from lightning_pipe.planner.candidates.moves import Ranks
+from lightning_pipe.planner.problem import Problem
+
+Array: TypeAlias = NDArray[np.float64]
+Cuts: TypeAlias = tuple[int, ...]
+Edge: TypeAlias = tuple[Pass, int, int]  # direction, source, target
+Half = Literal["F", "I", "W"]
+
+HALVES: tuple[Half, ...] = ("F", "I", "W")
+NEVER = -math.inf  # when what is not sent arrives
+
+
+class Shares(NamedTuple):
+    """One micro-batch on the replicas of a stage; a replica without samples computes and holds nothing.
+
+    Attributes:
+        seconds: of F, I and W of every replica.
+        held: bytes from F to the end of I, and from there to the end of W, of every replica.
+        workspace: bytes of F, I and W of every replica.
+        first: the same of the first micro-batch, whose gradients are part of the state.
+    """
+
+    seconds: Array
+    held: Array
+    workspace: Array
+    first: Array
+
+
+class ExchangeTerm(NamedTuple):
+    """Messages of a micro-batch between two stages: seconds by sender and receiver, bytes by receiver."""
+
+    seconds: Array
+    received: Array
+
+
+class StageTerm(NamedTuple):
+    """One stage: bytes that every replica has beside its state, and the seconds of the optimizer step."""
+
+    rooms: tuple[int, ...]
+    step_s: float
+
+
+class ComputeTerm(NamedTuple):
+    """The computes of a stage for a whole batch, in seconds.
+
+    Attributes:
+        all: of its busiest replica, and the optimizer step.
+        flowing: the same without W of the last micro-batch.
+        first, last: F of the first micro-batch and I of the last one, of the quickest replica.
+    """
+
+    all: float
+    flowing: float
+    first: float
+    last: float
+
+
+class PlanParts(NamedTuple):
+    """One plan: its different micro-batches, each by stage and by edge; its stages; the longest sum of each."""
+
+    shares: list[list[Shares]]
+    exchanges: list[dict[Edge, ExchangeTerm]]
+    stages: list[StageTerm]
+    sums_s: list[float]
+
+
+class Parts:
+    """Price parts of plans of one problem.
+
+    Args:
+        problem: what is planned.
+        pricer: of its judge.
+    """
+
+    def __init__(self, problem: Problem, pricer: Pricer) -> None:
+        self.problem, self._pricer = problem, pricer
+        names = frozenset(problem.graph.coupled)
+        self._coupled = [position for position, node in enumerate(problem.graph.nodes) if node.name in names]
+        self._shares: dict[tuple[object, ...], Shares] = {}
+        self._stages: dict[tuple[object, ...], StageTerm] = {}
+        self._exchanges: dict[tuple[object, ...], ExchangeTerm] = {}
+        self._loads: dict[tuple[object, ...], ComputeTerm] = {}
+        self._sums: dict[tuple[int, ...], AllReduce] = {}
+        self._latest: tuple[Cuts, Ranks, PlanPrices] | None = None
+
+    def columns(self, microbatches: int) -> tuple[int, ...]:
+        """Return, for every micro-batch, the first one that costs the same in all plans."""
+        if self._coupled:  # whole micro-batches go to one replica after the other
+            return tuple(range(microbatches))
+        sizes = microbatch_sizes(self.problem.samples, microbatches)
+        return tuple(sizes.index(size) for size in sizes)
+
+    def plan(self, cuts: Cuts, ranks: Ranks, microbatches: int) -> PlanParts:
+        """Return the parts of a plan."""
+        sizes, stages = microbatch_sizes(self.problem.samples, microbatches), range(len(ranks))
+        different = dict.fromkeys(self.columns(microbatches))
+        return PlanParts(
+            [[self._shares_of(cuts, ranks, s, m, sizes[m]) for s in stages] for m in different],
+            [self._exchanges_of(cuts, ranks, m, sizes[m]) for m in different],
+            [self._stage_of(cuts, ranks, s) for s in stages],
+            self._sums_s(cuts, ranks),
+        )
+
+    def least_s(self, cuts: Cuts, ranks: Ranks, microbatches: int) -> float:
+        """Return the seconds that a plan takes at least in any order, as if messages and sums took none.
+
+        forwards before + all computes of a stage, and the input gradients of stages before
+        """
+        loads = [self._load_of(cuts, ranks, s, microbatches) for s in range(len(ranks))]
+        before = after = least = 0.0
+        for load in loads:
+            least = max(least, before + load.all, before + load.flowing + after)
+            before, after = before + load.first, after + load.last
+        return least
+
+    def _load_of(self, cuts: Cuts, ranks: Ranks, s: int, microbatches: int) -> ComputeTerm:
+        key = (*self._stage(cuts, s), ranks[s], microbatches)
+        if key not in self._loads:
+            firsts = self.columns(microbatches)
+            sizes = microbatch_sizes(self.problem.samples, microbatches)
+            shares = {m: self._shares_of(cuts, ranks, s, m, sizes[m]).seconds for m in {*firsts}}
+            every = np.sum([shares[m] for m in firsts], axis=(0, 2))
+            step_s = self._stage_of(cuts, ranks, s).step_s
+            self._loads[key] = ComputeTerm(
+                float(every.max()) + step_s,
+                float((every - shares[firsts[-1]][:, 2]).max()) + step_s,
+                float(shares[firsts[0]][:, 0].min()),
+                float(shares[firsts[-1]][:, 1].min()),
+            )
+        return self._loads[key]
+
+    def _shares_of(self, cuts: Cuts, ranks: Ranks, s: int, m: int, size: int) -> Shares:
+        key = (*self._stage(cuts, s), ranks[s], size, m if self._coupled else 0)
+        if key not in self._shares:
+            self._shares[key] = self._priced_shares(self._priced(cuts, ranks), s, m, size)
+        return self._shares[key]
+
+    def _priced_shares(self, prices: PlanPrices, s: int, m: int, size: int) -> Shares:
+        ranks = prices.layout.stages[s]
+        found = Shares(*(np.zeros((len(ranks), count)) for count in (3, 2, 3, 3)))
+        for i, rank in enumerate(ranks):
+            samples = len(prices.layout.samples(s, i, m, size))
+            if not samples:
+                continue
+            found.held[i] = prices.saved_bytes(s, samples), prices.kept_bytes(s, samples)
+            for h, half in enumerate(HALVES if self.problem.training else HALVES[:1]):
+                compute = Compute(s, half, m)
+                found.seconds[i, h] = prices.compute_s(compute, rank, samples)
+                found.workspace[i, h] = prices.workspace_bytes(compute, samples)
+                found.first[i, h] = max(0.0, found.workspace[i, h] - prices.gradient_bytes(compute, samples))
+        return found
+
+    def _exchanges_of(self, cuts: Cuts, ranks: Ranks, m: int, size: int) -> dict[Edge, ExchangeTerm]:
+        found: dict[Edge, ExchangeTerm] = {}
+        mixed = self._mixed(cuts) if self._coupled else ()
+        for edge in self._pricer.traffic(cuts).edges:
+            direction, s, t = edge.direction, edge.source, edge.target
+            key: tuple[object, ...] = (edge.bytes_per_sample, edge.fixed_bytes, ranks[s], ranks[t], size)
+            if mixed:
+                key = (*key, m, mixed[s], mixed[t])
+            if key not in self._exchanges:
+                self._exchanges[key] = _exchange(self._priced(cuts, ranks), (direction, s, t), m, size)
+            found[direction, s, t] = self._exchanges[key]
+        return found
+
+    def _stage_of(self, cuts: Cuts, ranks: Ranks, s: int) -> StageTerm:
+        key = (*self._stage(cuts, s), ranks[s])
+        if key not in self._stages:
+            prices, cluster = self._priced(cuts, ranks), self.problem.cluster
+            rooms = (cluster.device(rank).memory_bytes - prices.state_bytes(rank) for rank in ranks[s])
+            step_s = max(prices.step_s(rank) for rank in ranks[s]) if self.problem.training else 0.0
+            self._stages[key] = StageTerm(tuple(rooms), step_s)
+        return self._stages[key]
+
+    def _sums_s(self, cuts: Cuts, ranks: Ranks) -> list[float]:
+        """Return, by stage, the seconds of the longest sum of gradients that waits for it."""
+        longest = [0.0] * len(ranks)
+        for bucket in self._pricer.traffic(cuts).buckets if self.problem.training else ():
+            held = tuple(sorted({rank for s in bucket.stages for rank in ranks[s]}))
+            if len(held) < 2:
+                continue
+            if held not in self._sums:
+                self._sums[held] = all_reduce_of(self.problem.cluster, held)
+            seconds = self._sums[held].seconds(bucket.bytes)
+            for s in bucket.stages:
+                longest[s] = max(longest[s], seconds)
+        return longest
+
+    def _stage(self, cuts: Cuts, s: int) -> tuple[int, int]:
+        """Return the positions at which a stage begins and ends."""
+        return cuts[s - 1] if s else 0, cuts[s] if s < len(cuts) else len(self.problem.graph.nodes)
+
+    def _mixed(self, cuts: Cuts) -> tuple[bool, ...]:
+        """Return for every stage whether it mixes samples, so that its replicas take whole micro-batches."""
+        stages = (self._stage(cuts, s) for s in range(len(cuts) + 1))
+        return tuple(any(begin <= position < end for position in self._coupled) for begin, end in stages)
+
+    def _priced(self, cuts: Cuts, ranks: Ranks) -> PlanPrices:
+        if self._latest is None or self._latest[:2] != (cuts, ranks):
+            layout = Plan(stage_plans(self.problem, cuts, ranks), 1).layout
+            self._latest = cuts, ranks, self._pricer.price(cuts, layout)
+        return self._latest[2]
+
+
+def _exchange(prices: PlanPrices, edge: Edge, m: int, size: int) -> ExchangeTerm:
+    (direction, s, t), layout = edge, prices.layout
+    senders, receivers = layout.stages[s], layout.stages[t]
+    found = ExchangeTerm(np.full((len(senders), len(receivers)), NEVER), np.zeros(len(receivers)))
+    for (i, sender), (j, receiver) in itertools.product(enumerate(senders), enumerate(receivers)):
+        common = layout.samples(s, i, m, size) & layout.samples(t, j, m, size)
+        if common:
+            message = Message(direction, s, t, m, common)
+            found.seconds[i, j] = prices.transfer_s(message, sender, receiver)
+            found.received[j] += prices.message_bytes(message)
+    return found

@@ -1,0 +1,1 @@
+"""The judge of plans: names resolved on a graph, symmetry, and the simulator."""

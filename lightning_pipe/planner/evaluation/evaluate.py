@@ -1,0 +1,197 @@
+"""How good is a plan? The simulator says: the same program that would run, priced with the problem's costs.
+
+    judged = judge(plan, problem)
+    judged.step_s, judged.bubble, judged.peak_bytes, judged.overflow()
+
+Nothing is judged that has not been verified. Costs of a cut are worked out once and shared by all plans that cut alike
+and relieve their stages alike (`Judge`). Of long programs with many equal replicas only some are lowered and simulated
+(`planner.evaluation.symmetry`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_pipe.collection import without_collection
+from lightning_pipe.core.cluster import NO_SWAP, Cluster
+from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.program import Layout, Order, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.cost.activations import Reliefs
+from lightning_pipe.cost.prices import PlanPrices, Pricer
+from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.evaluation.chain_times import times_of
+from lightning_pipe.planner.evaluation.resolve import resolve, resolve_reliefs
+from lightning_pipe.planner.evaluation.symmetry import SymmetryReduction, fold, instructions, whole
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.orders.forward_only import forward_only
+from lightning_pipe.schedule.registry import needs_times, order_of, planned_join, planned_order, with_order
+from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulate
+
+_WHOLE = 20_000  # instructions up to which a program is judged with all its ranks, some 0.4 seconds
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan with what the simulator says of it.
+
+    Attributes:
+        plan: the plan.
+        cuts: positions at which its stages 1, 2, ... begin.
+        program: the program of one batch, of the ranks that represent others or themselves.
+        prices: its prices.
+        timeline: predicted times of these ranks.
+        curves: predicted memory of every rank of the plan.
+        representatives: for every rank of the plan, the rank of the program that does the same at the same time.
+        ahead_s: seconds from step to step where ranks do not wait for each other; None where they do.
+    """
+
+    plan: Plan
+    cuts: tuple[int, ...]
+    program: VerifiedProgram
+    prices: PlanPrices
+    timeline: Timeline
+    curves: tuple[MemoryCurve, ...]
+    representatives: tuple[int, ...]
+    ahead_s: float | None = None
+
+    @cached_property
+    def step_s(self) -> float:
+        """Return the predicted seconds of a batch, optimizer step included."""
+        return self.timeline.makespan if self.ahead_s is None else self.ahead_s
+
+    @cached_property
+    def bubble(self) -> float:
+        """Return the mean bubble of the ranks."""
+        bubbles = {rank: self.timeline.bubble(rank) for rank in self.timeline.ranks}
+        found = [bubbles[rank] for rank in self.representatives if rank in bubbles]
+        return sum(found) / len(found)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Return the predicted peak of every rank."""
+        peaks = {rank: self.curves[rank].peak_total_bytes for rank in set(self.representatives)}
+        return tuple(peaks[rank] for rank in self.representatives)
+
+    def overflow(self, cluster: Cluster) -> int:
+        """Return by how many bytes the fullest rank exceeds its memory; 0 or less if the plan fits."""
+        return max(peak - cluster.device(rank).memory_bytes for rank, peak in enumerate(self.peak_bytes))
+
+    def rank(self, cluster: Cluster) -> tuple[int, float]:
+        """Return what plans are ranked by, smaller is better: bytes over memory, then seconds."""
+        return max(0, self.overflow(cluster)), self.step_s
+
+
+class Judge:
+    """Judge plans of one problem.
+
+    Args:
+        problem: costs and devices.
+        pricer: of its graph, profile and cluster, if there is one already.
+
+    Attributes:
+        pricer: prices its cuts.
+    """
+
+    def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
+        self._problem = problem
+        self.pricer = pricer or Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
+        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...], bool], PlanPrices] = {}
+
+    def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None, *, folds: bool = True) -> Judged:
+        """Lower, verify, price and simulate a plan.
+
+        Args:
+            plan: the plan.
+            sizes: samples of the micro-batches; by default the batch in equal parts.
+            folds: whether few ranks may represent all in a long program.
+
+        Returns:
+            The judgement; its plan has the order of its computes if the schedule decides that by times.
+
+        Raises:
+            PlanError: if the plan does not fit graph or ranks, or offloads where nothing can be copied to a host.
+        """
+        cuts = resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks)
+        prices = self._priced(plan, cuts)
+        if self._problem.wishes.shard_optimizer == "on" and not plan.shard_optimizer and prices.shares_state:
+            plan = replace(plan, shard_optimizer=True)
+            prices = self._priced(plan, cuts)
+        sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
+        if self._problem.training and needs_times(plan):
+            plan = with_order(plan, times_of(prices, sizes, cluster=self._problem.cluster))
+        if folds and not plan.order and instructions(prices.layout, sizes) > _WHOLE:
+            part = fold(sizes, prices=prices, cluster=self._problem.cluster)
+        else:
+            part = whole(prices.layout, sizes)
+        with without_collection():  # programs have no cycles
+            program = self._program(plan, part, prices)
+            ahead_s = period(program, prices) if self._problem.runs_ahead else None
+            timeline = simulate(program, prices, cards=prices if len(self._problem.cluster.hosts) > 1 else None)
+            curves = memory_curves(timeline, program=program, prices=prices)
+        used = frozenset(part.representatives)
+        events = tuple(event for event in timeline.events if event.rank in used)  # others only step
+        found = tuple(curves[rank] for rank in part.representatives)
+        return Judged(plan, cuts, program, prices, Timeline(events), found, part.representatives, ahead_s)
+
+    def shares_state(self, judged: Judged) -> bool:
+        """Return whether ranks of a plan hold the same trained parameters, whose optimizer state they could share."""
+        return self._priced(judged.plan, judged.cuts).shares_state
+
+    def _program(self, plan: Plan, part: SymmetryReduction, prices: PlanPrices) -> VerifiedProgram:
+        training = self._problem.training
+        order = _order(plan, part, training=training)
+        return verify(
+            lower(
+                order,
+                layout=part.layout,
+                sizes=part.sizes,
+                traffic=prices.traffic,
+                training=training,
+                synchronise=training,
+                join=planned_join(plan),
+            )
+        )
+
+    def _priced(self, plan: Plan, cuts: tuple[int, ...]) -> PlanPrices:
+        reliefs = resolve_reliefs(plan, self._problem.graph, self.pricer.works(cuts))
+        key = (cuts, plan.layout, reliefs, plan.shard_optimizer)
+        if key not in self._prices:
+            prices = self.pricer.price(cuts, plan.layout, reliefs, sharded=plan.shard_optimizer)
+            _check_swaps(prices, self._problem.cluster)
+            self._prices[key] = prices
+        return self._prices[key]
+
+
+def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:
+    for stage in prices.traffic.offloads:
+        for rank in prices.layout.stages[stage]:
+            host = cluster.hosts[cluster.host_of(rank)]
+            if host.swap == NO_SWAP:
+                raise PlanError(
+                    f"Stage {stage} of the plan offloads, but host {host.name} of its rank {rank} has no link between "
+                    "the memory of a device and its own. Add `swap:` to the host in the cluster file, or remove "
+                    "`offload:` from the stage."
+                )
+
+
+def _order(plan: Plan, part: SymmetryReduction, *, training: bool) -> Order:
+    if not training:
+        return forward_only(part.layout, len(part.sizes))
+    if plan.order:
+        return planned_order(plan, microbatches=len(part.sizes))
+    return order_of(plan.schedule, layout=part.layout, microbatches=len(part.sizes), options=plan.options)
+
+
+def judge(plan: Plan, problem: Problem) -> Judged:
+    """Judge one plan with all its ranks, as for running or drawing it; see `Judge`."""
+    return Judge(problem).judge(plan, folds=False)
+
+
+def unfolded(judged: Judged, problem: Problem) -> Judged:
+    """Return a judgement of the same plan that has program and timeline of all ranks."""
+    is_whole = len(set(judged.representatives)) == len(judged.representatives)
+    return judged if is_whole else judge(judged.plan, problem)

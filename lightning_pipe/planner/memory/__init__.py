@@ -1,0 +1,1 @@
+"""What stages give up to fit into memory: recomputation, offload, warm-up."""

@@ -1,0 +1,1 @@
+"""Searches over what all planners propose, over schedules, and over everything."""

@@ -1,0 +1,1 @@
+"""The published planners, each as its paper says."""

@@ -1,0 +1,1 @@
+"""DAPPLE's planner (Fan et al., PPoPP 2021): latency formula, recursion, placement policies."""

@@ -1,0 +1,1 @@
+"""Operations of a captured step, timed where they stand."""

@@ -1,0 +1,181 @@
+"""How long does every operation of a captured step take on this device, and what memory does it need for itself?
+
+    profile = profile_capture(capture, device=device, sizes=(1, 4, 8), cache=Path(".lightning_pipe"))
+
+Every distinct call is timed where it stands in the step (`course`, `walk`, `part`), at each of some numbers of samples,
+and what a stage function takes besides is measured on windows of the graph (`glue`). Calls that are timed already, on
+this kind of device by this version of torch, are read from the cache. Nothing is run on the user's parameters: tensors
+are made up, so parameters may be on the meta device, and models larger than the device can be measured.
+
+Where ranks share the work, each measures its share of the calls at the same time as the others, so that what they have
+in common (caches, memory bandwidth) is as busy as in training:
+
+    operators = Operators(capture, device=device, sizes=sizes)
+    mine = operators.measure(known, share=(rank, ranks))        known: the same on all ranks
+    profile = operators.assemble({**known, **everybody's})
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lightning_pipe.capture import Capture
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.stages.operation_calls import operator_calls
+from lightning_pipe.capture.steps.keyed_random import undisturbed
+from lightning_pipe.collection import without_collection
+from lightning_pipe.core.profile import Profile
+from lightning_pipe.profiler.cache import Timing, Timings, digest, load_timings, store_timings
+from lightning_pipe.profiler.devices import device_kind
+from lightning_pipe.profiler.timing.arguments import Maker
+from lightning_pipe.profiler.timing.clock import clock_of
+from lightning_pipe.profiler.timing.glue import glue_names, known_glue, measure_glue
+from lightning_pipe.profiler.timing.op_sequence import Course
+from lightning_pipe.profiler.timing.progress import Bar
+from lightning_pipe.profiler.timing.sample_region import SampleRegion
+from lightning_pipe.profiler.timing.timed_run import Tools
+from lightning_pipe.profiler.timing.workspace import gauge_of
+
+_ROUNDS = 2
+_LIMIT_BYTES = 2 * 2**30  # for tensors, unless one call needs more
+_LEAST_SHARE = 0.5  # of an operation's own time is left where glue is negative
+
+
+def profile_capture(
+    capture: Capture,
+    *,
+    device: torch.device,
+    sizes: Sequence[int],
+    cache: Path | None = None,
+    progress: bool = False,
+) -> Profile:
+    """Return the seconds of all operations, from the cache where they are known, else measured.
+
+    Args:
+        capture: the step; its parameters may be on the meta device.
+        device: where to measure.
+        sizes: numbers of samples at which to measure; those for which the graph does not hold are left out.
+        cache: directory of known times; None for none.
+        progress: whether to show a bar if it takes long.
+    """
+    operators = Operators(capture, device=device, sizes=sizes)
+    known = load_timings(cache, device) if cache is not None else {}
+    found = operators.measure(known, progress=progress)
+    if cache is not None and found:
+        store_timings(cache, device, found)
+    return operators.assemble({**known, **found})
+
+
+class Operators:
+    """Measure the operations of one captured step.
+
+    Args:
+        capture: the step.
+        device: where to measure.
+        sizes: numbers of samples at which to measure; those for which the graph does not hold are left out, and if none
+            is left, the captured one is taken.
+    """
+
+    def __init__(self, capture: Capture, *, device: torch.device, sizes: Sequence[int]) -> None:
+        self._capture, self._device = capture, device
+        fitting = [n for n in sorted(set(sizes)) if not capture.misfit(n)]
+        self.sizes: tuple[int, ...] = tuple(fitting) or (capture.graph.samples,)
+        with without_collection():  # which takes longer than the work where a graph has made many objects
+            self._courses = {n: self._course(n) for n in self.sizes}
+
+    def _course(self, samples: int) -> Course:
+        calls = list(operator_calls(_joint(self._capture, samples), samples, self._device))
+        return Course(self._capture.graph, calls)
+
+    def measure(self, known: Timings, *, share: tuple[int, int] = (0, 1), progress: bool = False) -> dict[str, Timing]:
+        """Measure what is not known, and return it.
+
+        Args:
+            known: what need not be measured; the same on all ranks that share the work.
+            share: this rank's number among the ranks that share the work, and their number.
+            progress: whether to show a bar if it takes long.
+        """
+        wanted = self._wanted(known, share)
+        graph = self._capture.graph
+        glue = [n for n in self.sizes if share[0] == 0 and any(digest(g) not in known for g in glue_names(graph, n))]
+        if not glue and not any(wanted.values()):
+            return {}
+        with Bar("Profiling", shown=progress) as bar, _measuring(self._device):
+            tools = Tools(Maker(self._device), clock_of(self._device), _LIMIT_BYTES)
+            parts = [SampleRegion(self._courses[n], names, tools) for n, names in wanted.items() if names]
+            for part in parts * _ROUNDS:
+                part.measure(lambda done: bar.advance(done / (_ROUNDS * len(parts))))
+            with gauge_of(self._device) as gauge:
+                for part in parts:
+                    part.watch(gauge)
+            found = {name: timing for part in parts for name, timing in part.timings(gauge.scratch)}
+            if glue:
+                found |= measure_glue(self._capture, {n: self._courses[n] for n in glue}, tools)
+        return {digest(name): timing for name, timing in found.items()}
+
+    def _wanted(self, known: Timings, share: tuple[int, int]) -> dict[int, list[str]]:
+        """Return the signatures to be measured here at each number of samples: neighbours stay together."""
+        rank, ranks = share
+        seen: set[str] = set()
+        wanted = {}
+        for n, course in self._courses.items():
+            names = [name for name in course.signatures if name not in seen and digest(name) not in known]
+            seen.update(names)
+            wanted[n] = names[len(names) * rank // ranks : len(names) * (rank + 1) // ranks]
+        return wanted
+
+    def assemble(self, timings: Timings) -> Profile:
+        """Return the profile that known and measured times make.
+
+        Args:
+            timings: of all calls.
+        """
+        columns = [self._column(n, timings) for n in self.sizes]
+        scratch = [self._scratch(n, timings) for n in self.sizes]
+        found = [timings[digest(name)] for course in self._courses.values() for name in course.signatures]
+        return Profile(
+            graph=self._capture.graph.fingerprint,
+            device=device_kind(self._device),
+            samples=self.sizes,
+            seconds=tuple(zip(*columns, strict=True)),
+            spread=statistics.median(t.spread for t in found if not math.isnan(t.seconds)),
+            scratch_bytes=tuple(zip(*scratch, strict=True)),
+        )
+
+    def _scratch(self, samples: int, timings: Timings) -> list[int]:
+        """Return what every operation holds for itself at one number of samples, 0 where that is not known."""
+        found = (timings[digest(name)].scratch_bytes for name in self._courses[samples].own)
+        return [0 if math.isnan(scratch) else round(scratch) for scratch in found]
+
+    def _column(self, samples: int, timings: Timings) -> list[float]:
+        """Return the seconds of all operations at one number of samples, glue included."""
+        course = self._courses[samples]
+        by_name = {name: timings[digest(name)].seconds for name in course.signatures}
+        graph = self._capture.graph
+        seconds = [0.0] * len(graph.operations)
+        for name, operation in course.charges():
+            if not math.isnan(by_name[name]):
+                seconds[operation] += by_name[name]
+        glue = known_glue(graph, samples, timings)
+        return [
+            max(own + glue.of(operation.phase), _LEAST_SHARE * own) if own else 0.0
+            for operation, own in zip(graph.operations, seconds, strict=True)
+        ]
+
+
+def _joint(capture: Capture, samples: int) -> JointGraph:
+    """Return the graph for a number of samples."""
+    return capture.joint if capture.variants is None else capture.variants.graph(samples)
+
+
+@contextmanager
+def _measuring(device: torch.device) -> Iterator[None]:
+    """Run as stages do, without garbage collection in between, and leave torch's random state as it is."""
+    with without_collection(), torch.no_grad(), undisturbed(device):
+        yield

@@ -1,0 +1,1 @@
+"""What ranks exchange: values of stages, gradients, results."""

@@ -1,0 +1,226 @@
+"""Which values go where? Messages are made from a stage's values and turned back into them.
+
+A message holds, for the samples that sender and receiver share, the values of one edge in the order of the stage
+program. Where both stages are on one rank the values go into the mailbox directly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.exchanges.mailbox import Mailbox, PendingReceive
+from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, cut, from_tensor, join, packed, to_tensor
+from lightning_pipe.runtime.record import Mark, Recorder
+from lightning_pipe.runtime.stage import Sends, Stage
+from lightning_pipe.runtime.transport.protocol import Transport
+from lightning_pipe.runtime.waiting import Done, Handle, Landing, Wait, Walk
+
+
+class Exchange:
+    """Move values between the stages of this rank and their neighbours.
+
+    Args:
+        split: values of the edges.
+        stages: stages of this rank by number.
+        transport: its channels must be open.
+        device: where values live.
+    """
+
+    def __init__(
+        self, split: Split, stages: Mapping[int, Stage], *, transport: Transport, device: torch.device
+    ) -> None:
+        self._split = split
+        self._stages = stages
+        self._transport = transport
+        self._device = device
+        self._mailbox = Mailbox()
+        self._sends: list[tuple[Send, Handle]] = []
+        self._receives: list[tuple[Recv, Handle]] = []
+
+    def begin(self, program: Program, recorder: Recorder) -> None:
+        """Forget everything under way, and tell the stages what will be fetched from them."""
+        self._recorder = recorder
+        self._posted: dict[Recv, Mark] = {}
+        self._mailbox.clear()
+        self._sends.clear()
+        self._receives.clear()
+        self._program = program
+        for number, stage in self._stages.items():
+            stage.begin(self._expected_sends(number), training=program.training)
+
+    @property
+    def batch_samples(self) -> int:
+        """Return the samples of the batch."""
+        return sum(self._program.sizes)
+
+    def local(self, stage: int, microbatch: int) -> Samples:
+        """Return the samples of a micro-batch that this rank's replica of a stage computes."""
+        layout = self._program.layout
+        replica = layout.stages[stage].index(self._transport.rank)
+        return layout.samples(stage, replica, microbatch, self._program.sizes[microbatch])
+
+    def send(self, send: Send) -> None:
+        """Post a message from a stage of this rank."""
+        message = send.message
+        tensors = [
+            packed(to_tensor(content, device=self._device), self._split.values[name])
+            for name, content in self._parts(message).items()
+        ]
+        self._post(send, tensors)
+
+    def _post(self, send: Send, tensors: list[torch.Tensor]) -> None:
+        self._let_go()
+        self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
+
+    def receive(self, receive: Recv) -> None:
+        """Post the receiving of a message for a stage of this rank."""
+        message = receive.message
+        names = self._stages[message.target].program.receives[message.direction, message.source]
+        buffers, views = self._buffers(names, len(message.samples))
+        handle = self._transport.receive(views, peer=receive.peer)
+        self._posted[receive] = self._recorder.mark()
+        self._let_go()
+        self._receives.append((receive, handle))
+        self._mailbox.put(PendingReceive(message, receive.peer, buffers, handle))
+
+    def _buffers(self, names: Sequence[str], samples: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """Allocate what a message of these values fills, and return it with what travels of it."""
+        values = [self._split.values[name] for name in names]
+        buffers = tuple(buffer_for(value, samples, device=self._device) for value in values)
+        return buffers, [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
+
+    def _let_go(self) -> None:
+        """Forget what has landed: its handles keep memory."""
+        self._sends = [(send, under_way) for send, under_way in self._sends if not under_way.landed()]
+        self._receives = [(receive, under_way) for receive, under_way in self._receives if not under_way.landed()]
+
+    def collect(self, compute: Compute) -> Walk[None]:
+        """Wait for the letters that a compute needs and give their contents to its stage."""
+        self._let_go()
+        if compute.kind == "W":
+            return
+        stage = self._stages[compute.stage]
+        direction: Pass = "F" if compute.kind == "F" else "B"
+        sources = [source for way, source in stage.program.receives if way == direction]
+        for source in sources:
+            names = stage.program.receives[direction, source]
+            letters = self._mailbox.take((direction, source, compute.stage, compute.microbatch))
+            for letter in letters:
+                yield from self._arrive(letter)
+            if letters:
+                stage.receive(compute.microbatch, self._joined(names, letters, compute))
+
+    def _arrive(self, letter: PendingReceive) -> Walk[None]:
+        receive = Recv(letter.message, letter.sender)
+        yield Wait(letter.handle, receive)
+        if receive in self._posted:  # not what a stage of this rank has handed over
+            self._recorder.add(receive, self._posted.pop(receive))
+
+    def hand_over(self, compute: Compute) -> None:
+        """Put what a compute produced for stages on this rank into the mailbox."""
+        if compute.kind == "W":
+            return
+        direction: Pass = "F" if compute.kind == "F" else "B"
+        for message in self._own_messages(compute.stage, compute.microbatch):
+            if message.direction == direction:
+                tensors = [to_tensor(content, device=self._device) for content in self._parts(message).values()]
+                self._mailbox.put(PendingReceive(message, self._transport.rank, tuple(tensors), Done()))
+
+    def finish_sends(self) -> Walk[None]:
+        """Wait until every message posted has left."""
+        for send, handle in self._sends:
+            yield Wait(handle, send)
+        self._sends.clear()
+
+    def give_up(self, rest: Sequence[Send | Recv]) -> Walk[None]:
+        """Bring everything under way to rest: post the ends that are missing, with nothing in them, and wait for all.
+
+        Args:
+            rest: these ends (`core.abort_program`).
+        """
+        for end in rest:
+            match end:
+                case Send(message):
+                    names = self._stages[message.source].program.sends[message.direction, message.target]
+                    self._post(end, self._buffers(names, len(message.samples))[1])
+                case Recv():
+                    self.receive(end)
+        yield from self.finish_sends()
+        yield from self._finish_receives()
+
+    def finish(self) -> Walk[None]:
+        """Wait until everything posted has really happened.
+
+        Raises:
+            PipelineError: if a message was received that no compute has taken, or a value is still held.
+        """
+        yield from self.finish_sends()
+        yield from self._finish_receives()
+        letters = [str(Recv(letter.message, letter.sender)) for letter in self._mailbox.left()]
+        values = [f"stage {number}, {name}" for number, stage in self._stages.items() for name in stage.left()]
+        if letters or values:
+            raise PipelineError(
+                f"Rank {self._transport.rank} ended its program with letters {letters} and values {values} unused. "
+                "The program and the split do not fit each other."
+            )
+
+    def _finish_receives(self) -> Walk[None]:
+        for receive, handle in self._receives:
+            yield Wait(Landing(handle), receive)
+        self._receives.clear()
+
+    def _expected_sends(self, stage: int) -> Sends:
+        program = self._program
+        messages = [
+            instruction.message
+            for instruction in program.ranks[self._transport.rank]
+            if isinstance(instruction, Send) and instruction.message.source == stage
+        ]
+        own = [message for m in range(len(program.sizes)) for message in self._own_messages(stage, m)]
+        return Counter((message.direction, message.target, message.microbatch) for message in [*messages, *own])
+
+    def _own_messages(self, stage: int, microbatch: int) -> list[Message]:
+        """List the messages from a stage of this rank to others that are on this rank too."""
+        targets = [
+            (direction, target)
+            for direction, target in self._stages[stage].program.sends
+            if target in self._stages and (direction == "F" or self._program.training)
+        ]
+        shared = [(self.local(stage, microbatch) & self.local(target, microbatch)) for _, target in targets]
+        return [
+            Message(direction, stage, target, microbatch, samples)
+            for (direction, target), samples in zip(targets, shared, strict=True)
+            if len(samples)
+        ]
+
+    def _parts(self, message: Message) -> dict[str, Content]:
+        """Take a message's values from its stage, and of each the part for the message's samples."""
+        stage = self._stages[message.source]
+        local = self.local(message.source, message.microbatch)
+        contents = stage.outgoing(message.direction, message.target, message.microbatch)
+        return {name: self._part(name, content, local, message) for name, content in contents.items()}
+
+    def _part(self, name: str, content: Content, local: Samples, message: Message) -> Content:
+        if not isinstance(content, torch.Tensor):
+            return content
+        value = self._split.values[name]
+        return cut(content, value, local=local, part=message.samples)
+
+    def _joined(
+        self, names: tuple[str, ...], letters: tuple[PendingReceive, ...], compute: Compute
+    ) -> dict[str, Content]:
+        """Join the parts of every value; letters hold tensors in the order of `names`."""
+        local = self.local(compute.stage, compute.microbatch)
+        columns = zip(*(letter.tensors for letter in letters), strict=True)
+        joined: dict[str, Content] = {}
+        for name, tensors in zip(names, columns, strict=True):
+            value = self._split.values[name]
+            parts = [(letter.message.samples, tensor) for letter, tensor in zip(letters, tensors, strict=True)]
+            joined[name] = from_tensor(join(parts, value, local=local), value)
+        return joined

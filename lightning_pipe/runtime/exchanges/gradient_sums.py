@@ -1,0 +1,77 @@
+"""Gradients of parameters, added to `.grad` one by one as a half makes them: there is one copy of them in all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import reduce
+
+import torch
+
+from lightning_pipe.runtime.exchanges.slicing import Content
+
+
+class Sums:
+    """Add the gradients that one run of a half makes.
+
+    Args:
+        parameters: by canonical name.
+        given: what the half reads; memory that it shares with a gradient is not taken over.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], given: Iterable[Content]) -> None:
+        self._parameters = parameters
+        self._used = {storage_of(content) for content in given if isinstance(content, torch.Tensor)}
+        self._taken: dict[int, torch.Tensor] = {}
+
+    def add(self, name: str, *terms: torch.Tensor) -> None:
+        """Add the sum of the terms; a first gradient is taken as it is if nothing else has used its memory so far."""
+        parameter, gradient = self._parameters[name], reduce(torch.add, terms)
+        storage = storage_of(gradient)
+        is_free = storage not in self._used and storage not in self._taken
+        if add_to(parameter, gradient, take=is_free):
+            self._taken[storage] = parameter
+
+    def part_from(self, contents: Iterable[Content]) -> None:
+        """Copy what was taken of memory that other results share."""
+        for content in contents:
+            if (
+                isinstance(content, torch.Tensor)
+                and (parameter := self._taken.pop(storage_of(content), None)) is not None
+            ):
+                assert parameter.grad is not None, "taken just now"
+                parameter.grad = parameter.grad.clone()
+
+
+def add_to(parameter: torch.Tensor, gradient: torch.Tensor, *, take: bool) -> bool:
+    """Add a gradient to that of a parameter; return whether it was taken as it is, which only a first one may be.
+
+    Args:
+        parameter: whose gradient it is.
+        gradient: what is added.
+        take: whether its memory is nobody else's.
+    """
+    if gradient.layout != torch.strided:  # of a sparse embedding
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return False
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+        return False
+    if take and _fills(gradient, parameter):
+        parameter.grad = gradient
+        return True
+    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    return False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what names the memory of a tensor."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _fills(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a gradient has the parameter's form and fills its storage (so it is no view of something)."""
+    return (
+        gradient.dtype == parameter.dtype
+        and gradient.stride() == parameter.stride()
+        and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    )

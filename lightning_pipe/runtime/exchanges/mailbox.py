@@ -1,0 +1,49 @@
+"""What has arrived, or will, for the computes of this rank? Letters by (direction, source, target, micro-batch)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from lightning_pipe.core.program import Message, Pass
+from lightning_pipe.runtime.waiting import Handle
+
+Address: TypeAlias = tuple[Pass, int, int, int]  # direction, source, target, microbatch
+
+
+@dataclass(frozen=True)
+class PendingReceive:
+    """The tensors of one message, valid once the handle is done; `sender` is this rank itself for a neighbour on it."""
+
+    message: Message
+    sender: int
+    tensors: tuple[torch.Tensor, ...]
+    handle: Handle
+
+
+class Mailbox:
+    """Letters of one rank that no compute has taken yet."""
+
+    def __init__(self) -> None:
+        self._letters: dict[Address, list[PendingReceive]] = defaultdict(list)
+
+    def put(self, letter: PendingReceive) -> None:
+        """Keep a letter until a compute takes it."""
+        message = letter.message
+        address = (message.direction, message.source, message.target, message.microbatch)
+        self._letters[address].append(letter)
+
+    def take(self, address: Address) -> tuple[PendingReceive, ...]:
+        """Return and forget all letters of an address, in the order in which they were put."""
+        return tuple(self._letters.pop(address, ()))
+
+    def left(self) -> tuple[PendingReceive, ...]:
+        """Return the letters that nobody has taken."""
+        return tuple(letter for letters in self._letters.values() for letter in letters)
+
+    def clear(self) -> None:
+        """Forget all letters."""
+        self._letters.clear()

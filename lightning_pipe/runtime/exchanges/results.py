@@ -1,0 +1,216 @@
+"""How does every rank get the step's outputs, combined over micro-batches and slices?
+
+All scalars travel in one float64 sum of slots: a slot is written by the one rank that has the value and is zero
+elsewhere. The same sum carries the ranks' votes (stop, skip, overflow), so that all ranks decide alike. Values with
+samples (and other tensors) are broadcast by the ranks that have them, one broadcast per rank, with shapes known from
+the split. Then every rank combines the same pieces in the same order, in the type of the value:
+
+    mean   weighted by samples, summed in the order of micro-batches and slices
+    sum, max, min
+    cat    along the batch dimension, in the order of samples
+    same   the first
+
+    results = Results(split, layout, transport=transport, device=device)
+    collected = drive(results.collect(program, outcome.results, names, votes={"stop": 0.0}), wait=watch.wait)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from lightning_pipe.capture.steps.stage_program import Split, Value
+from lightning_pipe.core.program import Layout, Program, Samples
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.exchanges.groups import everyone
+from lightning_pipe.runtime.exchanges.slicing import Content, combine, from_tensor, to_tensor
+from lightning_pipe.runtime.job import ResultSlice
+from lightning_pipe.runtime.transport.collectives import as_bytes
+from lightning_pipe.runtime.transport.protocol import Transport
+from lightning_pipe.runtime.waiting import Done, Wait, Walk
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What every rank knows after a program.
+
+    Attributes:
+        values: outputs of the batch by value name; scalars as well on the rank's device.
+        pieces: the same before they were combined, in order of micro-batch and sample (scalars on the host).
+        votes: sums of the ranks' votes.
+    """
+
+    values: Mapping[str, Content]
+    pieces: Mapping[str, tuple[ResultSlice, ...]]
+    votes: Mapping[str, float]
+
+
+_Slice: TypeAlias = tuple[str, int, Samples]  # name of an output, micro-batch, samples
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One slice of one value: what it is called, which samples it has, and which rank has it."""
+
+    value: Value
+    microbatch: int
+    samples: Samples
+    rank: int
+
+    @property
+    def slice(self) -> _Slice:
+        return self.value.name, self.microbatch, self.samples
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return () if self.value.dtype is None else self.value.size(len(self.samples))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int64 if self.value.dtype is None else self.value.dtype
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.shape == () and not self.dtype.is_complex
+
+    @property
+    def byte_count(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Letter:
+    """Contents under way: those of `places`, in their order, in one tensor."""
+
+    places: tuple[_Place, ...]
+    content: torch.Tensor
+    wait: Wait
+
+
+class Results:
+    """Exchange the outputs of programs.
+
+    Args:
+        split: says which stage produces an output, and what is known of it.
+        layout: ranks of each stage.
+        transport: the group of all ranks must be open.
+        device: where values live.
+        carrier: the device from which the transport takes values; by default the same.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        layout: Layout,
+        *,
+        transport: Transport,
+        device: torch.device,
+        carrier: torch.device | None = None,
+    ) -> None:
+        self._split = split
+        self._layout = layout
+        self._transport = transport
+        self._device = device
+        self._carrier = carrier or device
+        self._group = everyone(layout)
+
+    def collect(
+        self,
+        program: Program,
+        pieces: Mapping[str, Sequence[ResultSlice]],
+        names: Sequence[str],
+        *,
+        votes: Mapping[str, float] | None = None,
+    ) -> Walk[Collected]:
+        """Post what this rank has, and return the coroutine that gives all pieces of the outputs and their combination.
+
+        Args:
+            program: the program that was run.
+            pieces: what this rank's forwards gave.
+            names: the wanted outputs, the same on all ranks.
+            votes: numbers to be summed over ranks, under the same names on all of them.
+
+        Raises:
+            PipelineError: from the coroutine, if an output cannot be put together from its pieces.
+        """
+        own = {(name, p.microbatch, p.samples): p.content for name, ps in pieces.items() for p in ps}
+        places = [place for name in dict.fromkeys(names) for place in self._places(name, program)]
+        sums = self._sum([place for place in places if place.is_scalar], own, votes or {})
+        sent = self._sent([place for place in places if not place.is_scalar], own)
+        return self._collected(program, places, sums, sent, sorted(votes or {}))
+
+    def _collected(
+        self, program: Program, places: Sequence[_Place], sums: _Letter, sent: Sequence[_Letter], votes: Sequence[str]
+    ) -> Walk[Collected]:
+        yield sums.wait
+        numbers = sums.content.cpu()
+        found = {place: from_tensor(numbers[i].to(place.dtype), place.value) for i, place in enumerate(sums.places)}
+        for letter in sent:
+            yield letter.wait
+            counts = [place.byte_count for place in letter.places]
+            for place, content in zip(letter.places, torch.split(letter.content, counts), strict=True):
+                found[place] = content.clone().view(place.dtype).view(place.shape)  # a clone: bytes may lie askew
+        pieces: dict[str, list[ResultSlice]] = {}
+        for place in places:
+            pieces.setdefault(place.value.name, []).append(ResultSlice(place.microbatch, place.samples, found[place]))
+        values = {name: self._combined(self._split.values[name], own, program) for name, own in pieces.items()}
+        counted = dict(zip(votes, numbers[len(sums.places) :].tolist(), strict=True))
+        return Collected(values, {name: tuple(own) for name, own in pieces.items()}, counted)
+
+    def _places(self, name: str, program: Program) -> Iterator[_Place]:
+        """List the slices of an output in order of micro-batch and samples."""
+        stage = self._split.owners[name]
+        for microbatch, size in enumerate(program.sizes):
+            for replica, rank in enumerate(self._layout.stages[stage]):
+                samples = self._layout.samples(stage, replica, microbatch, size)
+                if len(samples):
+                    yield _Place(self._split.values[name], microbatch, samples, rank)
+
+    def _sum(self, places: Sequence[_Place], own: Mapping[_Slice, Content], votes: Mapping[str, float]) -> _Letter:
+        """Post one sum of the slots of scalars and of votes."""
+        slots = torch.zeros(len(places) + len(votes), dtype=torch.float64, device=self._carrier)
+        mine = [slot for slot, place in enumerate(places) if place.rank == self._transport.rank]
+        if mine:
+            numbers = [to_tensor(own[places[slot].slice], device=self._device).double() for slot in mine]
+            slots[mine] = torch.stack(numbers).to(self._carrier)
+        for slot, name in enumerate(sorted(votes), start=len(places)):
+            slots[slot] = votes[name]
+        handle = self._transport.all_reduce(slots, group=self._group) if len(self._group) > 1 else Done()
+        return _Letter(tuple(places), slots, Wait(handle, "the results of the step"))
+
+    def _sent(self, places: Sequence[_Place], own: Mapping[_Slice, Content]) -> tuple[_Letter, ...]:
+        """Post the bytes of other tensors, one broadcast per rank that has some."""
+        letters = []
+        for rank in sorted({place.rank for place in places}):
+            theirs = tuple(place for place in places if place.rank == rank)
+            if rank == self._transport.rank:
+                contents = [to_tensor(own[place.slice], device=self._device) for place in theirs]
+                packed = torch.cat([as_bytes(content.contiguous()) for content in contents]).to(self._carrier)
+            else:
+                count = sum(place.byte_count for place in theirs)
+                packed = torch.empty(count, dtype=torch.uint8, device=self._carrier)
+            alone = len(self._group) == 1
+            handle = Done() if alone else self._transport.broadcast(packed, source=rank, group=self._group)
+            letters.append(_Letter(theirs, packed, Wait(handle, f"the results of rank {rank}")))
+        return tuple(letters)
+
+    def _combined(self, value: Value, pieces: Sequence[ResultSlice], program: Program) -> Content:
+        """Combine the pieces of one output, in order."""
+        contents = [piece.content for piece in pieces]
+        if any(not isinstance(content, torch.Tensor) for content in contents):
+            return contents[0]
+        if value.combine == "cat" and value.batch_dim is None and len(pieces) > 1:
+            raise PipelineError(
+                f"Output {value.name} of the step has its samples in no separate rows, so that it cannot be put "
+                f"together from {len(pieces)} slices of a batch of {sum(program.sizes)}. Return one row per sample, or "
+                "set microbatches=1."
+            )
+        parts = [
+            (piece.samples, content)
+            for piece, content in zip(pieces, contents, strict=True)
+            if isinstance(content, torch.Tensor)
+        ]
+        return combine(parts, value, how=value.combine).to(self._device)

@@ -1,0 +1,108 @@
+"""How is a value of some samples cut into parts, and joined from parts?
+
+A stage holds a value for its own (`local`) samples of a micro-batch; a message carries the part for the samples that
+sender and receiver share. A value with samples is sliced and concatenated along its batch dimension. A value without
+samples says by `Value.combine` what it is of its slices' values:
+
+    combine   part of v for k of n samples   whole from parts v_i of n_i out of n samples
+    mean      v                              sum of v_i * n_i / n
+    sum       v * k / n                      sum of v_i
+    same      v                              the first
+    max, min  v                              max, min of v_i
+
+Cutting and joining in backward are the transposes of joining and cutting in forward, so that gradients stay exact
+whatever the replication: `Value.combine` of the gradient of a value without samples is `sum`; who sends it scales by
+share, who receives it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import TypeAlias
+
+import torch
+
+from lightning_pipe.capture.steps.stage_program import Combine, Value
+from lightning_pipe.core.program import Samples
+from lightning_pipe.errors import PipelineError
+
+Content: TypeAlias = torch.Tensor | int
+Part: TypeAlias = tuple[Samples, torch.Tensor]
+
+
+def cut(content: torch.Tensor, value: Value, *, local: Samples, part: Samples) -> torch.Tensor:
+    """Return the part of `content` (of the samples `local`) that belongs to the samples `part`; a view where it can."""
+    if part == local:
+        return content
+    if value.batch_dim is not None:
+        start = (part.start - local.start) * value.rows
+        return content.narrow(value.batch_dim, start, len(part) * value.rows)
+    if value.combine == "sum":
+        return content * (len(part) / len(local))
+    return content
+
+
+def join(parts: Sequence[Part], value: Value, *, local: Samples) -> torch.Tensor:
+    """Return the content for the samples `local` from parts that cover them without overlap.
+
+    Raises:
+        PipelineError: if the parts leave a gap, overlap or reach beyond `local`.
+    """
+    ordered = sorted(parts, key=lambda part: part[0])
+    edges = [local.start, *(samples.stop for samples, _ in ordered)]
+    if [samples.start for samples, _ in ordered] != edges[:-1] or edges[-1] != local.stop:
+        found = ", ".join(str(samples) for samples, _ in ordered) or "nothing"
+        raise PipelineError(f"Value {value.name} is needed for samples {local}, but received for {found}.")
+    return combine(ordered, value, how="cat" if value.batch_dim is not None else value.combine)
+
+
+def combine(parts: Sequence[Part], value: Value, *, how: Combine) -> torch.Tensor:
+    """Return one content from those of slices, in the given order (see the table above)."""
+    if len(parts) == 1 or how == "same":
+        return parts[0][1]
+    contents = [content for _, content in parts]
+    match how:
+        case "cat":
+            assert value.batch_dim is not None, f"{value.name} is to be concatenated but has no samples"
+            return torch.cat(contents, dim=value.batch_dim)
+        case "mean":
+            return weighted_mean(contents, [len(samples) for samples, _ in parts])
+        case "sum":
+            return reduce(torch.add, contents)
+        case "max":
+            return reduce(torch.maximum, contents)
+        case "min":
+            return reduce(torch.minimum, contents)
+    raise AssertionError(f"{value.name} combines by {how!r}")
+
+
+def weighted_mean(contents: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
+    """Return the sum of content times share of the weights, added in the given order, in the contents' type."""
+    total = sum(weights)
+    return reduce(torch.add, (content * (weight / total) for content, weight in zip(contents, weights, strict=True)))
+
+
+def to_tensor(content: Content, *, device: torch.device) -> torch.Tensor:
+    """Return what travels for a content: itself, or a 0-dim int64 tensor for a Python integer."""
+    return content if isinstance(content, torch.Tensor) else torch.tensor(content, dtype=torch.int64, device=device)
+
+
+def from_tensor(tensor: torch.Tensor, value: Value) -> Content:
+    """Return the content from what travelled."""
+    return int(tensor.item()) if value.dtype is None else tensor
+
+
+def buffer_for(value: Value, samples: int, *, device: torch.device) -> torch.Tensor:
+    """Allocate the tensor that receives a value for `samples` samples, in the value's memory order."""
+    if value.dtype is None:
+        return torch.empty((), dtype=torch.int64, device=device)
+    size = value.size(samples)
+    order = value.order or tuple(range(len(size)))
+    packed = torch.empty([size[dim] for dim in order], dtype=value.dtype, device=device)
+    return packed.permute([order.index(dim) for dim in range(len(order))])
+
+
+def packed(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+    """Return a contiguous tensor with the content of a value; of a buffer from `buffer_for` it is a view."""
+    return (tensor.permute(value.order) if value.order else tensor).contiguous()

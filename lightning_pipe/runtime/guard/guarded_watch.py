@@ -1,0 +1,273 @@
+"""Let a rank hear of the first failure of any rank, and find out who waits for whom.
+
+    page        every instruction and every wait is written where the guard of this rank sees it (`guard/`)
+    heard       the guard tells of failures; a waiting rank looks up every 0.2 s, and raises the first one, whoever's it
+                is, instead of the consequence it sees itself ("Connection closed by peer")
+    deadline    a wait that is too long is an error that says what the other rank does
+    meetings    two ranks that wait for different things which all ranks do together will never meet: said at once
+
+A rank that cannot look up, because it waits inside a device or a library, is ended by its guard.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from lightning_pipe.core.program import Instruction, Message, Recv, Send
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.client import GuardClient
+from lightning_pipe.runtime.guard.failure import (
+    INSIDE,
+    NO_WAIT,
+    OUTSIDE,
+    PAIR,
+    TOGETHER,
+    UNHEARD,
+    Failure,
+    GuardedState,
+)
+from lightning_pipe.runtime.guard.watch import PATIENCE, POLL_S, MismatchError, OverdueError, Patience, PeerFailure
+from lightning_pipe.runtime.waiting import Wait
+
+_LAST_LINES = 6  # of a traceback, as much as names the user's line and the operation
+_LOOK_S = 2.0  # after which a wait beside programs asks what the others wait for, and again
+_MARGIN_S = 3.0  # after our deadline, the guard's
+_MOST_WORDS = 4096  # instructions whose text is kept
+NOWHERE = "the preparation of a step"
+
+
+class GuardedWatch:
+    """Watch over a rank by its guard.
+
+    Args:
+        guard: of this process, in a session.
+        rank: this rank.
+        ranks: number of ranks.
+        patience: deadlines.
+
+    Attributes:
+        guard, rank, ranks, patience: as given.
+    """
+
+    def __init__(
+        self,
+        guard: GuardClient,
+        *,
+        rank: int,
+        ranks: int,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self.guard, self.rank, self.ranks, self.patience = guard, rank, ranks, patience
+        self._depth, self._step, self._at = 0, -1, NOWHERE.encode()
+        self._met = 0  # exchanges beside programs
+        self._words: dict[int, tuple[object, bytes]] = {}
+
+    @contextmanager
+    def program(self, step: int) -> Iterator[None]:
+        """Surround one program; may be nested."""
+        self._depth += 1
+        self._step = step
+        self._note()
+        try:
+            self.raise_failure()
+            yield
+        except PeerFailure:
+            raise
+        except BaseException as error:
+            self.report(error)
+            raise
+        finally:
+            self._depth -= 1
+            self.guard.page.wait(NO_WAIT)
+            self._note()
+
+    @contextmanager
+    def opening(self, what: str) -> Iterator[None]:
+        """Surround something that other ranks must join and that cannot look up; errors of it are those of a peer."""
+        outer = self._at
+        self._at, self._depth = what.encode(), self._depth + 1
+        limit = time.monotonic() + self.patience.deadline_s + _MARGIN_S
+        self.guard.page.write(INSIDE, self._step, self._at, limit=limit)
+        try:
+            self.raise_failure()
+            yield
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            self.guard.heard.wait(self.patience.parting_s)
+            self.raise_failure(hidden=error)
+            raise
+        finally:
+            self._at, self._depth = outer, self._depth - 1
+            self._note()
+
+    @contextmanager
+    def limited(self, what: str) -> Iterator[None]:
+        """Surround something that takes no other rank, but for which others wait: the guard keeps to the deadline."""
+        limit = time.monotonic() + self.patience.deadline_s + _MARGIN_S
+        self.guard.page.write(INSIDE if self._depth else OUTSIDE, self._step, what.encode(), limit=limit)
+        try:
+            yield
+        finally:
+            self._note()
+
+    def at(self, instruction: Instruction) -> None:
+        """Note the instruction that begins."""
+        self._at = self._word(instruction)
+        self._note()
+        self.raise_failure()
+
+    def wait(self, wait: Wait) -> None:
+        """Wait for a handle until the deadline."""
+        beside = wait.kind in (PAIR, TOGETHER)
+        self._met += beside
+        start = time.monotonic()
+        end, look = start + self.patience.deadline_s, start + _LOOK_S
+        page = self.guard.page
+        page.wait(wait.kind, self._word(wait.what), count=self._met, limit=end + _MARGIN_S)
+        before: dict[int, GuardedState] = {}
+        try:
+            while not wait.handle.wait(POLL_S):
+                self.raise_failure()
+                now = time.monotonic()
+                if now > end:
+                    raise OverdueError(self._overdue(wait))
+                if beside and now > look:
+                    before, look = self._look(before), time.monotonic() + _LOOK_S
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            raise self._disconnected(wait, error) from None
+        page.wait(NO_WAIT)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks of a failure of this one, unless one has failed before."""
+        if self.guard.failure is not None:
+            return
+        root = error.__cause__ or error
+        if isinstance(root, RuntimeError) and not isinstance(root, PipelineError):
+            self.guard.heard.wait(self.patience.parting_s if _is_of_connection(root) else 0.0)
+        own = isinstance(root, PipelineError)
+        cause = str(error) if own else f"{type(root).__name__}: {root}"
+        lines = traceback.format_exception(type(root), root, root.__traceback__)[-_LAST_LINES:]
+        shown = "" if own else "".join(lines).rstrip()
+        late_s = self.patience.deadline_s if isinstance(error, OverdueError) else 0.0
+        session = self.guard.session
+        where = str(self.guard.page.state)
+        failure = Failure(self.rank, where, cause, shown, session, raised=True, late_s=late_s)
+        self.guard.fail(failure, wait_s=self.patience.parting_s)
+
+    def settled(self, error: BaseException) -> None:
+        """Raise the failure of another rank in the place of an error that is its consequence."""
+        if _is_of_connection(error):
+            self.guard.heard.wait(self.patience.parting_s)
+            self.raise_failure(hidden=error)
+
+    def raise_failure(self, *, hidden: BaseException | None = None) -> None:
+        """Raise the failure of a rank, if there is one; not this rank's own in the place of the error behind it."""
+        failure = self.guard.failure
+        if failure is not None and not (hidden is not None and failure.raised and failure.rank == self.rank):
+            raise PeerFailure(str(failure)) from None
+
+    def watch_processes(self, pids: Sequence[int]) -> None:
+        """Let these processes end with this one."""
+        self.guard.watch_processes(pids)
+
+    def close(self) -> None:
+        """End the session of the guard."""
+        self.guard.end()
+        self._words.clear()
+
+    def _note(self) -> None:
+        self.guard.page.write(INSIDE if self._depth else OUTSIDE, self._step, self._at)
+
+    def _word(self, what: Instruction | str) -> bytes:
+        """Return the text of an instruction; those of programs are met again in every step."""
+        kept = self._words.get(id(what))
+        if kept is None:
+            if len(self._words) > _MOST_WORDS:
+                self._words.clear()
+            kept = self._words[id(what)] = (what, str(what).encode())
+        return kept[1]
+
+    def _disconnected(self, wait: Wait, error: RuntimeError) -> PipelineError:
+        """Return the failure behind a lost connection: what a rank has told, else that the peer is gone."""
+        self.guard.heard.wait(self.patience.parting_s)
+        if self.guard.failure is not None:
+            return PeerFailure(str(self.guard.failure))
+        seen = f"ank {self.rank} lost its connection while it waited for {_described(wait)} ({error})"
+        if not isinstance(wait.what, (Recv, Send)):
+            return PipelineError(f"R{seen}; {self._whereabouts(wait)}.")
+        peer = wait.what.peer
+        where = str(self.guard.where([peer]).get(peer, UNHEARD))
+        cause = f"r{seen}; its process has probably died"
+        session = self.guard.session
+        failure = Failure(peer, where, cause, session=session, raised=True)
+        return PeerFailure(str(self.guard.fail(failure, wait_s=self.patience.parting_s)))
+
+    def _overdue(self, wait: Wait) -> str:
+        return (
+            f"Rank {self.rank} waits for {_described(wait)} for more than {self.patience.deadline_s:g} s; "
+            f"{self._whereabouts(wait)}. If that is only slow, raise deadline_s."
+        )
+
+    def _whereabouts(self, wait: Wait) -> str:
+        peers = (wait.what.peer,) if isinstance(wait.what, (Recv, Send)) else self._others
+        states = self.guard.where(peers)
+        return ", ".join(f"rank {peer} is {states.get(peer, UNHEARD)}" for peer in peers)
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.ranks) if rank != self.rank)
+
+    def _look(self, before: dict[int, GuardedState]) -> dict[int, GuardedState]:
+        """Return what the other ranks do; raise if it is what they did before, and they can never meet."""
+        now = self.guard.where(self._others)
+        if now == before and len(now) == len(self._others):
+            states = {**now, self.rank: self.guard.page.state}
+            if never_meet(list(states.values())):
+                waits = ", ".join(f"rank {rank} for {states[rank].waiting}" for rank in sorted(states))
+                raise MismatchError(
+                    f"Ranks wait for different things, so none of them can go on: {waits}. Something that all ranks "
+                    "must do together (trainer.save_checkpoint, trainer.strategy.barrier, a validation, setting "
+                    "trainer.should_stop) was done on some of them only, as under `if trainer.is_global_zero:`. Do it "
+                    "on every rank; what is written to files is written once."
+                )
+        return now
+
+
+def never_meet(states: Sequence[GuardedState]) -> bool:
+    """Return whether all ranks wait for exchanges beside programs of which none can take place."""
+    if any(state.waits not in (PAIR, TOGETHER) for state in states):
+        return False
+    pairs = Counter(state.waiting for state in states if state.waits == PAIR)
+    return len({state.waiting for state in states}) > 1 and max(pairs.values(), default=0) < 2
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    """Return whether an error may be the consequence of another rank's death."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "onnection", "NCCL", "Broken pipe"))
+    )
+
+
+def _described(wait: Wait) -> str:
+    """Name what is waited for: `stage 2, micro-batch 0, direction F from rank 1`."""
+    match wait.what:
+        case Recv(message, peer):
+            return f"{_spelled(message)} from rank {peer}"
+        case Send(message, peer):
+            return f"rank {peer} to take {_spelled(message)}"
+        case other:
+            return str(other)
+
+
+def _spelled(message: Message) -> str:
+    return f"stage {message.source}, micro-batch {message.microbatch}, direction {message.direction}"

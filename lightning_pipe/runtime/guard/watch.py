@@ -1,0 +1,114 @@
+"""Who looks after a rank that waits? A watch: deadlines, and the failures of other ranks.
+
+`Unwatched` waits for ever; `guarded_watch.GuardedWatch` is what a training uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_pipe.core.program import Instruction
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.process import GuardTimeouts
+from lightning_pipe.runtime.waiting import Wait
+
+POLL_S = 0.2  # how often a waiting rank looks up
+
+
+class Watch(Protocol):
+    """Look after one rank while it runs programs."""
+
+    def program(self, step: int) -> AbstractContextManager[None]:
+        """Surround one program; an exception that leaves it is told to the other ranks."""
+        ...
+
+    def at(self, instruction: Instruction) -> None:
+        """Note the instruction that begins.
+
+        Raises:
+            PipelineError: if another rank has failed.
+        """
+        ...
+
+    def wait(self, wait: Wait) -> None:
+        """Wait for a handle.
+
+        Raises:
+            PipelineError: if it takes too long, or another rank has failed.
+        """
+        ...
+
+
+class Unwatched:
+    """Wait for ever."""
+
+    @contextmanager
+    def program(self, step: int) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    @contextmanager
+    def opening(self, what: str) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    @contextmanager
+    def limited(self, what: str) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    def watch_processes(self, pids: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def at(self, instruction: Instruction) -> None:
+        """Do nothing."""
+
+    def wait(self, wait: Wait) -> None:
+        """Wait as long as it takes."""
+        while not wait.handle.wait(POLL_S):
+            pass
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a rank waits for what, in seconds.
+
+    Attributes:
+        deadline_s: for a message, a sum, a connection, or a batch.
+        stale_s: for a sign of life of a rank that is inside a program, and of a host.
+        grace_s: for a rank to come out of its current instruction, once another rank has failed.
+        parting_s: for the failure behind an error that looks like the consequence of one.
+    """
+
+    deadline_s: float = 300.0
+    stale_s: float = 15.0
+    grace_s: float = 5.0
+    parting_s: float = 3.0
+
+    @property
+    def limits(self) -> GuardTimeouts:
+        """Return what the guard keeps to."""
+        return GuardTimeouts(self.deadline_s, self.stale_s, self.grace_s)
+
+
+def patience_until(deadline_s: float) -> Patience:
+    """Return how long a rank waits for what, given the deadline: silence is noticed in half of it at the latest."""
+    return Patience(deadline_s, stale_s=min(Patience.stale_s, deadline_s / 2))
+
+
+PATIENCE = Patience()
+
+
+class PeerFailure(PipelineError):
+    """Report, on a rank that is well, the failure of another one."""
+
+
+class OverdueError(PipelineError):
+    """Report a wait that took longer than the deadline."""
+
+
+class MismatchError(PipelineError):
+    """Report ranks that wait for different things which all of them must do together."""

@@ -1,0 +1,322 @@
+"""Is this program correct? An executable specification: every law that lowering must keep, stated without it.
+
+Laws (the name in the error text is the one in quotes):
+
+    "once"        every pass of every stage and micro-batch runs once on every rank with samples of it, and no other:
+                  F, then either I and W or B; F alone in a forward-only program; a joined W is that of each of its
+                  micro-batches
+    "join"        W is joined for two or more micro-batches of a stage that can join them
+    "inputs"      a compute runs after its load, after the receives it waits for are posted, and after the computes of
+                  the same rank that it needs (F before I before W; local hand-over)
+    "messages"    exactly the messages that traffic and layout demand are posted, each once, sends after their compute
+    "channel"     sends and receives between two ranks are in the same order
+    "offload"     every stage that offloads evicts every micro-batch once, after F, and fetches it once, after that and
+                  before I (or B); no other stage does, and no forward-only program
+    "free"        every stage forgets every micro-batch once, after its last compute and its last send
+    "gradients"   every rank that holds a shared bucket reduces it once, after its last W, in ascending bucket order
+    "step"        the optimizer steps once, last, on every rank of a program that synchronises, and in no other
+    "deadlock"    no circle of ranks that wait for each other (`schedule.verification.deadlock`)
+
+What the rank-local laws say of a rank depends on that rank's list only, so they are checked one rank at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NoReturn, TypeVar
+
+from typing_extensions import assert_never
+
+from lightning_pipe.core.program import (
+    Compute,
+    ComputeKind,
+    Evict,
+    Fetch,
+    Free,
+    Instruction,
+    Joined,
+    Load,
+    Program,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    VerifiedProgram,
+)
+from lightning_pipe.errors import ProgramError
+from lightning_pipe.schedule.rules import ComputeNeeds, Dataflow, halves, holders
+from lightning_pipe.schedule.verification.deadlock import check_progress
+from lightning_pipe.schedule.verification.well_formed import check_frame
+
+T = TypeVar("T")
+
+
+def verify(program: Program) -> VerifiedProgram:
+    """Prove a program.
+
+    Returns:
+        The same program as the type that simulator and executor accept.
+
+    Raises:
+        ProgramError: naming rank, position, instruction and the law that is broken.
+    """
+    check_frame(program)
+    flow, shared = Dataflow.of(program), _shared_buckets(program)
+    for rank in range(len(program.ranks)):
+        _RankCheck(program, flow, shared.get(rank, frozenset()), rank).run()
+    _check_channels(program)
+    check_progress(program)
+    return VerifiedProgram(
+        program.ranks, program.sizes, program.layout, program.traffic, program.training, program.synchronise
+    )
+
+
+def _shared_buckets(program: Program) -> dict[int, frozenset[int]]:
+    """Return by rank the buckets that it shares with others."""
+    shared: dict[int, set[int]] = defaultdict(set)
+    for number, bucket in enumerate(program.traffic.buckets):
+        sharers = holders(bucket, layout=program.layout)
+        for rank in sharers if len(sharers) > 1 else ():
+            shared[rank].add(number)
+    return {rank: frozenset(numbers) for rank, numbers in shared.items()}
+
+
+@dataclass
+class _Demand:
+    """What the laws demand of one rank; fulfilled demands are removed."""
+
+    computes: set[Compute] = field(default_factory=set)  # with B as I and W
+    needs: dict[Compute, ComputeNeeds] = field(default_factory=dict)  # of these
+    loads: set[Load] = field(default_factory=set)
+    receives: set[Recv] = field(default_factory=set)
+    evicts: set[Evict] = field(default_factory=set)
+    fetches: set[Fetch] = field(default_factory=set)
+    frees: set[Free] = field(default_factory=set)
+    reductions: set[int] = field(default_factory=set)
+    open_work: dict[tuple[int, int], int] = field(default_factory=dict)  # computes and sends left before Free
+
+
+class _RankCheck:
+    """Walk the list of one rank and check the rank-local laws."""
+
+    def __init__(self, program: Program, flow: Dataflow, shared: frozenset[int], rank: int) -> None:
+        self._program = program
+        self._flow = flow
+        self._rank = rank
+        self._line = program.ranks[rank]
+        self._position = 0
+        self._demand = self._demanded(shared)
+        self._sendable: set[Send] = set()
+        self._last_bucket = -1
+        self._open_gradients = defaultdict(int, self._count_weight_gradients())
+
+    def _demanded(self, shared: frozenset[int]) -> _Demand:
+        program, demand = self._program, _Demand()
+        kinds: tuple[ComputeKind, ...] = ("F", "I", "W") if program.training else ("F",)
+        held = [s for s, ranks in enumerate(program.layout.stages) if self._rank in ranks]
+        works = [(s, m) for s in held for m in range(len(program.sizes))]
+        for s, m in works:
+            if not self._flow.samples(s, rank=self._rank, microbatch=m):
+                continue
+            computes = [Compute(s, kind, m) for kind in kinds]
+            demand.computes.update(computes)
+            demand.frees.add(Free(s, m))
+            demand.open_work[s, m] = len(computes)
+            if program.training and s in program.traffic.offloads:
+                demand.evicts.add(Evict(s, m))
+                demand.fetches.add(Fetch(s, m))
+            for compute in computes:
+                needs = demand.needs[compute] = self._flow.needs(compute, rank=self._rank)
+                demand.loads.update(needs.loads)
+                demand.receives.update(needs.receives)
+        if program.training and program.synchronise:
+            demand.reductions = set(shared)
+        return demand
+
+    def _count_weight_gradients(self) -> dict[int, int]:
+        counts: dict[int, int] = defaultdict(int)
+        for compute in self._demand.computes:
+            counts[compute.stage] += compute.kind == "W"
+        return counts
+
+    def run(self) -> None:
+        for position, instruction in enumerate(self._line):
+            self._position = position
+            match instruction:
+                case Compute():
+                    self._compute(instruction)
+                case Joined():
+                    self._joined(instruction)
+                case Load():
+                    self._load(instruction)
+                case Send():
+                    self._send(instruction)
+                case Recv():
+                    self._receive(instruction)
+                case Reduce():
+                    self._reduce(instruction)
+                case Step():
+                    self._step()
+                case Free():
+                    self._free(instruction)
+                case Evict():
+                    self._evict(instruction)
+                case Fetch():
+                    self._fetch(instruction)
+                case _:
+                    assert_never(instruction)
+        self._nothing_left()
+
+    def _compute(self, compute: Compute) -> None:
+        left = self._demand.computes
+        parts = tuple(halves(compute))
+        if not left.issuperset(parts):
+            self._refuse("once", self._why_not(compute))
+        needs = self._demand.needs[parts[0]]
+        for load in needs.loads:
+            if load in self._demand.loads:
+                self._refuse("inputs", f"it needs {load} before it")
+        for receive in needs.receives:
+            if receive in self._demand.receives:
+                self._refuse("inputs", f"it waits for {receive}, which is not posted before it")
+        for earlier in needs.computes:
+            if earlier in left:
+                self._refuse("inputs", f"it needs {earlier} before it on this rank")
+        if self._demand.fetches and compute.direction == "B":
+            fetch = Fetch(compute.stage, compute.microbatch)
+            if fetch in self._demand.fetches:
+                self._refuse("offload", f"it needs {fetch} before it")
+        left.difference_update(parts)
+        sends = self._flow.gives(compute, rank=self._rank)
+        self._sendable.update(sends)
+        self._demand.open_work[compute.stage, compute.microbatch] += len(sends) - len(parts)
+        self._open_gradients[compute.stage] -= compute.kind in ("W", "B")
+
+    def _joined(self, joined: Joined) -> None:
+        if joined.stage not in self._program.traffic.joinable:
+            self._refuse(
+                "join", f"W of stage {joined.stage} cannot be joined; joinable: {self._program.traffic.joinable}"
+            )
+        if len(joined.microbatches) < 2:
+            self._refuse("join", f"it has {len(joined.microbatches)} micro-batches; a single W is written alone")
+        for compute in halves(joined):
+            self._compute(compute)
+
+    def _why_not(self, compute: Compute) -> str:
+        if compute.kind != "F" and not self._program.training:
+            return "a forward-only program has F computes only"
+        if self._rank not in self._program.layout.stages[compute.stage]:
+            return f"stage {compute.stage} belongs to ranks {self._program.layout.stages[compute.stage]}"
+        if not self._flow.samples(compute.stage, rank=self._rank, microbatch=compute.microbatch):
+            return f"this rank has no samples of micro-batch {compute.microbatch} in stage {compute.stage}"
+        return "it (or a part of it) has run before"
+
+    def _load(self, load: Load) -> None:
+        if not _taken(self._demand.loads, load):
+            self._refuse("once", "it is loaded twice, or this rank loads no such samples")
+
+    def _send(self, send: Send) -> None:
+        if not _taken(self._sendable, send):
+            self._refuse("messages", "it is sent twice, before its compute, or nobody needs it")
+        self._demand.open_work[send.message.source, send.message.microbatch] -= 1
+
+    def _receive(self, receive: Recv) -> None:
+        if not _taken(self._demand.receives, receive):
+            self._refuse("messages", "it is received twice, or no compute of this rank needs it")
+
+    def _reduce(self, reduce: Reduce) -> None:
+        if reduce.bucket not in self._demand.reductions:
+            self._refuse("gradients", "it is reduced twice, or this rank shares no such bucket, or nothing is reduced")
+        if reduce.bucket < self._last_bucket:
+            self._refuse("gradients", f"it comes after bucket {self._last_bucket}; ranks post buckets in rising order")
+        for stage in self._program.traffic.buckets[reduce.bucket].stages:
+            if self._open_gradients[stage]:
+                self._refuse("gradients", f"{self._open_gradients[stage]} W of stage {stage} come after it")
+        self._demand.reductions.remove(reduce.bucket)
+        self._last_bucket = reduce.bucket
+
+    def _step(self) -> None:
+        if not (self._program.training and self._program.synchronise):
+            self._refuse("step", "this program does not synchronise, so the optimizer must not step")
+        if self._position != len(self._line) - 1:
+            self._refuse("step", "it is not the last instruction")
+
+    def _free(self, free: Free) -> None:
+        if free not in self._demand.frees:
+            self._refuse("free", "it is freed twice, or never held")
+        if self._demand.open_work[free.stage, free.microbatch]:
+            self._refuse("free", f"not before it: {', '.join(self._open_work(free))}")
+        self._demand.frees.remove(free)
+
+    def _evict(self, evict: Evict) -> None:
+        if evict not in self._demand.evicts:
+            self._refuse("offload", "it is evicted twice, or this rank offloads no such samples")
+        forward = Compute(evict.stage, "F", evict.microbatch)
+        if forward in self._demand.computes:
+            self._refuse("offload", f"it needs {forward} before it")
+        self._demand.evicts.remove(evict)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        if fetch not in self._demand.fetches:
+            self._refuse("offload", "it is fetched twice, or this rank offloads no such samples")
+        evict = Evict(fetch.stage, fetch.microbatch)
+        if evict in self._demand.evicts:
+            self._refuse("offload", f"it needs {evict} before it")
+        self._demand.fetches.remove(fetch)
+
+    def _open_work(self, free: Free) -> list[str]:
+        """Name the computes and the sends of a stage and micro-batch that are missing so far."""
+        work = (free.stage, free.microbatch)
+        computes = sorted(x for x in self._demand.computes if (x.stage, x.microbatch) == work)
+        sends = sorted(x for x in self._sendable if (x.message.source, x.message.microbatch) == work)
+        return [*map(str, computes), *map(str, sends)]
+
+    def _nothing_left(self) -> None:
+        demand = self._demand
+        self._refuse_left("once", sorted(demand.computes))
+        self._refuse_left("free", sorted(demand.frees))  # which covers sends: Free comes after all of them
+        self._refuse_left("gradients", [Reduce(bucket) for bucket in sorted(demand.reductions)])
+        steps = self._program.training and self._program.synchronise
+        if steps and not (self._line and isinstance(self._line[-1], Step)):
+            self._refuse_left("step", [Step()])
+
+    def _refuse_left(self, law: str, missing: Sequence[Instruction]) -> None:
+        if missing:
+            names = ", ".join(map(str, missing[:4])) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            raise ProgramError(f'rank {self._rank}, at its end: law "{law}": missing {names}')
+
+    def _refuse(self, law: str, why: str) -> NoReturn:
+        instruction = self._line[self._position]
+        raise ProgramError(f'rank {self._rank}, position {self._position}, {instruction}: law "{law}": {why}')
+
+
+def _taken(demands: set[T], one: T) -> bool:
+    """Remove one of the demands; return whether it was there."""
+    before = len(demands)
+    demands.discard(one)
+    return len(demands) < before
+
+
+def _check_channels(program: Program) -> None:
+    """Check that sends and receives of every pair of ranks are the same messages in the same order."""
+    posted: dict[tuple[int, int], tuple[list[tuple[int, Send]], list[tuple[int, Recv]]]] = defaultdict(lambda: ([], []))
+    for rank, line in enumerate(program.ranks):
+        for position, instruction in enumerate(line):
+            if isinstance(instruction, Send):
+                posted[rank, instruction.peer][0].append((position, instruction))
+            elif isinstance(instruction, Recv):
+                posted[instruction.peer, rank][1].append((position, instruction))
+    for (sender, receiver), (sends, receives) in posted.items():
+        for number, (sent, received) in enumerate(zip_longest(sends, receives)):
+            if sent is None or received is None or sent[1].message != received[1].message:
+                raise ProgramError(
+                    f'channel from rank {sender} to rank {receiver}: law "channel": message {number} is sent by '
+                    f"{_posted(sender, sent)} but received by {_posted(receiver, received)}"
+                )
+
+
+def _posted(rank: int, entry: tuple[int, Instruction] | None) -> str:
+    return f"rank {rank}, position {entry[0]}, {entry[1]}" if entry else f"nothing on rank {rank}"

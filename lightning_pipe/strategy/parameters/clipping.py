@@ -1,0 +1,98 @@
+"""How are gradients clipped when no rank has all of them? With the norm that one device would compute.
+
+Every parameter's norm travels once, in its place in the optimizer's order (`norms`). A parameter that several ranks
+hold counts once. Clipping by value concerns every element for itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_pipe.lightning_names import Precision
+from lightning_pipe.strategy.parameters.grad_norm import Norms
+from lightning_pipe.strategy.parameters.optimizer import Groups
+from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+
+
+class Clipper:
+    """Clip the gradients of one rank by the norm over all ranks.
+
+    Args:
+        groups: all parameters in the optimizer's order.
+        weights: which of them are here.
+        control: to the other ranks.
+        device: where the norms are combined, on all ranks alike.
+        later: looks at the norm after the step; None waits for it.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        weights: Weights,
+        control: ControlPlane,
+        device: torch.device,
+        later: PostValidation | None = None,
+    ) -> None:
+        self._groups, self._weights, self._control, self._device = groups, weights, control, device
+        self._later = later
+
+    def install(self, plugin: Precision) -> None:
+        """Replace the plug-in's clipping; everything else of it stays."""
+        vars(plugin)["clip_grad_by_norm"] = self.clip_grad_by_norm
+        vars(plugin)["clip_grad_by_value"] = self.clip_grad_by_value
+
+    @staticmethod
+    def remove(plugin: Precision) -> None:
+        """Give the plug-in its own clipping back."""
+        vars(plugin).pop("clip_grad_by_norm", None)
+        vars(plugin).pop("clip_grad_by_value", None)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """Scale the gradients of this rank so that the norm of all is at most `clip_val`."""
+        here = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._control.ranks == 1:
+            torch.nn.utils.clip_grad_norm_(here, clip_val)
+            return
+        norms = self.post_norms()
+        if self._later is not None and self._later.goes_on(self._groups.optimizer, float(clip_val), norms):
+            return
+        self._control.wait(norms.wait)
+        torch.nn.utils.clip_grads_with_norm_(here, float(clip_val), norms.total())
+
+    @staticmethod
+    def clip_grad_by_value(optimizer: Any, clip_val: int | float) -> None:
+        """Limit every element of the gradients of this rank, which may have none: torch's own refuses an empty list."""
+        here = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if here:
+            torch.nn.utils.clip_grad_value_(here, clip_val)
+
+    def norms(self, norm_type: float = 2.0) -> Norms:
+        """Return the norms of the gradients of all ranks; on all ranks together."""
+        norms = self.post_norms(norm_type)
+        self._control.wait(norms.wait)
+        return norms
+
+    def parameters(self) -> list[torch.Tensor]:
+        """List the parameters in the order of norms."""
+        return self._groups.parameters()
+
+    def post_norms(self, norm_type: float = 2.0) -> Norms:
+        """Begin to tell all ranks the norms of the gradients of all."""
+        parameters = self._groups.parameters()
+        table = torch.zeros(2, len(parameters), dtype=torch.float64)
+        mine = [(k, p.grad) for k, p in enumerate(parameters) if p.grad is not None and self._speaks(p)]
+        if mine:
+            places = [k for k, _ in mine]
+            own = [torch.nn.utils.get_total_norm([gradient], norm_type).to(torch.float64) for _, gradient in mine]
+            table[0, places], table[1, places] = torch.stack(own).cpu(), 1.0
+        wait = self._control.begin_sum(table, what="the norms of all gradients")
+        return Norms(table, tuple(parameter.dtype for parameter in parameters), self._device, wait)
+
+    def _speaks(self, parameter: torch.Tensor) -> bool:
+        name = self._weights.name_of(parameter)
+        return self._control.rank == (0 if name is None else self._weights.owner(name))

@@ -1,0 +1,100 @@
+"""How does the user's optimizer become that of one rank, and its state that of one device?
+
+Groups and their parameters stay as they are. Parameters that this rank does not hold are stand-ins, which never have a
+gradient, so that the optimizer passes over them. Learning-rate schedulers, callbacks that
+add groups, and the numbers that a checkpoint gives to parameters are those of one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.optim import Optimizer
+
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+
+
+class Groups:
+    """The parameter groups of one optimizer on this rank.
+
+    Args:
+        optimizer: the user's optimizer over the whole module.
+        weights: where parameters live.
+    """
+
+    def __init__(self, optimizer: Optimizer, weights: Weights) -> None:
+        self._optimizer = optimizer
+        self._weights = weights
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return the user's optimizer."""
+        return self._optimizer
+
+    def follow(self) -> None:
+        """Drop the state of parameters that other ranks step now."""
+        self._forget_elsewhere()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """List all parameters, real ones and stand-ins, in the order of the groups."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def gather(self, control: ControlPlane) -> dict[str, Any]:
+        """Return the state of the whole optimizer on rank 0, as on one device; on other ranks their own part."""
+        local = self._optimizer.state_dict()
+        states = dict(local["state"])
+        for index, parameter in enumerate(self.parameters()):
+            name = self._weights.name_of(parameter)
+            source = self._weights.owner(name) if name is not None else 0
+            own = _on_host(states.get(index)) if source != 0 else None
+            brought = control.to_first(own, source=source, what=f"the optimizer state of {name}")
+            if brought is not None:
+                states[index] = brought
+        return {**local, "state": {key: states[key] for key in sorted(states, key=_in_order)}}
+
+    def part(self, rank: int) -> dict[str, Any]:
+        """Return the state of the optimizer for the parameters whose state on this rank counts."""
+        local = self._optimizer.state_dict()
+        names = [self._weights.name_of(parameter) for parameter in self.parameters()]
+        owners = [self._weights.owner(name) if name is not None else 0 for name in names]
+        own = {key for key, owner in enumerate(owners) if owner == rank}
+        state = {k: value for k, value in local["state"].items() if k in own or (rank == 0 and not isinstance(k, int))}
+        return {**local, "state": state}
+
+    def names(self) -> list[str]:
+        """Return the names of all parameters, in the order of the groups."""
+        found = [self._weights.name_of(parameter) for parameter in self.parameters()]
+        return [f"#{number}" if name is None else name for number, name in enumerate(found)]
+
+    def load(self, whole: dict[str, Any]) -> None:
+        """Load the state of a whole optimizer for the parameters that are stepped here; the rest is not read."""
+        saved = [number for group in whole["param_groups"] for number in group["params"]]
+        elsewhere = {number for number, here in zip(saved, self.parameters(), strict=False) if not self._here(here)}
+        state = {key: _read(values) for key, values in whole["state"].items() if key not in elsewhere}
+        self._optimizer.load_state_dict({**whole, "state": state})
+        self._forget_elsewhere()
+
+    def _forget_elsewhere(self) -> None:
+        for parameter in [p for p in self._optimizer.state if isinstance(p, torch.Tensor) and not self._here(p)]:
+            del self._optimizer.state[parameter]
+
+    def _here(self, parameter: torch.Tensor) -> bool:
+        name = self._weights.name_of(parameter)
+        return name is None or self._weights.steps(name)
+
+
+def _in_order(key: Any) -> tuple[bool, Any]:
+    """Sort numbers of parameters before other keys, which stay as they are."""
+    return (False, key) if isinstance(key, int) else (True, 0)
+
+
+def _read(state: Any) -> Any:
+    """Return a state with tensors of its own, which does not depend on the file that it comes from."""
+    return apply_to_collection(state, torch.Tensor, torch.Tensor.clone)
+
+
+def _on_host(state: Any) -> Any:
+    return apply_to_collection(state, torch.Tensor, lambda tensor: tensor.detach().cpu())

@@ -1,0 +1,319 @@
+"""Stand-ins: tensors of which this rank knows everything but the values, because other ranks have them.
+
+A parameter that other ranks hold is the user's own object without memory (`vacate`, `occupy`); a batch that other ranks
+have loaded is made of tensors without data (`absent_batch`). Both answer what does not depend on values: shape, type,
+device, flags, `requires_grad`, hooks, identity. Whatever reads or writes values raises `AbsentError` with the user's
+line, because torch would do nothing, silently: adding a tensor of the meta device to one of the host in place has no
+effect.
+
+This package itself looks behind a stand-in with `unguarded()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture.steps.batch import LeafSlot, Structure
+from lightning_pipe.capture.steps.hazards import user_line
+from lightning_pipe.capture.torch_private import unguarded
+from lightning_pipe.errors import AbsentError
+
+__all__ = [
+    "Absence",
+    "BatchStandIn",
+    "BufferStandIn",
+    "Guarded",
+    "StandIn",
+    "absent_batch",
+    "absent_buffer",
+    "bare",
+    "form_of",
+    "occupy",
+    "unguarded",
+    "vacate",
+]
+
+WAY_OUT_OF_WEIGHTS = (
+    "On all ranks together, `with trainer.strategy.whole_module():` gives the module of every rank all current values; "
+    "put these lines into it (see docs/hooks.md)"
+)
+_WAY_OUT_OF_BATCHES = (
+    "Return what you need of the batch from the step: its outputs are those of the whole batch on every rank "
+    "(see docs/hooks.md)"
+)
+_OF_FORM = frozenset(
+    """dim ndimension size stride numel nelement element_size __len__ is_contiguous storage_offset is_floating_point
+    is_complex is_signed is_same_size is_conj is_neg""".split()
+)
+_FORM_FLAGS = frozenset(
+    """shape ndim nbytes itemsize dtype layout names is_sparse is_sparse_csr is_quantized is_nested is_mkldnn""".split()
+)
+_PLACE_FLAGS = frozenset("device is_cpu is_cuda is_meta is_xla is_mps is_xpu is_mtia is_maia is_vulkan is_ipu".split())
+_OWN_FLAGS = frozenset(
+    """requires_grad grad is_leaf grad_fn retains_grad output_nr _version _backward_hooks
+    _post_accumulate_grad_hooks""".split()
+)
+_OWN = frozenset("requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __dir__".split())
+
+
+_READ_NO_GRADIENTS = ("/torch/optim/", "/lightning_pipe/", "/lightning/pytorch/", "/lightning/fabric/")
+_READS_FOR_USERS = "/lightning/pytorch/utilities/grads.py"
+_OF_OPTIMIZERS = frozenset({"step", "zero_grad"})
+
+
+@dataclass(frozen=True)
+class Absence:
+    """What is known of values that are not here.
+
+    Attributes:
+        name: of the parameter, or of the field of the batch.
+        ranks: that have the values.
+        rank: this one.
+        device: where they would be if they were here.
+        form: a meta tensor with their shape, strides and type.
+        kind: the class of a parameter's object while it has values.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+    form: torch.Tensor
+    kind: type = torch.Tensor
+
+    def refuse(self, what: str, way_out: str) -> NoReturn:
+        """Say that something reads or writes the values."""
+        line = user_line(3)
+        have = "rank " + ", ".join(map(str, self.ranks)) if self.ranks else "other ranks"
+        raise AbsentError(
+            f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which only {have} "
+            f"{'have' if len(self.ranks) != 1 else 'has'}; this is rank {self.rank}. {way_out}."
+        )
+
+
+class Guarded:
+    """What both kinds of stand-ins do with calls of torch."""
+
+    absence: Absence
+    _way_out = WAY_OUT_OF_WEIGHTS
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what does not depend on values, and refuse the rest."""
+        kwargs = kwargs or {}
+        name = func.__name__
+        first = args[0] if args else None
+        if isinstance(first, Guarded):
+            match name:
+                case "__get__" | "__set__":
+                    return first._attribute(func, *args[1:])
+                case "__eq__" | "eq" | "__ne__" | "ne" if len(args) > 1:
+                    return first._compare(name, args[1])
+                case "__repr__" | "__format__" | "__str__":
+                    return first._described()
+                case "get_device":
+                    return -1 if first.absence.device.index is None else first.absence.device.index
+                case "type" if len(args) == 1 and not kwargs:
+                    return first._type_name()
+        if name == "equal":
+            return _are_one(*args)
+        if name in _OF_FORM:
+            return func(*(arg.absence.form if isinstance(arg, Guarded) else arg for arg in args), **kwargs)
+        if name in _OWN:
+            with unguarded():
+                return func(*args, **kwargs)
+        guarded = _guarded_in((args, kwargs))
+        assert guarded is not None, "torch asks the class of an argument"
+        guarded.absence.refuse(name, guarded._way_out)
+
+    def _attribute(self, access: Any, *value: Any) -> Any:
+        attribute = getattr(access.__self__, "__name__", "")
+        sets = access.__name__ == "__set__"
+        if sets and (attribute in ("requires_grad", "_backward_hooks") or (attribute == "grad" and value[0] is None)):
+            with unguarded():
+                return access(self, *value)
+        if not sets and attribute in _FORM_FLAGS:
+            return access(self.absence.form, *value)
+        if not sets and attribute in _PLACE_FLAGS:
+            kind = self.absence.device
+            return kind if attribute == "device" else attribute == f"is_{kind.type}"
+        if not sets and attribute in _OWN_FLAGS:
+            with unguarded():
+                return access(self, *value)
+        self.absence.refuse(f"{'setting ' if sets else ''}.{attribute}", self._way_out)
+
+    def _compare(self, name: str, other: Any) -> bool:
+        if isinstance(other, torch.Tensor) and other is not self:
+            self.absence.refuse(name, self._way_out)
+        return (other is self) == ("eq" in name)
+
+    def _type_name(self) -> str:
+        on_host = torch.empty(0, dtype=self.absence.form.dtype).type()
+        kind = self.absence.device.type
+        return on_host if kind == "cpu" else on_host.replace("torch.", f"torch.{kind}.", 1)
+
+    def _described(self) -> str:
+        of = self.absence
+        have = f"held by rank {', '.join(map(str, of.ranks))}" if of.ranks else "on other ranks"
+        return f"{type(self).__name__}({of.name}, shape={tuple(of.form.shape)}, dtype={of.form.dtype}, {have})"
+
+    def __repr__(self, **_: Any) -> str:
+        return self._described()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.absence.refuse("deepcopy", self._way_out)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.absence.refuse("pickling (torch.save)", self._way_out)
+
+
+class StandIn(Guarded, nn.Parameter):
+    """A parameter of the user while other ranks hold its values; equal to itself only.
+
+    Attributes:
+        gradient: stands for the gradient that other ranks have; None while they have none. Hooks of the user see it.
+            Optimizers do not, so that they pass over the parameter.
+    """
+
+    gradient: torch.Tensor | None
+
+    def _attribute(self, access: Any, *value: Any) -> Any:
+        if getattr(access.__self__, "__name__", "") != "grad" or self.gradient is None:
+            return super()._attribute(access, *value)
+        if access.__name__ == "__get__":
+            return self.gradient if _is_asked_by_a_hook() else None
+        if value[0] is None:
+            self.gradient = None
+        elif not (isinstance(value[0], Guarded) and value[0].absence.ranks == self.absence.ranks):
+            self.absence.refuse("setting .grad", self._way_out)
+        return None
+
+
+class BufferStandIn(Guarded, torch.Tensor):
+    """A buffer that training changes on other ranks; what this rank has is out of date."""
+
+
+class BatchStandIn(Guarded, torch.Tensor):
+    """A tensor of a batch that other ranks have loaded."""
+
+    _way_out = _WAY_OUT_OF_BATCHES
+
+
+def vacate(parameter: nn.Parameter, name: str, *, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
+    """Give up the memory and the gradient of a parameter that other ranks hold."""
+    form = torch.empty_like(form_of(parameter).detach(), device="meta")
+    occupy(parameter, None)
+    parameter.grad = None
+    absence = Absence(f"the parameter {name}", ranks, rank, device, form, type(parameter))
+    parameter.data = torch.empty(0, dtype=parameter.dtype)
+    parameter.__class__ = StandIn
+    vars(parameter).update(absence=absence, gradient=None)
+
+
+def occupy(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    """Make a vacated parameter what it was, with this value; None leaves it without memory."""
+    if isinstance(parameter, StandIn):
+        kind = vars(parameter).pop("absence").kind
+        del parameter.gradient
+        parameter.__class__ = kind
+    if value is not None:
+        parameter.data = value
+
+
+@contextlib.contextmanager
+def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let stand-ins be parameters without elements inside, for who moves all parameters of a module."""
+    stand_ins = [(parameter, type(parameter)) for parameter in parameters if isinstance(parameter, StandIn)]
+    for parameter, _ in stand_ins:
+        parameter.__class__ = parameter.absence.kind
+    try:
+        yield
+    finally:
+        for parameter, kind in stand_ins:
+            parameter.__class__ = kind
+
+
+def absent_buffer(
+    buffer: torch.Tensor, name: str, *, ranks: tuple[int, ...], rank: int, device: torch.device
+) -> BufferStandIn:
+    """Return a stand-in for a buffer that other ranks change."""
+    form = torch.empty_like(buffer.detach(), device="meta")
+    stand_in = form.as_subclass(BufferStandIn)
+    stand_in.absence = Absence(f"the buffer {name}", ranks, rank, device, form)
+    return stand_in
+
+
+def form_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the meta tensor that is like a stand-in; another tensor as it is."""
+    return tensor.absence.form if isinstance(tensor, Guarded) else tensor
+
+
+def absent_batch(structure: Structure, *, ranks: tuple[int, ...], rank: int, device: torch.device) -> Any:
+    """Return a batch of this structure without values, which the ranks `ranks` have."""
+    paths = dict(_paths(structure.template, "batch"))
+    tensors = []
+    for index, leaf in enumerate(structure.leaves):
+        form = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        tensor = form.as_subclass(BatchStandIn)
+        tensor.absence = Absence(paths.get(index, f"tensor {index} of the batch"), ranks, rank, device, form)
+        tensors.append(tensor)
+    return structure.fill(tensors)
+
+
+def _paths(template: Any, path: str) -> list[tuple[int, str]]:
+    """List the tensors of a batch with the expressions that lead to them."""
+    if isinstance(template, LeafSlot):
+        return [(template.index, path)]
+    if isinstance(template, Mapping):
+        inner = [(value, f"{path}[{key!r}]") for key, value in template.items()]
+    elif isinstance(template, (list, tuple)):
+        inner = [(value, f"{path}[{number}]") for number, value in enumerate(template)]
+    elif is_dataclass(template):
+        inner = [(getattr(template, one.name, None), f"{path}.{one.name}") for one in fields(template)]
+    else:
+        return []
+    return [found for value, where in inner for found in _paths(value, where)]
+
+
+def _is_asked_by_a_hook() -> bool:
+    """Return whether the user's code, called by Lightning, is looking; not an optimizer, Lightning or this package."""
+    frame = sys._getframe(1)
+    by_user = False
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path == __file__:
+            pass
+        elif path.endswith(_READS_FOR_USERS):
+            by_user = True
+        elif any(part in path for part in _READ_NO_GRADIENTS):
+            return by_user and "/torch/optim/" not in path
+        elif frame.f_code.co_name in _OF_OPTIMIZERS and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return False
+        elif "/torch/" not in path:
+            by_user = True
+        frame = frame.f_back  # type: ignore[assignment]
+    return by_user
+
+
+def _are_one(one: Any, other: Any) -> bool:
+    """Compare parameters by identity, as callbacks do to find out whether an optimizer has one; nothing else."""
+    if one is other or (isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter)):
+        return one is other
+    guarded = _guarded_in((one, other))
+    assert guarded is not None, "torch asks the class of an argument"
+    guarded.absence.refuse("equal", guarded._way_out)
+
+
+def _guarded_in(value: Any) -> Guarded | None:
+    """Return the first stand-in among arguments."""
+    if isinstance(value, Guarded):
+        return value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for one in inner if (found := _guarded_in(one)) is not None), None)

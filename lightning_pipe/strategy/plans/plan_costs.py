@@ -1,0 +1,219 @@
+"""What are plans judged by? Seconds and bytes of the step's operations, of the links and of the optimizer.
+
+Measured on all ranks together, once per fit, and once for validate, test or predict outside of one: ranks with the same
+kind of device share the operations among them, and measure at the same time, so that what they have in common (caches,
+memory bandwidth) is as busy as in training. Rank 0 puts the problem together. Where nothing is to be measured, costs
+are counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipe.capture import Capture
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.config import DappleConfig, conf_dir
+from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster_file import check_ranks, find_cluster
+from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.core.profile import OptimizerProfile, Profile
+from lightning_pipe.core.program import Layout
+from lightning_pipe.cost.counted import counted_on
+from lightning_pipe.planner.problem import Problem, counted_problem
+from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
+from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
+from lightning_pipe.profiler.network.host_copies import measure_swap
+from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, computing, probe_links
+from lightning_pipe.profiler.optimizer import counted_optimizer, profile_optimizer
+from lightning_pipe.profiler.timing.operators import Operators
+from lightning_pipe.runtime.activations.protocol import HostStore
+from lightning_pipe.runtime.activations.trip import trip_s
+from lightning_pipe.runtime.waiting import Wait
+from lightning_pipe.schedule.registry import planned_join
+from lightning_pipe.strategy.plans.runtime_overhead import rehearse
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.steps.step_runtime import slices
+from lightning_pipe.units import format_seconds
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_MOST_PER_STAGE = 8  # micro-batches per stage up to which planners go
+
+
+class PlanCosts:
+    """Find out, on all ranks together, what plans of this module cost.
+
+    Args:
+        config: options.
+        links: to the other ranks.
+        device: where this rank computes.
+        host: where it offloads to.
+    """
+
+    def __init__(self, config: DappleConfig, links: Connections, *, device: torch.device, host: HostStore) -> None:
+        self._config, self._links, self._device, self._host = config, links, device, host
+
+    def problem(
+        self,
+        capture: Capture | Replay,
+        *,
+        samples: int,
+        given: Plan | None,
+        optimizers: Sequence[Optimizer],
+        training: bool,
+        takes_back: bool = False,
+    ) -> Problem | None:
+        """Return what a planner is asked, on rank 0; None elsewhere.
+
+        Args:
+            capture: the step.
+            samples: samples of a batch.
+            given: the plan, if the user has given one.
+            optimizers: what will step.
+            training: whether the step has a backward.
+            takes_back: whether an optimizer step may have to be taken back, if ranks run ahead.
+
+        Raises:
+            ClusterError: if the cluster file is wrong or has another number of devices.
+        """
+        control = self._links.control
+        problem = counted_problem(capture.graph, ranks=control.ranks, samples=samples, training=training)
+        described = control.agreed(self._given_cluster, source=0, what="the cluster file")
+        if described is not None:
+            problem = replace(problem, cluster=described)
+            if not self._measures():
+                profile, cluster = counted_on(capture.graph, described)
+                problem = replace(problem, profile=profile, cluster=cluster)
+        is_ahead = self._config.post_validation and training and control.ranks > 1 and not isinstance(capture, Replay)
+
+        def asked(problem: Problem) -> Problem:
+            return problem.ahead(takes_back=takes_back) if is_ahead else problem
+
+        if not self._measures():
+            return asked(self._with_state(problem, optimizers)) if control.rank == 0 else None
+        started = time.perf_counter()
+        facts = self._facts()
+        measured = self._probed(facts)
+        if described is None:
+            problem = replace(problem, cluster=build_cluster(facts, measured))
+        profile: Profile | None
+        if isinstance(capture, Replay):  # its units were timed when they were found
+            profile = replace(capture.profile, optimizer=_of_optimizers(optimizers, self._device))
+        else:
+            profile = self._profile(capture, self._sizes(capture, samples, given), optimizers, facts)
+        rehearsed = rehearse(self._links, self._device)
+        if control.rank > 0 or profile is None or rehearsed is None:
+            return None
+        log.info(
+            "Measured %d operations on %s, and the links of %d ranks, in %s.",
+            len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
+        )  # fmt: skip
+        runtime = {
+            "call_s": rehearsed.call_s,
+            "message_s": max(0.0, rehearsed.message_s - rehearsed.message_bytes / _slowest_link(measured)),
+            "post_s": measured.post_s,
+            "post_s_per_byte": measured.post_s_per_byte,
+        }
+        return asked(replace(problem, profile=replace(profile, **runtime)))
+
+    def _with_state(self, problem: Problem, optimizers: Sequence[Optimizer]) -> Problem:
+        """Return a problem of counted costs with the state of the optimizer, if anything will step."""
+        if not (problem.training and optimizers):
+            return problem
+        optimizer = counted_optimizer(optimizers[0], device=self._device)
+        return replace(problem, profile=replace(problem.profile, optimizer=optimizer))
+
+    def _measures(self) -> bool:
+        """Say whether anything is measured: not where there is nothing to plan."""
+        config = self._config
+        wanted = self._links.control.ranks > 1 or config.report is not None
+        return wanted and config.costs == "measured"
+
+    def _given_cluster(self) -> Cluster | None:
+        name = self._config.cluster
+        if name is None:
+            return None
+        cluster = find_cluster(name, presets=conf_dir() / "cluster")
+        check_ranks(cluster, self._links.control.ranks, source=name)
+        return cluster
+
+    def _facts(self) -> list[DeviceFacts]:
+        """Return what every rank knows of its device, on all ranks."""
+        mine = describe_device(self._device, host=socket.gethostname())
+        with torch.inference_mode(False):
+            swap = measure_swap(lambda count: trip_s(self._host, count, device=self._device))
+        mine = replace(mine, swap=swap)
+        return self._gathered(mine, "the devices")
+
+    def _probed(self, facts: Sequence[DeviceFacts]) -> LinkFacts:
+        def wait(handle: ProbeHandle, what: str) -> None:
+            self._links.watch.wait(Wait(handle, what))
+
+        return probe_links(self._links.transport, hosts=hosts_of(facts), device=self._device, wait=wait)
+
+    def _profile(
+        self, capture: Capture, sizes: tuple[int, ...], optimizers: Sequence[Optimizer], facts: Sequence[DeviceFacts]
+    ) -> Profile | None:
+        """Return the seconds of operations on rank 0's kind of device, on rank 0; None elsewhere."""
+        control, cache = self._links.control, self._config.cache_dir
+        sharers = [rank for rank, fact in enumerate(facts) if fact.kind == facts[0].kind]
+        operators = Operators(capture, device=self._device, sizes=sizes)
+        mine: dict[str, Timing] = {}
+        known = control.broadcast(
+            load_timings(cache, self._device) if cache is not None and control.rank == 0 else {},
+            source=0,
+            what="operations that were timed before",
+        )
+        if control.rank in sharers:
+            share = (sharers.index(control.rank), len(sharers))
+            mine = operators.measure(known, share=share, progress=control.rank == 0)
+        with computing(self._device):  # until the last rank has measured, as cores and caches are busy in training
+            told = [control.to_first(mine, source=rank, what="the times of operations") for rank in sharers]
+            control.sum(torch.zeros(1), what="the end of the measurements")
+        if control.rank > 0:
+            return None
+        found = {name: timing for timings in told if timings is not None for name, timing in timings.items()}
+        if cache is not None and found:
+            store_timings(cache, self._device, found)
+        optimizer = _of_optimizers(optimizers, self._device)
+        return replace(operators.assemble({**known, **found}), optimizer=optimizer)
+
+    def _gathered(self, mine: T, what: str) -> list[T]:
+        """Return the values of all ranks, by rank, on all ranks."""
+        control = self._links.control
+        told = [control.to_first(mine, source=rank, what=what) for rank in range(control.ranks)]
+        return control.broadcast([value for value in told if value is not None], source=0, what=what)
+
+    def _sizes(self, capture: Capture, samples: int, given: Plan | None) -> tuple[int, ...]:
+        """Return the numbers of samples at which operations are timed, rising: those that plans will ask for."""
+        config, ranks = self._config, self._links.control.ranks
+        if given is not None:
+            sizes = microbatch_sizes(samples, given.microbatches)
+            joined = sum(sizes[: planned_join(given)])
+            asked = slices(given.layout, sizes) | slices(given.layout, (joined,))
+        else:
+            replicas = config.replicas or (1,) * ranks
+            counts = (config.microbatches,) if config.microbatches is not None else (len(replicas), len(replicas) * 8)
+            layout = Layout(tuple(tuple(range(count)) for count in replicas))
+            asked = {size for count in counts for size in slices(layout, microbatch_sizes(samples, count))}
+        fitting = sorted(size for size in asked if not capture.misfit(size)) or [capture.graph.samples]
+        return tuple(sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]}))
+
+
+def _of_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> OptimizerProfile:
+    """Measure the optimizer; there is one at most."""
+    return profile_optimizer(optimizers[0], device=device) if optimizers else OptimizerProfile()
+
+
+def _slowest_link(measured: LinkFacts) -> float:
+    """Return the bytes per second of the slowest measured link."""
+    return min((pair.link.bytes_per_s for pair in measured.links), default=float("inf"))

@@ -1,0 +1,152 @@
+"""Who makes the plan? A file of the user's, or the planner; rank 0 alone, and tells it to all.
+
+Also here: how a plan meets graphs other than the one that it was made for (validation, other shapes).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.plan import Plan, keeps_all
+from lightning_pipe.core.policy import ActivationPolicy
+from lightning_pipe.core.serial import load_yaml
+from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.resolve import check_weights, transfer_cuts
+from lightning_pipe.planner.memory.policies import keeps_everything, known_places, policies_of
+from lightning_pipe.planner.memory.settle import shortage
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.registry import propose as planned
+from lightning_pipe.schedule.registry import planned_join
+
+
+def given_plan(config: DappleConfig) -> Plan | None:
+    """Read the user's plan, if there is one.
+
+    Raises:
+        PlanError: if the file cannot be read, or has weights that do not fit its ranks.
+    """
+    if config.plan is None:
+        return None
+    plan = load_yaml(Plan, config.plan)
+    check_weights(plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What rank 0 knows of the plan.
+
+    Attributes:
+        plan: the plan.
+        cuts: its cuts.
+        problem: what it was made for.
+        judged: the plan as judged, then the planner's other candidates, best first.
+        route: by which route the step was captured, and why.
+    """
+
+    plan: Plan
+    cuts: tuple[int, ...]
+    problem: Problem
+    judged: tuple[Judged, ...]
+    route: str
+
+
+def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, replayed: bool = False) -> list[Judged]:
+    """Judge the given plan, or let the planner that the configuration names make some; its choice comes first.
+
+    Args:
+        problem: what is planned for.
+        config: options.
+        given: the user's plan, if there is one.
+        replayed: whether autograd decides what is saved, so that plans keep all of it.
+
+    Raises:
+        PlanError: if a replayed step is to recompute or offload, the plan or the layout does not fit, the graph is too
+            small, or no plan fits into memory.
+    """
+    if given is not None:
+        if replayed and not all(keeps_all(stage) for stage in given.stages):
+            raise PlanError(
+                f"The plan {config.plan} has stages that recompute or offload, but this step is replayed, and what its "
+                "modules save is autograd's. Remove `recompute:` and `offload:` from the file, and call "
+                "torch.utils.checkpoint in the modules whose activations are to be recomputed."
+            )
+        judged = judge(given, problem)
+        warn_of_overflow(problem, judged)
+        return [judged]
+    wishes = config.wishes
+    found = planned(
+        replace(problem, wishes=replace(wishes, reliefs=frozenset()) if replayed else wishes), config.planner
+    )
+    return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
+
+
+def warn_of_overflow(problem: Problem, judged: Judged) -> None:
+    """Warn that the user's own plan does not fit into memory; it may run all the same, as predictions are not exact."""
+    if judged.overflow(problem.cluster) > 0:
+        text = f"The given plan is run although it does not fit into memory: it {shortage(problem, judged)}"
+        warnings.warn(text, stacklevel=2)
+
+
+def in_turns(plan: Plan) -> Plan:
+    """Return a plan whose replicas take whole micro-batches in turn.
+
+    The Python of a replayed step runs in several stages, and may do with the samples what it wants (mix them, read
+    a mean of them), so all stages must see the same ones.
+    """
+    stages = tuple(
+        replace(stage, share="microbatches", weights=()) if len(stage.ranks) > 1 else stage for stage in plan.stages
+    )
+    return replace(plan, stages=stages)
+
+
+def check_samples(microbatches: int, samples: int) -> None:
+    """Check that the first batch can be cut into the wanted micro-batches.
+
+    Raises:
+        BatchError: if it has fewer samples.
+    """
+    if samples < microbatches:
+        raise BatchError(
+            f"The first batch has {samples} samples, but {microbatches} micro-batches are wanted. Set "
+            f"microbatches to at most {samples}, or increase the batch size."
+        )
+
+
+def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Cut another graph of the module so that, where possible, every stage finds the parameters that it holds.
+
+    Args:
+        graph: the graph to be cut; some stages may have no work in it.
+        planned: the graph that was cut by the plan.
+        cuts: its cuts.
+    """
+    starts = [0, *transfer_cuts(planned, cuts, graph).cuts]
+    ends = [*starts[1:], len(graph.nodes)]
+    working = next((s for s, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end), 0)
+    starts[1 : working + 1] = [ends[working]] * working  # batches are loaded by stage 0, so it always has work
+    return tuple(starts[1:])
+
+
+def policies_for(
+    plan: Plan, graph: Graph, cuts: tuple[int, ...], *, planned: Graph
+) -> tuple[tuple[ActivationPolicy, ...], str]:
+    """Return the activation policy of every stage, and what of the plan's is not followed; "" if all is.
+
+    Args:
+        plan: the plan.
+        graph: the graph that is cut: that of the plan, or another of the module (other shapes, another branch).
+        cuts: its cuts.
+        planned: the graph that the plan was made for.
+
+    Raises:
+        PlanError: if the graph is that of the plan, and a place in it is wrong.
+    """
+    if not graph.gradients or keeps_everything(plan, graph):
+        return (), ""
+    known, missing = (plan, ()) if graph.fingerprint == planned.fingerprint else known_places(plan, graph, cuts)
+    return policies_of(known, graph, cuts), ", ".join(missing)

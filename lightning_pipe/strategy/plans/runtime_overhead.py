@@ -1,0 +1,174 @@
+"""What does a step cost besides its operations? The runtime's own work and waiting, seen in a rehearsal by all ranks.
+
+Before there is a plan, the ranks run a chain of one small stage each, over the transport of the training: every compute
+works for about a millisecond on memory of its own, so that caches and cores are as busy as in training, and hands on a
+small tensor. What is not work is the runtime:
+
+    call_s      of a compute: its duration - its work + the gap between what it needed and its start
+    message_s   of a message that a rank waited for: arrival - end of the compute that made it - its bytes / bandwidth
+
+(`report.account` has the picture.) Both are means of all but the slowest tenth, as they are parts of sums. Left out:
+that stages with many tensors take a little longer to hand them over.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from statistics import fmean, median
+
+import torch
+
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, Split, StageProgram, Value
+from lightning_pipe.core.program import Bucket, ComputeKind, Edge, Layout, Pass, Traffic
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.report import accounts
+from lightning_pipe.runtime.exchanges.groups import connect
+from lightning_pipe.runtime.executor import Executor
+from lightning_pipe.runtime.job import BatchInput
+from lightning_pipe.runtime.stage import State
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.orders.one_f_one_b import one_f_one_b
+from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.strategy.ranks.connections import Connections
+
+Work = Callable[[int, ComputeKind, int], None]  # stage, kind, samples
+ELEMENT_BYTES = 4  # float32
+_MICROBATCHES = 12
+_RUNS = 4  # the first is not counted
+_WORKING_SET = 2**20  # elements, 4 MiB: more than the caches of one core
+_WIDTH = 2**14  # elements of a message, 64 KiB
+_SLOWEST = 0.1  # of what is measured, which does not count
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Seconds of the runtime per compute, and those of a message of so many bytes."""
+
+    call_s: float
+    message_s: float
+    message_bytes: int
+
+
+def rehearse(links: Connections, device: torch.device) -> Rehearsed | None:
+    """Run the chain on all ranks together; return what it says on rank 0, None elsewhere."""
+    control = links.control
+    layout = Layout(tuple((rank,) for rank in range(control.ranks)))
+    work = _Timed(device)
+    split = chain_split(control.ranks, width=_WIDTH, work=work)
+    sizes = (1,) * _MICROBATCHES
+    order = one_f_one_b(layout, _MICROBATCHES)
+    program = verify(lower(order, layout=layout, sizes=sizes, traffic=split.traffic))
+    with links.watch.opening("the connections of a program"):
+        connect(links.transport, [program])
+    parameters = {f"w{s}": torch.zeros(1, device=device) for s in range(control.ranks)}
+    executor = Executor(split, layout, state=State(parameters, {}, device), transport=links.transport)
+    job = BatchInput((torch.zeros(_MICROBATCHES, _WIDTH, device=device),), (True,), tuple(range(_MICROBATCHES)))
+    own: list[tuple[Timeline, float]] = []
+    for _ in range(_RUNS):
+        work.seconds.clear()
+        timeline = executor.run(program, job, record=True, watch=links.watch).timeline
+        own.append((timeline, median(work.seconds)))
+    told = [control.to_first(own[1:], source=rank, what="the rehearsal") for rank in range(control.ranks)]
+    return _rehearsed([of_rank for of_rank in told if of_rank is not None]) if control.rank == 0 else None
+
+
+def _rehearsed(told: Sequence[Sequence[tuple[Timeline, float]]]) -> Rehearsed:
+    """Read the costs off the timelines of all ranks, by rank and run, with the seconds of one piece of work."""
+    calls: list[float] = []
+    messages: list[float] = []
+    for of_ranks in zip(*told, strict=True):
+        merged = Timeline(tuple(chain.from_iterable(timeline.events for timeline, _ in of_ranks)))
+        for account, (timeline, work_s) in zip(accounts(merged), of_ranks, strict=True):
+            spent = {event.instruction: event.end - event.start for event in timeline.events}
+            for gap in account.gaps:
+                if gap.first:
+                    continue
+                calls.append(spent[gap.compute] - work_s + gap.overhead)
+                if gap.link is not None and gap.late > 0:  # it was waited for
+                    messages.append(gap.transfer)
+    return Rehearsed(max(0.0, _typical(calls)), _typical(messages) if messages else 0.0, _WIDTH * ELEMENT_BYTES)
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    return fmean(sorted(seconds)[: math.ceil(len(seconds) * (1 - _SLOWEST))])
+
+
+class _Timed:
+    """Work of about a millisecond that fills the caches; `seconds` is how long it took each time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        self._tensor = torch.zeros(_WORKING_SET, device=device)
+
+    def __call__(self, stage: int, kind: ComputeKind, samples: int) -> None:
+        started = time.perf_counter()
+        self._tensor.add_(1.0)
+        if self._tensor.is_cuda:
+            torch.cuda.synchronize(self._tensor.device)
+        self.seconds.append(time.perf_counter() - started)
+
+
+def chain_traffic(stages: int, bytes_per_sample: int) -> Traffic:
+    """Return what crosses between the stages of a chain: activations, their gradients, and one bucket per stage."""
+    between = range(stages - 1)
+    forward = [Edge("F", s, s + 1, bytes_per_sample) for s in between]
+    backward = [Edge("B", s + 1, s, bytes_per_sample) for s in between]
+    return Traffic((*forward, *backward), tuple(Bucket((s,), ELEMENT_BYTES) for s in range(stages)))
+
+
+def chain_split(stages: int, *, width: int, work: Work) -> Split:
+    """Return the stages of a chain whose functions call `work` and pass tensors of `width` elements per sample on.
+
+    Stage s makes `a<s>` from `a<s-1>` (stage 0 from the batch) and `g<s-1>`, the gradient of `a<s-1>`, from `g<s>`.
+    Every stage has one parameter with one element.
+    """
+    crossing = [f"{letter}{s}" for s in range(stages - 1) for letter in "ag"]
+    return Split(
+        stages=tuple(_stage(s, stages, work) for s in range(stages)),
+        values={name: Value(name, torch.float32, partial(_size, width), batch_dim=0) for name in crossing},
+        traffic=chain_traffic(stages, width * ELEMENT_BYTES),
+        bucket_parameters=tuple((f"w{s}",) for s in range(stages)),
+        owners={},
+    )
+
+
+def _size(width: int, samples: int) -> tuple[int, ...]:
+    return (samples, width)
+
+
+def _stage(s: int, count: int, work: Work) -> StageProgram:
+    first, last = s == 0, s == count - 1
+    before, after = f"a{s - 1}", f"a{s}"
+    receives: dict[tuple[Pass, int], tuple[str, ...]] = {} if first else {("F", s - 1): (before,)}
+    sends: dict[tuple[Pass, int], tuple[str, ...]] = {} if first else {("B", s - 1): (f"g{s - 1}",)}
+    if not last:
+        receives["B", s + 1] = (f"g{s}",)
+        sends["F", s + 1] = (after,)
+
+    def half(kind: ComputeKind, inputs: tuple[str, ...], outputs: tuple[str, ...], *, like: int) -> Half:
+        def run(samples: int, key: RandomKey, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            work(s, kind, samples)
+            return tuple(torch.zeros_like(given[like]) for _ in outputs)
+
+        return Half(inputs, outputs, run)
+
+    return StageProgram(
+        stage=s,
+        parameters={"w": f"w{s}"},
+        buffers={},
+        leaves={before: 0} if first else {},
+        tangents=(),
+        forward=half("F", (before,), (after,), like=0),
+        input_grad=half("I", (before, after if last else f"g{s}"), (f"g{s - 1}",), like=0),
+        weight_grad=half("W", (before, "w"), ("dw",), like=1),
+        receives=receives,
+        sends=sends,
+        mutations={},
+        gradients={"dw": f"w{s}"},
+        results=(),
+    )

@@ -1,0 +1,215 @@
+"""Connect one rank with the others: everything that one fit (or validate, test, predict) needs, made together.
+
+    begin_watch      a guard watches over this process; from here on no death goes unheard
+    join_ranks       the rendezvous: who comes, who is missing, where the guards meet
+    connect_ranks    messages of programs, and everything else on the host
+
+Every wait in here ends by the deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.client import guard_of_this_process
+from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.guard.watch import POLL_S, Unwatched, patience_until
+from lightning_pipe.runtime.transport.gloo import GlooTransport
+from lightning_pipe.runtime.transport.local import Hub
+from lightning_pipe.runtime.transport.process_group import MARGIN_S, process_group_transport
+from lightning_pipe.runtime.transport.protocol import Transport
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+
+log = logging.getLogger(__name__)
+
+_SAY_AFTER_S = 10.0  # that not all ranks have come
+_ADDRESS_OF_CARD = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
+_CONNECT_S = 5.0  # of one attempt
+_CLOSE_S = 2.0  # after a failure
+_KEY = "lightning_pipe/{}"
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Everything that connects this rank.
+
+    Attributes:
+        transport: carries the messages of programs.
+        control: carries everything else, on the host.
+        watch: looks after waits.
+    """
+
+    transport: Transport
+    control: ControlPlane
+    watch: GuardedWatch | Unwatched
+
+    def close(self, *, healthy: bool = True) -> None:
+        """Release everything but the watch. On all ranks, with nothing under way; after a failure, with whatever is.
+
+        A group of gloo that still waits for another rank cannot be destroyed before torch's own time-out, so after a
+        failure a thread does that, which nobody waits for longer than a moment.
+        """
+        if healthy:
+            self._close()
+            return
+        closing = threading.Thread(target=self._close, name="closing", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _close(self) -> None:
+        self.transport.close()
+        self.control.close()
+
+
+def begin_watch(rank: int, ranks: int, *, deadline_s: float, verdict: str = "") -> GuardedWatch:
+    """Begin a fit on this rank: its guard is told, or started.
+
+    Args:
+        rank: this rank.
+        ranks: number of ranks.
+        deadline_s: for every wait.
+        verdict: file for the first failure, for who has started this process.
+    """
+    guard, patience = guard_of_this_process(verdict=verdict), patience_until(deadline_s)
+    guard.begin(rank, patience.limits)
+    return GuardedWatch(guard, rank=rank, ranks=ranks, patience=patience)
+
+
+def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  # type: ignore[name-defined]
+    """Meet the other ranks at an address, and return their store.
+
+    Raises:
+        PipelineError: if ranks are missing when the deadline is over, or have died; it names them.
+    """
+    patience = watch.patience
+    timeout = timedelta(seconds=patience.deadline_s)
+    with watch.opening(f"the rendezvous at {address}:{port}"):
+        try:
+            if watch.rank:
+                _await_host(watch, address, port)
+            store = _store(address, port, ranks=watch.ranks, hosts=watch.rank == 0, timeout=timeout)
+        except RuntimeError as error:
+            watch.raise_failure()
+            missing = "The rendezvous cannot be hosted" if watch.rank == 0 else "Rank 0, which hosts it, has not come"
+            raise PipelineError(
+                f"Rank {watch.rank} cannot join the others at {address}:{port}: {missing}, or has died. ({error})"
+            ) from None
+        meet_guards(watch, store)
+        store.set(_KEY.format(f"here/{watch.rank}"), socket.gethostname())
+        _wait_for_all(watch, store)
+    return store
+
+
+def _await_host(watch: GuardedWatch, address: str, port: int) -> None:
+    """Wait until somebody listens at an address. Torch would do so too, for twice its time-out and with much noise."""
+    end = time.monotonic() + watch.patience.deadline_s
+    while True:
+        watch.raise_failure()
+        try:
+            socket.create_connection((address, port), timeout=min(_CONNECT_S, watch.patience.deadline_s)).close()
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RuntimeError(f"nobody listens there after {watch.patience.deadline_s:g} s: {error}") from None
+            time.sleep(POLL_S)
+        else:
+            return
+
+
+def _store(address: str, port: int, *, ranks: int, hosts: bool, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
+    """Return the store of the rendezvous: that of torchrun's agent, which outlives all ranks, or rank 0's."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, ranks, is_master=hosts and not agent, timeout=timeout, wait_for_workers=False
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+
+
+def _wait_for_all(watch: GuardedWatch, store: dist.Store) -> None:  # type: ignore[name-defined]
+    """Wait until all ranks are at the rendezvous; a word about those that are late."""
+    keys = {rank: _KEY.format(f"here/{rank}") for rank in range(watch.ranks)}
+    start, said = time.monotonic(), False
+    while not store.check(list(keys.values())):
+        watch.raise_failure()
+        waited = time.monotonic() - start
+        if waited < _SAY_AFTER_S and waited < watch.patience.deadline_s:
+            time.sleep(POLL_S)
+            continue
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+        if waited > watch.patience.deadline_s and missing:
+            raise PipelineError(
+                f"Of {watch.ranks} ranks, {names} did not come to the rendezvous within "
+                f"{watch.patience.deadline_s:g} s: not started, or ended before. Start one process for every device of "
+                "all num_nodes hosts, or set num_nodes to the hosts that there are."
+            )
+        if not said and watch.rank == min(set(keys) - set(missing), default=0):
+            log.warning("Waiting for %s of %d ranks.", names, watch.ranks)
+            said = True
+        time.sleep(POLL_S)
+
+
+def meet_guards(watch: GuardedWatch, store: dist.Store) -> None:  # type: ignore[name-defined]
+    """Let the guards of all ranks meet at that of rank 0; on all ranks, once per process."""
+    guard, key = watch.guard, _KEY.format("guard")
+    if guard.has_met:
+        return
+    if watch.rank == 0:
+        store.set(key, json.dumps({"addresses": _addresses(), "hub": guard.host()}))
+    else:
+        end = time.monotonic() + watch.patience.deadline_s
+        while not store.check([key]):
+            watch.raise_failure()
+            if time.monotonic() > end:
+                raise PipelineError(f"Rank 0 did not come to the rendezvous within {watch.patience.deadline_s:g} s.")
+            time.sleep(POLL_S / 10)
+        where = json.loads(store.get(key))
+        guard.join(where["addresses"], where["hub"])
+    guard.has_met = True
+
+
+def _addresses() -> list[str]:
+    """Return where this host may be reached, likeliest first."""
+    found = [address] if (address := os.environ.get("MASTER_ADDR")) else []
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl  # where there is none, the other addresses must do
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # a card without an address
+                    request = struct.pack("256s", name.encode()[:15])
+                    answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_CARD, request)
+                    found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    return list(dict.fromkeys(found)) or ["127.0.0.1"]
+
+
+def connect_ranks(
+    rank: int, ranks: int, *, device: torch.device, deadline_s: float, watch: GuardedWatch | None = None
+) -> Connections:
+    """Connect this rank with the others of the default process group; on all ranks together."""
+    if ranks == 1:
+        alone = Unwatched()
+        return Connections(Hub().endpoint(0), ControlPlane(None, rank=0, ranks=1, wait=alone.wait), alone)
+    watch = watch or begin_watch(rank, ranks, deadline_s=deadline_s)
+    with watch.opening("the connections between ranks"):
+        assert dist.group.WORLD is not None, "torch.distributed is initialised"
+        meet_guards(watch, dist.group.WORLD.get_group_store())  # type: ignore[attr-defined]
+        transport = process_group_transport(device, deadline_s=deadline_s)
+        watch.guard.on_failure(transport.abort)
+        host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)
+        return Connections(transport, ControlPlane(host, rank=rank, ranks=ranks, wait=watch.wait), watch)

@@ -1,0 +1,151 @@
+"""How do ranks tell each other small things: a structure, a plan, a parameter on its way to the checkpoint?
+
+Over the host, apart from the messages of programs. Every wait goes through the watch, so a rank that never comes is an
+error with words instead of a hang. A single rank talks to itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.guard.failure import PAIR, TOGETHER
+from lightning_pipe.runtime.transport.protocol import Transport
+from lightning_pipe.runtime.waiting import Done, Handle, Wait
+
+T = TypeVar("T")
+
+
+class ControlPlane:
+    """Exchange objects and host tensors between all ranks; every method is called on all of them together.
+
+    Args:
+        transport: carries host tensors; None with a single rank.
+        rank: this rank.
+        ranks: number of ranks.
+        wait: waits for a handle, with a deadline.
+
+    Attributes:
+        rank, ranks, wait: as given.
+    """
+
+    def __init__(self, transport: Transport | None, *, rank: int, ranks: int, wait: Callable[[Wait], None]) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._transport = transport
+        self.wait = wait
+        self._everyone = tuple(range(ranks))
+        self._leaving: list[Handle] = []
+        if transport is not None:
+            transport.open(channels=[(r, 0) for r in range(1, ranks)], groups=[self._everyone])
+
+    @property
+    def transport(self) -> Transport | None:
+        """Return what carries host tensors, with a group of all ranks; None with a single rank."""
+        return self._transport
+
+    def broadcast(self, value: T, *, source: int, what: str) -> T:
+        """Return the value of rank `source` on every rank."""
+        if self.ranks == 1:
+            return value
+        packed = _pack(value) if self.rank == source else b""
+        size = self.copy(torch.tensor([len(packed)]), source=source, what=what)
+        content = torch.frombuffer(bytearray(packed), dtype=torch.uint8) if packed else torch.empty(0)
+        if self.rank != source:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        content = self.copy(content, source=source, what=what)
+        return value if self.rank == source else _unpack(content)
+
+    def agreed(self, make: Callable[[], T], *, source: int, what: str) -> T:
+        """Make a value on one rank and return it on every rank; an error there is raised on every rank."""
+        made: tuple[Any, Exception | None] = (None, None)
+        if self.rank == source:
+            try:
+                made = (make(), None)
+            except Exception as error:
+                made = (None, error)
+        value: T
+        value, failure = self.broadcast(made, source=source, what=what)
+        if failure is not None:
+            raise failure
+        return value
+
+    def copy(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
+        """Copy a contiguous host tensor of one rank into those of the others, in place, and return it."""
+        if self._transport is not None and tensor.numel():
+            self.wait(Wait(self._transport.broadcast(tensor, source=source, group=self._everyone), what, TOGETHER))
+        return tensor
+
+    def tell(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
+        """Do as `copy` does, but let the source go on at once, and every other rank as soon as it has its copy.
+
+        A broadcast would not: ranks pass it on to each other, so the first waits for the last; it is fewer messages.
+        """
+        if self._transport is None:
+            return tensor
+        others = [rank for rank in self._everyone if rank != source]
+        self._transport.open(channels=[(source, rank) for rank in others], groups=[])
+        if self.rank == source:
+            self._leaving = [handle for handle in self._leaving if not handle.landed()]
+            self._leaving += [self._transport.send([tensor], peer=rank) for rank in others]
+        else:
+            self._finish(self._transport.receive([tensor], peer=source), what)
+        return tensor
+
+    def sum(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Add the host tensors of all ranks, in place, and return the sum."""
+        self.wait(self.begin_sum(tensor, what=what))
+        return tensor
+
+    def begin_sum(self, tensor: torch.Tensor, *, what: str) -> Wait:
+        """Begin to add the host tensors of all ranks, in place; who waits has the sum."""
+        if self._transport is None:
+            return Wait(Done(), what)
+        return Wait(self._transport.all_reduce(tensor, group=self._everyone), what, TOGETHER)
+
+    def to_first(self, value: T | None, *, source: int, what: str) -> T | None:
+        """Bring an object of rank `source` to rank 0; the other ranks are not concerned and get None."""
+        if source == 0:
+            return value if self.rank == 0 else None
+        if self.rank == source:
+            self._send(_pack(value), what)
+        return self._receive(source, what) if self.rank == 0 else None
+
+    def close(self) -> None:
+        """Release the transport. On all ranks, with nothing under way."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _send(self, packed: bytes, what: str) -> None:
+        assert self._transport is not None, "only one of several ranks sends"
+        size, content = torch.tensor([len(packed)]), torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        for tensor in (size, content):
+            self._finish(self._transport.send([tensor], peer=0), what)
+
+    def _receive(self, source: int, what: str) -> Any:
+        assert self._transport is not None, "only one of several ranks receives"
+        size = torch.empty(1, dtype=torch.int64)
+        self._finish(self._transport.receive([size], peer=source), what)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self._finish(self._transport.receive([content], peer=source), what)
+        return _unpack(content)
+
+    def _finish(self, handle: Handle, what: str) -> None:
+        self.wait(Wait(handle, what, PAIR))
+
+
+def _pack(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise PipelineError(
+            f"{type(value).__name__} cannot be sent to other ranks: {error}. Everything in a batch, and every error "
+            "raised while one is loaded, must be picklable."
+        ) from error
+
+
+def _unpack(content: torch.Tensor) -> Any:
+    return pickle.loads(content.numpy().tobytes())

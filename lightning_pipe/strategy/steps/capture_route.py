@@ -1,0 +1,64 @@
+"""By which route does a step become stages? As one graph where that is right, else by replaying its Python.
+
+joint     one graph of forward and backward (`capture.capture`); refuses what a graph would freeze
+replay    the Python of the step runs on every rank (`capture.replayed.replay`)
+auto      joint; replay where joint refuses
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lightning_pipe.capture import Capture, Request, capture_step
+from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.errors import CaptureError
+
+log = logging.getLogger(__name__)
+
+
+def captured_by(
+    route: str, request: Request, *, traced: Callable[[Request], UnitTrace], refusals: Callable[[bool], tuple[int, int]]
+) -> Capture | Replay:
+    """Capture a step.
+
+    Args:
+        route: "auto", "joint" or "replay".
+        request: the step.
+        traced: finds the units of the step by a run on real tensors; called on all ranks together.
+        refusals: tells the other ranks whether this one refuses a graph; returns how many do and how many there are.
+
+    Raises:
+        CaptureError: if no route that is allowed can hold the step; or where it cannot be one graph on some ranks only,
+            on these: their Python does something else, as by an error of its own.
+    """
+    if route == "replay":
+        return Replay(request, traced(request), reason="capture='replay' asks for it")
+    captured: Capture | None = None
+    reason: CaptureError | None = None
+    try:
+        captured = capture_step(request)
+    except CaptureError as refused:
+        reason = refused
+    refusing, ranks = refusals(reason is not None)
+    if captured is not None:
+        return captured  # if another rank refuses, its error comes to this one too
+    assert reason is not None, "a step is captured or refused"
+    if route == "joint" or refusing < ranks:
+        raise reason
+    try:
+        replay = Replay(request, traced(request), reason=str(reason))
+    except CaptureError as error:
+        if str(error) == str(reason):
+            raise reason from None
+        raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
+    log.info("%s: %s", request.method, told(replay))
+    return replay
+
+
+def told(capture: Capture | Replay) -> str:
+    """Say in a line by which route a step was captured, and why."""
+    if isinstance(capture, Replay):
+        return f"The Python of the step runs on every rank (replay). {capture.reason}"
+    return "The step is one graph (joint): nothing was found that a graph would freeze."

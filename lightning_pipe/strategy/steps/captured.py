@@ -1,0 +1,33 @@
+"""A captured step, with what it was captured from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_pipe.capture import Capture, Request
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.strategy.steps.string_fields import StringReads
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured step.
+
+    Attributes:
+        capture: the step.
+        request: what was captured.
+        reader: knows whether the step read the texts of its batch.
+        template: the batch that it was captured with, without its tensors.
+    """
+
+    capture: Capture | Replay
+    request: Request
+    reader: StringReads
+    template: Any
+
+    def with_role(self, role: Literal["mean", "sum"] | None) -> Captured:
+        """Return the same with losses of micro-batches combined in this way; None leaves that as it is."""
+        if role is None or self.capture.record.loss is None:
+            return self
+        return replace(self, capture=self.capture.with_role(role))

@@ -1,0 +1,380 @@
+"""Does a captured step compute what the step computes? Once, before training, both run on the first micro-batch.
+
+On rank 0, where the module is whole: the plain step, and the captured one as a single stage, with the same random
+numbers. The loss and the gradient of every parameter are compared. Sums may be made in another order, which costs the
+last digits; so, with eps the precision of the least exact floating type that forward computes in,
+
+    |captured - plain|  <=  eps^(1/2) * scale      half of the digits
+    scale of a gradient  =  max(its own largest, eps^(1/4) * the largest of all)
+    scale of the loss    =  max(|loss|, eps^(1/4))
+
+A gradient that is zero but for rounding (of a bias before a normalisation) has no digits of its own; for it the second
+term of the scale allows three quarters of the digits of the largest gradient. A mistake below that is not seen.
+
+It costs two runs of a micro-batch, forward and backward, and for that long the memory of the whole module with two sets
+of gradients and one set of activations. Buffers, attributes, gradients and generators are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_pipe.capture import Capture, Request, canonical_names
+from lightning_pipe.capture.eager_reference import EagerReference, run_plainly
+from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.recording.unit_state import left_as_it_was
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.steps.batch import numbers_in
+from lightning_pipe.capture.steps.hazards import restored_generators
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.step_function import NUMBERS
+from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import pl
+from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.runtime.stage import Slice, Stage, State
+from lightning_pipe.strategy.lightning_private import located
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.metrics import wrong_answer
+from lightning_pipe.strategy.steps.step_calls import StepRequest
+from lightning_pipe.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+_MOST_ON_HOST_BYTES = 4 * 2**30  # of parameters; a GPU says itself when its memory is full, a host ends the process
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where captured and plain differ most, relative to scale.
+
+    Attributes:
+        name: of a parameter; "" for the loss.
+        captured, plain: the two numbers.
+        relative: their difference in units of the scale.
+        dtype: the least exact type of the computation.
+    """
+
+    name: str
+    captured: float
+    plain: float
+    relative: float
+    dtype: torch.dtype
+
+    @property
+    def allowed(self) -> float:
+        """Return how large it may be."""
+        return float(torch.finfo(self.dtype).eps ** 0.5)
+
+
+class Incomparable(Exception):
+    """The two cannot be compared; the text says why."""
+
+
+def check_captured(captured: Captured, call: StepRequest, *, samples: int, control: ControlPlane, seed: int) -> float:
+    """Compare a captured training step with the plain one on the first samples of a batch; on all ranks together.
+
+    Args:
+        captured: the step.
+        call: what was captured; the module of rank 0 is whole, and rank 0 has the tensors of the batch.
+        samples: number of samples to take.
+        control: to the other ranks.
+        seed: seed of the random numbers.
+
+    Returns:
+        The seconds that it took.
+
+    Raises:
+        CaptureError: on every rank, if they differ, naming the worst parameter, and what to do.
+    """
+
+    def check() -> float:
+        assert call.tensors is not None, "rank 0 has looked at the batch"
+        request = captured.request
+        cut = request.structure.cut(request.batch_dim) if request.samples is not None else (False,) * len(call.tensors)
+        first = [
+            tensor.narrow(request.batch_dim, 0, samples) if along else tensor
+            for tensor, along in zip(call.tensors, cut, strict=True)
+        ]
+        begin = time.perf_counter()
+        _check(captured.capture, request, first, samples=samples, seed=seed)
+        return time.perf_counter() - begin
+
+    return control.agreed(check, source=0, what="whether the captured step is right")
+
+
+def _check(
+    captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int
+) -> None:
+    """Compare, and log the result or raise."""
+    begin = time.perf_counter()
+    try:
+        loss, worst = differences(captured, request, tensors, samples=samples, seed=seed)
+    except Incomparable as reason:
+        log.warning("%s as captured is not compared with the plain step: %s.", request.method, reason)
+        return
+    if not max(loss.relative, worst.relative) <= worst.allowed:
+        raise CaptureError(_refusal(captured, request, samples, loss=loss, worst=worst))
+    log.info(
+        "%s as captured (%s) agrees with the plain step on the first micro-batch of %d samples: the loss differs by "
+        "%.1e of itself, gradients by at most %.1e of the largest (%.1e is rounding in %s); compared in %.2f s.",
+        *(request.method, _route(captured), samples, loss.relative, worst.relative, worst.allowed),
+        *(_spelled(worst.dtype), time.perf_counter() - begin),
+    )
+
+
+def differences(
+    captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int
+) -> tuple[Difference, Difference]:
+    """Return the difference of the loss, and the largest of a gradient.
+
+    Args:
+        captured: the step.
+        request: what was captured; its module is whole.
+        tensors: leaves of some samples.
+        samples: their number.
+        seed: seed of the random numbers.
+
+    Raises:
+        Incomparable: if the two cannot be run, or do not draw the same random numbers.
+        CaptureError: if the captured step fails where the plain one does not.
+    """
+    key = RandomKey(seed, 0, 0)
+    with on_one_device(request) as prepare:
+        plain = plain_run(captured, request, prepare(tensors), key)
+        results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=(samples,), key=key)
+        if (guard := wrong_answer(captured.record, results[0])) is not None:
+            raise Incomparable(
+                f"the question at {guard.line} has another answer for the first samples than for the batch"
+            )
+        return compared(plain, loss, gradients)
+
+
+@contextlib.contextmanager
+def on_one_device(request: Request) -> Iterator[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
+    """Have the whole module on its device for some runs, each of which begins with the same state.
+
+    Yields:
+        A function to be called before every run: it returns copies of the leaves, and puts the module back.
+
+    Raises:
+        Incomparable: if the module cannot be run here.
+    """
+    module, device = request.module, request.device
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise Incomparable("the module is on the meta device")
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    if device.type == "cpu" and size > _MOST_ON_HOST_BYTES:
+        raise Incomparable(
+            f"its parameters take {format_bytes(size)}, and two runs with gradients on one rank are for modules up to "
+            f"{format_bytes(_MOST_ON_HOST_BYTES)}"
+        )
+    with restored_generators(), left_as_it_was(module) as kept, located(module, device), kept.keeper:
+
+        def prepare(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            kept.restore()
+            _move(module, device)
+            return [tensor.detach().to(device, copy=True) for tensor in tensors]
+
+        try:
+            yield prepare
+        except torch.OutOfMemoryError:
+            raise Incomparable(f"the whole module and its gradients do not fit into the memory of {device}") from None
+
+
+def plain_run(
+    captured: Capture | Replay,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    key: RandomKey,
+    *,
+    matched: bool = True,
+) -> EagerReference:
+    """Run the plain step, if it runs so early: hooks that prepare it may come later.
+
+    Args:
+        captured: the step.
+        request: what was captured.
+        tensors: leaves.
+        key: of the random numbers.
+        matched: whether these must be those of the captured step.
+
+    Raises:
+        Incomparable: if it does not run, or draws other random numbers.
+    """
+    try:
+        plain = run_plainly(captured, request, tensors, key)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise Incomparable(f"before training the plain step raises {type(error).__name__}: {error}") from error
+    if matched and plain.unmatched:
+        raise Incomparable(f"their random numbers cannot be made the same ({plain.unmatched})")
+    return plain
+
+
+def run_captured(
+    captured: Capture | Replay,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    *,
+    sizes: tuple[int, ...],
+    key: RandomKey,
+    role: str | None = None,
+) -> tuple[list[Mapping[str, Content]], dict[str, torch.Tensor], torch.Tensor]:
+    """Run the captured step as one stage, by micro-batches.
+
+    Args:
+        captured: the step.
+        request: what was captured.
+        tensors: leaves of all samples.
+        sizes: samples of the micro-batches.
+        key: of the random numbers of the first.
+        role: whether losses are combined as "mean" or "sum"; by default as the captured step says.
+
+    Returns:
+        Results of the micro-batches, gradients by canonical name, and the loss of all samples.
+    """
+    module, split = request.module, captured.split(())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    if isinstance(captured, Capture):
+        buffers[NUMBERS] = _numbers(captured, request)
+    for parameter in parameters.values():
+        parameter.grad = None
+    state = State(parameters, buffers, request.device)
+    stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
+    if isinstance(captured, Replay):
+        captured.begin(request.arguments, request.structure.template)
+    stage.begin(Counter(), training=True)
+    whole = len(sizes) == 1
+    cut = (False,) * len(tensors) if whole else request.structure.cut(request.batch_dim)
+    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
+    value = split.values[captured.record.loss or ""]
+    how = role or ("sum" if value.combine == "sum" else "mean")
+    results, total = [], torch.zeros((), dtype=torch.float64)
+    first = 0
+    for number, samples in enumerate(sizes):
+        weight = 1.0 if how == "sum" else samples / sum(sizes)
+        own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
+        parts = [t.narrow(request.batch_dim, first, samples) if c else t for t, c in zip(leaves, cut, strict=True)]
+        stage.load(number, dict(enumerate(parts)))
+        try:
+            stage.compute("F", number, own)
+            results.append(stage.results(number))
+            stage.compute("B", number, own)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            which = "a later" if number else "the first"
+            raise CaptureError(
+                f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, raises "
+                f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
+                f"{error}. {_advice(captured)}"
+            ) from error
+        loss = results[-1][captured.record.loss or ""]
+        assert isinstance(loss, torch.Tensor), "the loss is a tensor"
+        total = total + loss.detach().cpu().double() * weight
+        first += samples
+    names = dict.fromkeys(canonical_names(module).values())
+    found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
+    return results, found, total.to(loss.dtype)
+
+
+def _numbers(captured: Capture, request: Request) -> torch.Tensor:
+    """Return what the graph reads of numbers that vary."""
+    situation = Situation(request.arguments, numbers_in(request.structure.template))
+    return torch.tensor(captured.numbers(situation), dtype=torch.float64, device=request.device)
+
+
+def _move(module: pl.LightningModule, device: torch.device) -> None:
+    """Move parameters and buffers to a device; `left_as_it_was` brings them back."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(device)
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def compared(
+    plain: EagerReference, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> tuple[Difference, Difference]:
+    """Return the difference of the loss, and the largest of a gradient."""
+    least = torch.finfo(plain.coarsest).eps ** 0.25
+    pairs = {name: _pair(gradients.get(name), plain.gradients.get(name)) for name in {**plain.gradients, **gradients}}
+    largest = max((_largest(expected) for _, expected in pairs.values()), default=0.0)
+
+    def difference(name: str, found: torch.Tensor, expected: torch.Tensor, least: float) -> Difference:
+        scale = max(_largest(expected), least)
+        apart = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, (found - expected).abs())
+        at = int(apart.nan_to_num(nan=torch.inf).argmax())
+        absolute = float(apart.flatten()[at])
+        relative = 0.0 if absolute == 0.0 else absolute / scale if scale and absolute < torch.inf else torch.inf
+        numbers = float(found.flatten()[at]), float(expected.flatten()[at])
+        return Difference(name, *numbers, relative, plain.coarsest)
+
+    found, expected = _pair(loss.cpu().reshape(1), plain.loss.cpu().reshape(1))
+    all_differences = (difference(name, *pair, least * largest) for name, pair in pairs.items() if pair[0].numel())
+    none = Difference("", 0.0, 0.0, 0.0, plain.coarsest)
+    return difference("", found, expected, least), max(all_differences, key=lambda one: one.relative, default=none)
+
+
+def _pair(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as dense tensors in double precision; zeros for what there is not."""
+    one, two = (None if tensor is None else _dense(tensor) for tensor in (found, expected))
+    if one is not None and two is not None:
+        return one, two
+    present = one if one is not None else two
+    assert present is not None, "one of both has a gradient"
+    absent = torch.zeros_like(present)
+    return (present, absent) if two is None else (absent, present)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    strided = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    return (torch.view_as_real(strided.resolve_conj()) if strided.is_complex() else strided).to(torch.float64)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value; 0 where there is none that is finite."""
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _refusal(captured: Capture | Replay, request: Request, samples: int, *, loss: Difference, worst: Difference) -> str:
+    module = request.module
+    found = f"its loss is {loss.captured:.9g} instead of {loss.plain:.9g}"
+    if worst.relative > worst.allowed:
+        path = worst.name.rpartition(".")[0]
+        where = f"{path}: {type(module.get_submodule(path)).__name__}" if path else type(module).__name__
+        found += (
+            f", and the gradient of {worst.name} (in {where}) has {worst.captured:.9g} where it should have "
+            f"{worst.plain:.9g}"
+        )
+    return (
+        f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, does not compute what it "
+        f"computes plainly: on the first micro-batch ({samples} samples, the same random numbers) {found}. That is "
+        f"{max(loss.relative, worst.relative):.1e} of the largest value, and rounding in {_spelled(worst.dtype)} "
+        f"explains {worst.allowed:.1e}. {_advice(captured)}"
+    )
+
+
+def _advice(captured: Capture | Replay) -> str:
+    instead = 'Set capture="replay", which runs the Python of the step itself, and please report this as a bug; '
+    report = instead if isinstance(captured, Capture) else "Please report this as a bug; "
+    return f"{report}check=false trains with the captured step all the same."
+
+
+def _route(captured: Capture | Replay) -> str:
+    return "joint" if isinstance(captured, Capture) else "replay"
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,197 @@
+"""What has a replayed step said, over all micro-batches of a batch? One record, with values of the whole batch.
+
+Calls of `self.log` and of metrics are matched over the micro-batches by name and occurrence; a call that only some of
+them made counts for those. Tensors and numbers in their arguments, and in what the step returned, are combined:
+
+    tensor with dimensions             joined along the first one, in the order of samples
+    floating number, 0-dim tensor      mean weighted by samples; sum, max, min if `reduce_fx` of the log says so
+    number in proportion to samples    sum (a size: of the traced runs, with several numbers of samples)
+    other numbers                      as they are if they agree, else as floating ones
+    batch_size of a log                sum
+
+Legend: a piece is what one play of the last stage said.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_pipe.capture.recording.replay_state import same_left
+from lightning_pipe.capture.replayed.replay_values import LOSS
+from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, call_keys
+from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
+from lightning_pipe.capture.steps.step_function import StepRecording
+from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+
+Words: TypeAlias = tuple[int, int, int, StepRecording]  # micro-batch, first sample, samples, what was said
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one play said, with the calls by key."""
+
+    samples: int
+    recording: StepRecording
+    keys: tuple[Place, ...]
+
+    @property
+    def calls(self) -> dict[Place, LogCall | MetricCall]:
+        return dict(zip(self.keys, self.recording.calls, strict=True))
+
+
+def gathered(words: Sequence[Words], speakers: Sequence[int], control: ControlPlane) -> list[Words]:
+    """Return what all plays said, in the order of samples, on every rank.
+
+    Args:
+        words: those of this rank; none if it does not speak.
+        speakers: ranks of the stages that say something.
+        control: to the other ranks.
+    """
+    mine = [(m, first, count, _on_host(recording)) for m, first, count, recording in words]
+    told = [control.broadcast(mine, source=rank, what="what the step logged") for rank in speakers]
+    return sorted((one for ones in told for one in ones), key=lambda one: one[:2])
+
+
+def combined(
+    words: Sequence[Words], *, device: torch.device, proportional: Set[Place] = frozenset()
+) -> tuple[StepRecord, dict[str, Content]]:
+    """Return the record of a batch and the values that it refers to; the loss is left to others.
+
+    Args:
+        words: what all plays said, in the order of samples.
+        device: where values are wanted.
+        proportional: places of numbers that are in proportion to the samples.
+    """
+    heard = [_Piece(samples, recording, call_keys(recording.calls)) for _, _, samples, recording in words]
+    pieces = [piece for piece in heard if piece.recording.is_whole]
+    order = list(dict.fromkeys(key for piece in pieces for key in piece.keys))
+    merger = _Merger(order, device, proportional)
+    calls = tuple(merger.call(key, pieces) for key in order)
+    returned = merger.value([piece.recording.returned for piece in pieces], pieces, RETURNED)
+    loss = LOSS if any(_holds_loss(piece.recording.returned) for piece in pieces) else None
+    first, _, _, _ = words[0]
+    left = [p for (microbatch, *_), p in zip(words, heard, strict=True) if microbatch == first]
+    kept = [replace(k, value=merger.value([k.value], [p], (k.name,))) for p in left for k in p.recording.kept]
+    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values
+
+
+def uneven(words: Sequence[Words]) -> str:
+    """Return what micro-batches have left behind, answered or returned differently, "" if they were alike.
+
+    Args:
+        words: what all plays said, in the order of samples.
+    """
+    ends = [recording for *_, recording in words if recording.is_whole]
+    if len({recording.returned is None for recording in ends}) > 1:
+        return "some of its micro-batches are skipped"
+    if any(recording.answers != ends[0].answers for recording in ends):
+        return "a question that the step asks of its tensors has different answers for micro-batches"
+    left: dict[int, list[KeptState]] = {}
+    for microbatch, _, _, recording in words:
+        named = {str(i): tensor for i, tensor in enumerate(recording.results)}
+        real = partial(mapped, kinds=Ref, function=lambda ref, named=named: named.get(ref.name, ref))
+        left.setdefault(microbatch, []).extend(replace(kept, value=real(kept.value)) for kept in recording.kept)
+    first, *others = left.values()
+    for other in others:
+        for one, two in itertools.zip_longest(first, other):
+            if one is None or two is None or not same_left(one, two):
+                return f"what it keeps in {(one or two).name} is different for micro-batches"
+    return ""
+
+
+def _holds_loss(returned: Any) -> bool:
+    return any(ref.name == LOSS for ref in found_in(returned, Ref))
+
+
+def _on_host(recording: StepRecording) -> StepRecording:
+    return replace(recording, results=[tensor.detach().cpu() for tensor in recording.results])
+
+
+class _Merger:
+    """Combine arguments of calls; tensors get names of their own."""
+
+    def __init__(self, order: Sequence[Place], device: torch.device, proportional: Set[Place]) -> None:
+        self._places = {key: number for number, key in enumerate(order)}
+        self._device, self._proportional = device, proportional
+        self.values: dict[str, Content] = {}
+
+    def call(self, key: Place, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
+        """Return one call of all pieces that made it."""
+        speaking = [piece for piece in pieces if key in piece.calls]
+        calls = [piece.calls[key] for piece in speaking]
+        first = calls[0]
+        if isinstance(first, LogCall):
+            logs = [call for call in calls if isinstance(call, LogCall)]
+            how = first.kwargs.get("reduce_fx", "mean")
+            kwargs = {
+                name: (
+                    sum(int(call.kwargs[name]) for call in logs)
+                    if name == "batch_size" and isinstance(value, int)
+                    else self.value([call.kwargs.get(name) for call in logs], speaking, (*key, name))
+                )
+                for name, value in first.kwargs.items()
+            }
+            value = self.value([call.value for call in logs], speaking, (*key, VALUE), how=how)
+            return replace(first, value=value, kwargs=kwargs)
+        metrics = [call for call in calls if isinstance(call, MetricCall)]
+        args = self.value([call.args for call in metrics], speaking, (*key, VALUE))
+        named = {name: [call.kwargs[name] for call in metrics] for name in first.kwargs}
+        kwargs = {name: self.value(values, speaking, (*key, name)) for name, values in named.items()}
+        return replace(first, args=args, kwargs=kwargs)
+
+    def value(self, found: Sequence[Any], pieces: Sequence[_Piece], place: Place, *, how: Any = "mean") -> Any:
+        """Return one value of all pieces."""
+        first = found[0]
+        if isinstance(first, Ref):
+            if any(ref.name == LOSS for ref in found):
+                return Ref(LOSS)
+            tensors = [piece.recording.results[int(ref.name)] for piece, ref in zip(pieces, found, strict=True)]
+            return self._named(_joined(tensors, [piece.samples for piece in pieces], how))
+        if isinstance(first, MetricValue):
+            return MetricValue(self._places[pieces[0].keys[first.call]])
+        if (inside := branches(first)) is not None:
+            each = [branches(one) or {} for one in found]
+            if any(one.keys() != inside.keys() for one in each):
+                raise PipelineError(
+                    f"What the step returns or logs has other entries for some micro-batches than for others, at "
+                    f"{'.'.join(place)}: {[*map(list, each)]}. Return the same entries always, or set microbatches=1."
+                )
+            items = {k: self.value([one[k] for one in each], pieces, (*place, str(k)), how=how) for k in inside}
+            return rebuilt(first, items)
+        if place in self._proportional:
+            return sum(found)
+        if isinstance(first, (int, float)) and any(one != first for one in found):
+            numbers = [torch.tensor(float(one), dtype=torch.float64) for one in found]
+            return float(_joined(numbers, [piece.samples for piece in pieces], how))
+        return first
+
+    def _named(self, tensor: torch.Tensor) -> Ref:
+        name = f"said{len(self.values)}"
+        self.values[name] = tensor.to(self._device)
+        return Ref(name)
+
+
+def _joined(tensors: Sequence[torch.Tensor], samples: Sequence[int], how: Any) -> torch.Tensor:
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if first.ndim:
+        return torch.cat(list(tensors))
+    stacked = torch.stack(list(tensors))
+    named = getattr(how, "__name__", how)
+    if named in ("sum", "max", "min"):
+        return getattr(stacked, str(named))()
+    if not first.is_floating_point() and bool((stacked == first).all()):
+        return first
+    weights = torch.tensor(samples, dtype=torch.float64) / sum(samples)
+    mean = (stacked.to(torch.float64) * weights).sum()
+    return mean.to(first.dtype if first.is_floating_point() else torch.float32)

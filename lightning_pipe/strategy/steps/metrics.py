@@ -1,0 +1,171 @@
+"""What did the step say to loggers and metrics? Say it again on every rank, with the values of the whole batch.
+
+The calls that were recorded when the step was captured are made in their order, with the arguments combined over
+micro-batches and replicas. Every rank makes the same calls with the same values, so every callback sees the same
+numbers, and a torchmetrics object has on every rank the state that it would have on one device. Therefore nothing may
+be summed over ranks again: `sync_dist` is harmless because the strategy's `reduce` is the identity, and metrics are
+told that there is nobody to synchronise with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import nn
+from typing_extensions import assert_never
+
+from lightning_pipe.capture.python.inner_states import set_state
+from lightning_pipe.capture.python.places import ABSENT, follow
+from lightning_pipe.capture.python.tracked_number import Situation, evaluate
+from lightning_pipe.capture.steps.record import (
+    STAND_INS,
+    AnswerGuard,
+    Computed,
+    KeptState,
+    LogCall,
+    MetricCall,
+    MetricRef,
+    MetricValue,
+    Read,
+    Ref,
+    Sized,
+    StepRecord,
+)
+from lightning_pipe.capture.steps.trees import found_in, mapped
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.lightning_names import pl
+from lightning_pipe.runtime.exchanges.slicing import Content
+
+
+def outputs(record: StepRecord) -> tuple[str, ...]:
+    """Return the names of all values that are needed after the step, each once."""
+    found: dict[str, None] = {} if record.loss is None else {record.loss: None}
+    said = [
+        record.returned,
+        [guard.ref for guard in record.guards],
+        [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
+        [kept.value for kept in record.kept],
+    ]
+    return tuple({**found, **dict.fromkeys(one.name for one in found_in(said, (Ref, Read)))})
+
+
+def replay(
+    record: StepRecord,
+    values: Mapping[str, Content],
+    *,
+    samples: int,
+    module: pl.LightningModule,
+    situation: Situation,
+) -> Any:
+    """Make the recorded calls, keep on the module what the step keeps, and return what the step returned.
+
+    Args:
+        record: what the step said.
+        values: its outputs for the whole batch.
+        samples: samples of the batch.
+        module: the module that logs.
+        situation: what numbers that vary are read from.
+
+    Raises:
+        PipelineError: if an answer that the step was captured with was another one for this batch.
+    """
+    _check_guards(record, values)
+    results: list[Any] = []
+
+    def real(said: Any) -> Any:
+        return mapped(said, STAND_INS, one)
+
+    def one(said: Any) -> Any:
+        match said:
+            case Ref(name):
+                return values[name]
+            case Read(name):
+                return torch.as_tensor(values[name]).item()
+            case Sized(of=of):
+                return of(samples)
+            case Computed(expression):
+                return evaluate(expression, situation)
+            case MetricRef(path):
+                return module.get_submodule(path)
+            case MetricValue(call):
+                return results[call]
+
+    for call in record.calls:
+        results.append(_make(call, real, module))
+    for kept in record.kept:
+        _keep(kept, real(kept.value), module)
+    return real(record.returned)
+
+
+def _keep(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
+    if not kept.path:
+        raise PipelineError(
+            f"The step changes {kept.name} in this batch, which can neither be put back for the next micro-batch nor "
+            "found by other ranks. Keep numbers, lists or dicts on the module instead."
+        )
+    slot = follow(module, kept.path)
+    match kept.how:
+        case "assign":
+            slot.write(value)
+        case "remove":
+            slot.write(ABSENT)
+        case "extend":
+            slot.read().extend(value)
+        case "refill":
+            collection = slot.read()
+            collection.clear()
+            (collection.update if isinstance(collection, set) else collection.extend)(value)
+        case "update":
+            slot.read().update(value)
+        case "state":
+            set_state(slot.read(), value)
+        case _:
+            assert_never(kept.how)
+
+
+def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> Any:
+    match call:
+        case LogCall(name, value, kwargs):
+            log = module.log_dict if name == "" else lambda *a, **k: module.log(name, *a, **k)
+            log(real(value), **real(kwargs))
+            return None
+        case MetricCall(path, method, args, kwargs):
+            return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
+
+
+def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:
+    """Return the first question whose answer is not the one that the step was captured with, None if all are."""
+    return next((guard for guard in record.guards if float(values[guard.ref.name]) > 0), None)
+
+
+def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
+    if (guard := wrong_answer(record, values)) is not None:
+        raise PipelineError(
+            f"The step was captured with the answer {guard.expected} to the question at {guard.line}; for this "
+            "batch the answer is another one, so the captured graph does not hold. Compute both branches with "
+            "torch.where, or raise in the branch that is an error."
+        )
+
+
+class MetricsAlone:
+    """Tell the torchmetrics objects of a module that there are no other ranks, and undo it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [(m, m.distributed_available_fn) for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+
+    def begin(self) -> None:
+        """Switch synchronisation over ranks off."""
+        for metric, _ in self._before:
+            metric.distributed_available_fn = _nobody
+
+    def end(self) -> None:
+        """Give every metric what it had before."""
+        for metric, before in self._before:
+            metric.distributed_available_fn = before
+
+
+def _nobody() -> bool:
+    return False

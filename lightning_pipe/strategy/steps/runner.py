@@ -1,0 +1,171 @@
+"""How does a captured step run on one batch? As a verified program, whose results every rank gets.
+
+Where ranks run ahead (`post_validation`), a program may be given up because the optimizer step before was wrong; then
+that is taken again, and the batch begun again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from functools import partial
+
+import torch
+
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.core.program import VerifiedProgram
+from lightning_pipe.runtime.ahead import Ahead
+from lightning_pipe.runtime.exchanges.results import Collected
+from lightning_pipe.runtime.job import BatchInput, ProgramResult
+from lightning_pipe.runtime.memory import PeakMemory, state_bytes
+from lightning_pipe.runtime.waiting import Walk, drive
+from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
+from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
+from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
+from lightning_pipe.strategy.steps.step_runtime import RankStep
+
+
+class Runner:
+    """Run the captured steps of one module on one rank.
+
+    Args:
+        links: to the other ranks.
+        weights: where parameters live.
+        later: looks whether optimizer steps were right; None where ranks wait for each other.
+        batch_dim: dimension of the batch's tensors along which samples lie.
+        device: where this rank computes.
+
+    Attributes:
+        seed: seed of random numbers.
+        reduced: whether the gradients of the last training step are sums over ranks.
+    """
+
+    def __init__(
+        self,
+        links: Connections,
+        *,
+        weights: Weights,
+        later: PostValidation | None,
+        batch_dim: int,
+        device: torch.device,
+    ) -> None:
+        self._links, self._weights, self._later = links, weights, later
+        self._batch_dim, self._device = batch_dim, device
+        self.seed = 0
+        self._trained = 0
+        self.reduced = False
+        self._warned = False
+
+    def run(
+        self, step: RankStep, call: StepRequest, turn: RunOptions, *, sizes: tuple[int, ...], cut: tuple[bool, ...]
+    ) -> StepResult:
+        """Run a captured step on a batch.
+
+        Args:
+            step: the step.
+            call: the call.
+            turn: the batch.
+            sizes: samples of its micro-batches.
+            cut: which leaves of the batch are cut into samples.
+        """
+        training = call.method == TRAINING and step.has_loss
+        program = step.program(sizes, synchronise=turn.synchronise, training=training)
+        if self._later is not None and not step.early:
+            self._later.settle()
+        step.refresh(self._trained)
+        if training and self.reduced:
+            step.keep_sums_once()
+        leaves, cut = step.capture.with_totals(turn.tensors, cut=cut, sizes=sizes, buffers=step.buffers)
+        job = BatchInput(
+            leaves=leaves,
+            cut=cut,
+            offsets=tuple(sum(sizes[:m]) for m in range(len(sizes))),
+            weight=turn.weight,
+            seed=self.seed,
+            step=turn.number,
+            batch_dim=self._batch_dim,
+        )
+        peak = PeakMemory(self._device) if turn.measure_memory else None
+        before = self._state_bytes() if turn.measure_memory else 0
+        step.prepare(call)
+        with peak or contextlib.nullcontext():
+            outcome, results = self._follow(step, program, job, turn)
+        collected = drive(results, wait=self._links.watch.wait)
+        record, values, differing = step.capture.record, collected.values, ""
+        if isinstance(step.capture, Replay):
+            speakers = dict.fromkeys(rank for s in step.capture.speakers for rank in program.layout.stages[s])
+            words = gathered(step.capture.said(), tuple(speakers), self._links.control)
+            differing = uneven(words)
+            record, said = combined(words, device=self._device, proportional=step.capture.trace.proportional)
+            self._warn_of_denominators(step.capture)
+            values = {**values, **said}
+        return StepResult(
+            record,
+            values,
+            sum(sizes),
+            step.capture.graph.fingerprint,
+            program,
+            outcome.timeline,
+            outcome.memory,
+            peak.bytes if peak is not None else None,
+            before,
+            collected.votes["stop"] > 0 if step.early else None,
+            differing,
+        )
+
+    def _warn_of_denominators(self, capture: Replay) -> None:
+        """Say once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
+        if self._warned or not (line := capture.unequal_denominator()):
+            return
+        self._warned = True
+        warnings.warn(
+            f"The loss divides at {line} by what is not the same for all micro-batches of a batch, and a replayed step "
+            "does not know that of the batch: so micro-batches weigh by their samples, as with gradient accumulation. "
+            'Set microbatches=1, or capture="joint" if the step can be one graph.',
+            stacklevel=2,
+        )
+
+    def note_trained(self, *, synchronised: bool) -> None:
+        """Remember that a training step has run."""
+        self._trained += 1
+        self.reduced = synchronised
+
+    def _follow(
+        self, step: RankStep, program: VerifiedProgram, job: BatchInput, turn: RunOptions
+    ) -> tuple[ProgramResult, Walk[Collected]]:
+        """Run a program; return what this rank has then, and the coroutine that gives what all have."""
+        run = partial(
+            step.executor.run,
+            program,
+            job,
+            record=turn.record,
+            record_memory=turn.measure_memory,
+            watch=self._links.watch,
+        )
+        if not step.early:
+            outcome = run()
+            return outcome, step.results.collect(program, outcome.results, step.names)
+        later, results = self._later, list[Walk[Collected]]()
+        assert later is not None, "only ranks that run ahead exchange results early"
+        ahead = Ahead(
+            later.holds,
+            lambda pieces: results.append(
+                step.results.collect(program, pieces, step.names, votes={"stop": float(turn.stop)})
+            ),
+        )
+        before = StateSnapshot(self._weights) if later.pending else None
+        outcome = run(ahead=ahead)
+        if outcome.given_up:
+            assert before is not None, "only a step that is pending can be wrong"
+            later.redo()
+            before.restore()
+            outcome = run(ahead=ahead)
+        return outcome, results[0]
+
+    def _state_bytes(self) -> int:
+        kept = 0 if self._later is None else self._later.bytes
+        here = [parameter for name, parameter in self._weights.parameters.items() if self._weights.holds(name)]
+        return kept + state_bytes([*here, *self._weights.buffers.values()])

@@ -1,0 +1,104 @@
+"""What is asked of a pipeline, and what comes back: one call of a step, one run of it on a batch, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipe.capture import Request, Structure
+from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.steps.batch import numbers_in
+from lightning_pipe.capture.steps.record import StepRecord
+from lightning_pipe.core.program import VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.runtime.exchanges.slicing import Content
+
+TRAINING = "training_step"
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """One call of a step.
+
+    Attributes:
+        method: name of the step.
+        structure: the batch without its tensors, the same on all ranks.
+        arguments: positional arguments after the batch.
+        answers: returns, on rank 0, the truth values that the step asks for on real tensors; None where no real run is
+            possible.
+        tensors: leaves of the batch, on the ranks that have them; None elsewhere.
+        holder: a rank that has them.
+    """
+
+    method: str
+    structure: Structure
+    arguments: tuple[int, ...]
+    answers: Callable[[Request], tuple[bool, ...]] | None = None
+    tensors: tuple[torch.Tensor, ...] | None = None
+    holder: int = 0
+
+    @property
+    def situation(self) -> Situation:
+        """Return what numbers that vary are read from."""
+        return Situation(self.arguments, numbers_in(self.structure.template))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is special about one run.
+
+    Attributes:
+        tensors: leaves of the batch; None in their place on ranks that do not load.
+        number: number of the batch, part of the key of random numbers.
+        weight: share of the batch in the step's loss.
+        synchronise: whether gradients are summed over ranks.
+        record: whether a timeline is wanted.
+        measure_memory: whether memory is measured, which makes the step slow.
+        stop: whether this rank is asked to stop; where ranks run ahead, all hear of it with the results.
+    """
+
+    tensors: tuple[Content | None, ...]
+    number: int
+    weight: float = 1.0
+    synchronise: bool = True
+    record: bool = False
+    measure_memory: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What is known after a run.
+
+    Attributes:
+        record: what the step said.
+        values: its outputs, on every rank.
+        samples: samples of the batch.
+        graph: fingerprint of the captured step.
+        program: what was run.
+        timeline: of this rank, if recorded.
+        held: (time, bytes that the stages of this rank held from then on), if memory was measured.
+        peak_bytes: most bytes that tensors of this rank took beyond what was there before, if memory was measured.
+        state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
+        stop: whether any rank was asked to stop; None if the results did not say it.
+        differing: what was not the same for all micro-batches and is one thing for the batch; "" if nothing was.
+    """
+
+    record: StepRecord
+    values: Mapping[str, Content]
+    samples: int
+    graph: str
+    program: VerifiedProgram
+    timeline: Timeline
+    held: tuple[tuple[float, int], ...] = ()
+    peak_bytes: int | None = None
+    state_bytes: int = 0
+    stop: bool | None = None
+    differing: str = ""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Return whether a training step returned None."""
+        return self.record.loss is None

@@ -1,0 +1,266 @@
+"""What does a rank need to run one captured step? Its stages, an executor, a program per way to cut a batch.
+
+A forward-only step may read parameters in a stage that does not hold them (validation may use a module at another
+place than training does). Those are borrowed: copied from a rank that has them, again after every training step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.python.tracked_number import MOST_INPUTS
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.stages.split import check_slices
+from lightning_pipe.capture.steps.batch import contents
+from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.capture.steps.step_function import NUMBERS
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
+from lightning_pipe.errors import PipelineError, PlanError
+from lightning_pipe.lightning_names import rank_zero_warn
+from lightning_pipe.runtime.activations.protocol import HostStore
+from lightning_pipe.runtime.agree import disagreements
+from lightning_pipe.runtime.exchanges.groups import bucket_group, connect
+from lightning_pipe.runtime.exchanges.results import Results
+from lightning_pipe.runtime.executor import Executor
+from lightning_pipe.runtime.stage import State
+from lightning_pipe.schedule.formats.text import format_program
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.orders.forward_only import forward_only
+from lightning_pipe.schedule.registry import planned_join, planned_order
+from lightning_pipe.schedule.rules import Dataflow
+from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.metrics import outputs
+from lightning_pipe.strategy.steps.step_calls import StepRequest
+from lightning_pipe.strategy.steps.string_fields import texts
+
+
+class RankStep:
+    """A captured step on this rank.
+
+    Args:
+        captured: the captured step.
+        split: its stages.
+        plan: ranks of the stages, and schedule.
+        links: to the other ranks.
+        weights: where parameters live.
+        device: where this rank computes.
+        host: where it offloads to.
+        early: whether results are exchanged while a program runs, beside its messages.
+
+    Attributes:
+        captured: as given.
+        early: as given.
+        buffers: of this rank, by name.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        split: Split,
+        *,
+        plan: Plan,
+        links: Connections,
+        weights: Weights,
+        device: torch.device,
+        host: HostStore,
+        early: bool = False,
+    ) -> None:
+        check_slices(split, plan.layout)
+        self.early = early
+        self.capture, self.split = captured.capture, split
+        self.names = outputs(captured.capture.record)
+        self.captured = captured
+        self._plan, self._links, self._weights, self._device = plan, links, weights, device
+        self._lent: dict[str, torch.Tensor] = {}
+        self._lent_at = -1
+        self._numbers = torch.zeros(MOST_INPUTS, dtype=torch.float64, device=device)
+        state = State(
+            parameters=ChainMap(self._lent, weights.parameters),
+            buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),
+            device=device,
+        )
+        self.buffers = state.buffers
+        transport = links.transport
+        loss = self.capture.record.loss
+        self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=loss, host=host)
+        beside = links.control.transport if early else None
+        carrier = torch.device("cpu") if beside is not None else device
+        self.results = Results(split, plan.layout, transport=beside or transport, device=device, carrier=carrier)
+        self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
+
+    def misfit(self, call: StepRequest) -> str:
+        """Return "" if what was captured holds for a call now, else what has changed."""
+        captured, template = self.captured, call.structure.template
+        if isinstance(self.capture, Replay):
+            return ""
+        if captured.reader.has_read and texts(template) != texts(captured.template):
+            return "the texts of the batch, which the step reads, have changed"
+        if contents(template) != contents(captured.template):
+            return "objects in the batch, which are no tensors, have changed"
+        return self.capture.changed(call.situation)
+
+    def testimony(self, call: StepRequest) -> str:
+        """Return "" if the step's Python does now what was captured, else what it does otherwise."""
+        if isinstance(self.capture, Replay):
+            return ""
+        request = replace(self.captured.request, arguments=call.arguments, structure=call.structure)
+        with torch.inference_mode(False):
+            return self.capture.testimony(request)
+
+    def for_lengths(self, call: StepRequest) -> Captured | None:
+        """Return the captured step for a call with other lengths, if what was captured holds for them."""
+        if isinstance(self.capture, Replay) or self.capture.general is None or self.misfit(call):
+            return None
+        captured = self.captured
+        template = captured.reader.marked(call.structure.template)
+        structure = replace(call.structure, template=template)
+        request = replace(captured.request, structure=structure, arguments=call.arguments)
+        capture = self.capture.for_lengths(request)
+        return capture and replace(captured, capture=capture, request=request, template=call.structure.template)
+
+    def varying(self) -> tuple[Place, ...]:
+        """List the places of numbers that the step read and that have become other numbers."""
+        return () if isinstance(self.capture, Replay) else self.capture.varying()
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether the step gives a loss."""
+        return self.capture.record.loss is not None
+
+    def prepare(self, call: StepRequest) -> None:
+        """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything."""
+        if isinstance(self.capture, Replay):
+            self.capture.begin(call.arguments, call.structure.template)
+        elif numbers := self.capture.numbers(call.situation):
+            self._numbers[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+
+    def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:
+        """Return the proved program for micro-batches of these sizes, agreed on and connected."""
+        key = (sizes, synchronise and training)
+        if key not in self._programs:
+            program = self._lowered(sizes, synchronise, training, join=planned_join(self._plan))
+            if why := next(filter(None, map(self.capture.misfit, joined_samples(program))), ""):
+                rank_zero_warn(
+                    f"W of several micro-batches is not joined, as the graph does not hold for their samples: {why}. "
+                    "Set a smaller `join` in the options of the plan."
+                )
+                program = self._lowered(sizes, synchronise, training, join=1)
+            agree(self._links, {"program": format_program(program)})
+            with self._links.watch.opening("the connections of a program"):
+                connect(self._links.transport, [program])
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _lowered(self, sizes: tuple[int, ...], synchronise: bool, training: bool, *, join: int) -> VerifiedProgram:
+        layout, count = self._plan.layout, len(sizes)
+        return verify(
+            lower(
+                planned_order(self._plan, microbatches=count) if training else forward_only(layout, count),
+                layout=layout,
+                sizes=sizes,
+                traffic=self.split.traffic,
+                training=training,
+                synchronise=synchronise and training,
+                join=join,
+            )
+        )
+
+    def keep_sums_once(self) -> None:
+        """Forget gradients that are sums over ranks already, except on the first rank of each sum."""
+        for bucket, names in zip(self.split.traffic.buckets, self.split.bucket_parameters, strict=True):
+            if self._links.control.rank in bucket_group(bucket, self._plan.layout)[1:]:
+                for name in names:
+                    self._weights.parameters[name].grad = None
+
+    def refuse_borrowed(self) -> None:
+        """Check that every stage holds what it trains.
+
+        Raises:
+            PlanError: naming a parameter and the stage that reads it elsewhere.
+        """
+        for name, stage in self._elsewhere():
+            raise PlanError(
+                f"The step was captured again, and now stage {stage} reads {name}, which it does not hold. Parameters "
+                "must stay in the stages that the plan gave them; use devices=1, or let the step use its modules in "
+                "the same order for all batches."
+            )
+
+    def refresh(self, version: int) -> None:
+        """Copy what this step borrows, if weights have changed since."""
+        names = sorted({name for name, _ in self._elsewhere()})
+        if self._lent_at == version or not names:
+            return
+        for name in names:
+            value = self._weights.copied(name)
+            if not self._weights.has(name):
+                self._lent[name] = value.to(self._device)
+        self._lent_at = version
+
+    def _elsewhere(self) -> Iterator[tuple[str, int]]:
+        """List what a stage reads without all of its ranks holding it."""
+        for program in self.split.stages:
+            ranks = self._plan.layout.stages[program.stage]
+            for name in [*program.parameters.values(), *program.buffers.values()]:
+                if not self._weights.held_by(name, ranks):
+                    yield name, program.stage
+
+
+_LONGEST = 24  # characters of a text that is said itself, not its hash
+
+
+def slices(layout: Layout, sizes: tuple[int, ...]) -> set[int]:
+    """Return the numbers of samples that computes will have."""
+    lengths = {
+        len(layout.samples(stage, replica, microbatch, size))
+        for microbatch, size in enumerate(sizes)
+        for stage, ranks in enumerate(layout.stages)
+        for replica in range(len(ranks))
+    }
+    return lengths - {0}
+
+
+def joined_samples(program: Program) -> list[int]:
+    """Return the numbers of samples that joined W have, rising."""
+    flow = Dataflow.of(program)
+    return sorted(
+        {
+            sum(len(flow.samples(one.stage, rank=rank, microbatch=m)) for m in one.microbatches)
+            for rank, line in enumerate(program.ranks)
+            for one in line
+            if isinstance(one, Joined)
+        }
+    )
+
+
+def agree(links: Connections, what: Mapping[str, str]) -> None:
+    """Compare texts over all ranks.
+
+    Raises:
+        PipelineError: on every rank, if they differ.
+    """
+    control = links.control
+    if control.ranks == 1:
+        return
+    mine = {name: text if len(text) <= _LONGEST else _hash(text) for name, text in what.items()}
+    label = "agreement about the " + " and ".join(what)
+    said = [control.to_first(mine, source=rank, what=label) for rank in range(control.ranks)]
+    complaints = disagreements([texts for texts in said if texts is not None])
+    if complaints := control.broadcast(complaints, source=0, what=label):
+        raise PipelineError(
+            "The ranks do not agree: " + "; ".join(complaints) + ". All ranks must run the same code with the same "
+            "configuration and data; what is random or read from the host must not decide about them."
+        )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

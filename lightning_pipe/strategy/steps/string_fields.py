@@ -1,0 +1,73 @@
+"""Does a step read the texts of its batch? Names and paths of samples differ from batch to batch, but few steps care.
+
+A captured graph holds for the texts that it was captured with only if the step looked at them. So they are replaced,
+while the step is captured, by texts that remember whether somebody looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_pipe.capture.steps.batch import LeafSlot
+
+
+class StringReads:
+    """Remember whether any of the texts that were marked by this reader was looked at."""
+
+    def __init__(self) -> None:
+        self.has_read = False
+
+    def marked(self, template: Any) -> Any:
+        """Return a batch's template with marked texts."""
+        return _map_texts(template, lambda text: _Marked(text, self))
+
+
+class _Marked(str):
+    """A text that tells its reader when somebody looks at it."""
+
+    __slots__ = ("_reader",)
+
+    def __new__(cls, text: str, reader: StringReads) -> _Marked:
+        marked = super().__new__(cls, text)
+        object.__setattr__(marked, "_reader", reader)
+        return marked
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            object.__getattribute__(self, "_reader").has_read = True
+        return super().__getattribute__(name)
+
+    def __reduce__(self) -> Any:
+        return str, (str.__str__(self),)
+
+
+def _telling(name: str) -> Any:
+    original = getattr(str, name)
+
+    def method(self: _Marked, *arguments: Any) -> Any:
+        object.__getattribute__(self, "_reader").has_read = True
+        return original(self, *arguments)
+
+    method.__name__ = name
+    return method
+
+
+_LOOKS = "eq ne lt le gt ge hash str repr format len iter getitem contains add mul rmul mod"
+for _name in _LOOKS.split():
+    setattr(_Marked, f"__{_name}__", _telling(f"__{_name}__"))
+
+
+def texts(template: Any) -> tuple[str, ...]:
+    """List the texts of a template."""
+    found: list[str] = []
+    _map_texts(template, found.append)
+    return tuple(found)
+
+
+def _map_texts(template: Any, function: Callable[[str], Any]) -> Any:
+    return apply_to_collection(
+        template, (str, LeafSlot), lambda leaf: function(leaf) if isinstance(leaf, str) else leaf
+    )

@@ -1,0 +1,285 @@
+"""What do micro-batches change? Measured once, before training: the whole first batch against its micro-batches.
+
+On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a
+single stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
+`check`, whose tolerances hold here too. The numbers decide where the operations of a loss do not say whether
+it is a mean or a sum over samples:
+
+    one of the two gives what the whole batch gives      that is its role, whatever the operations seemed to say
+    neither does                                         the nearer one, and the difference is said: batch statistics,
+                                                         contrastive losses, norms and extremes over samples
+
+Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
+
+It costs a run of the whole batch and one of all micro-batches, and is left out, saying so, where these would take too
+long or too much memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from lightning_pipe.capture import Capture, Request
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.torch_private import TorchDispatchMode
+from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import rank_zero_warn
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.check import (
+    Difference,
+    Incomparable,
+    compared,
+    on_one_device,
+    plain_run,
+    run_captured,
+)
+from lightning_pipe.strategy.steps.metrics import wrong_answer
+from lightning_pipe.strategy.steps.step_calls import StepRequest
+from lightning_pipe.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+Role = Literal["mean", "sum"]
+_MOST_SECONDS = 60.0
+_MOST_ON_HOST_BYTES = 4 * 2**30  # of activations of the whole batch
+_OTHER: dict[Role, Role] = {"mean": "sum", "sum": "mean"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """By how much micro-batches differ from the whole batch.
+
+    Attributes:
+        role: how losses of micro-batches are combined for that.
+        loss, worst: differences of the loss, and of the gradient that differs most.
+        denominator: line where a replayed loss divides by what differs between micro-batches, "" if none is known.
+    """
+
+    role: Role
+    loss: Difference
+    worst: Difference
+    denominator: str = ""
+
+    @property
+    def relative(self) -> float:
+        """Return the larger difference in units of its scale."""
+        return max(self.loss.relative, self.worst.relative)
+
+    @property
+    def agrees(self) -> bool:
+        """Say whether rounding explains it."""
+        return self.relative <= self.worst.allowed
+
+
+def role_by_numbers(
+    captured: Captured, call: StepRequest, *, sizes: tuple[int, ...], control: ControlPlane, seconds: float
+) -> Role | None:
+    """Return how losses of micro-batches make that of the batch, None if that was not measured; on all ranks together.
+
+    Args:
+        captured: the step.
+        call: what was captured; the module of rank 0 is whole, and rank 0 has the tensors of the batch.
+        sizes: samples of the micro-batches.
+        control: to the other ranks.
+        seconds: what running the plain and the captured step on one micro-batch has taken.
+
+    Raises:
+        CaptureError: on every rank, if a replayed loss divides by what differs between micro-batches, or a loss is a
+            number for the batch and none for a micro-batch.
+    """
+
+    def decide() -> Role | None:
+        assert call.tensors is not None, "rank 0 has looked at the batch"
+        request, begin = captured.request, time.perf_counter()
+        try:
+            if seconds * len(sizes) > _MOST_SECONDS:
+                raise Incomparable(f"it would take about {seconds * len(sizes):.0f} s")
+            known = _role_of(captured.capture)
+            found = measure(captured.capture, request, call.tensors, sizes=sizes, role=known)
+        except Incomparable as reason:
+            log.warning("What %d micro-batches change is not measured: %s.", len(sizes), reason)
+            return None
+        _tell(captured, found, known, len(sizes), time.perf_counter() - begin)
+        return found.role
+
+    return control.agreed(decide, source=0, what="what micro-batches change")
+
+
+def warn_of_unknown_role(captured: Captured) -> None:
+    """Say what a loss is taken for whose operations do not tell, where it was not measured."""
+    capture = captured.capture
+    if isinstance(capture, Capture) and capture.flow.loss not in ("mean", "sum"):
+        rank_zero_warn(
+            f"The operations of the loss of {captured.request.method} do not say whether it is a mean or a sum over "
+            f"samples, and that was not measured: its micro-batches are combined as a mean. {places(capture)}"
+        )
+
+
+def measure(
+    captured: Capture | Replay,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    *,
+    sizes: tuple[int, ...],
+    role: Role,
+) -> Measured:
+    """Compare the plain whole batch with the captured micro-batches, as means or as sums, whichever is nearer.
+
+    Args:
+        captured: the step.
+        request: what was captured; its module is whole.
+        tensors: leaves of the batch.
+        sizes: samples of the micro-batches.
+        role: what the loss is taken for; the other is tried if this one does not agree.
+
+    Raises:
+        Incomparable: if the two cannot be run.
+    """
+    samples, key = sum(sizes), RandomKey(0, 0, 0)
+    _refuse_large(captured, request, samples)
+    if isinstance(captured, Replay) and captured.trace.is_random_in_python:
+        raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
+    with on_one_device(request) as prepare, NoRandomness():
+        plain = plain_run(captured, request, prepare(tensors), key, matched=False)
+        found = []
+        for one in (role, _OTHER[role]):
+            results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=sizes, key=key, role=one)
+            if any(wrong_answer(captured.record, one) is not None for one in results):
+                raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
+            line = captured.unequal_denominator() if isinstance(captured, Replay) else ""
+            found.append(Measured(one, *compared(plain, loss, gradients), line))
+            if found[-1].agrees:
+                return found[-1]
+    return min(found, key=lambda one: one.relative)
+
+
+def _role_of(captured: Capture | Replay) -> Role:
+    role = captured.flow.loss if isinstance(captured, Capture) else captured.trace.combine
+    return "sum" if role == "sum" else "mean"
+
+
+def _refuse_large(captured: Capture | Replay, request: Request, samples: int) -> None:
+    graph = captured.graph
+    size = sum(node.output_bytes for node in graph.nodes) * samples // graph.samples
+    if request.device.type == "cpu" and size > _MOST_ON_HOST_BYTES:
+        raise Incomparable(
+            f"the whole batch makes {format_bytes(size)} on one rank, and it is measured up to "
+            f"{format_bytes(_MOST_ON_HOST_BYTES)}"
+        )
+
+
+def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds: float) -> None:
+    method, capture = captured.request.method, captured.capture
+    if found.agrees:
+        if found.role != known:
+            rank_zero_warn(
+                f"The loss of {method} was taken for a {known} over samples, but on the first batch it is a "
+                f"{found.role}: so micro-batches are combined as a {found.role}."
+            )
+        log.info(
+            "%d micro-batches, combined as a %s, have the loss and the gradients of the whole first batch: they differ "
+            "by at most %.1e; measured in %.2f s.",
+            *(count, found.role, found.relative, seconds),
+        )
+        return
+    text = (
+        f"{count} micro-batches do not give what the whole batch gives: on the first batch the loss of {method} is "
+        f"{found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference {found.loss.relative:.1e}), "
+        f"and the gradient of {found.worst.name or 'no parameter'} differs most, by {found.worst.relative:.1e} of its "
+        "largest value."
+    )
+    if isinstance(capture, Replay) and (why := _unweighable(capture, found)):
+        raise CaptureError(
+            f"{text} The loss {why}, which a replayed step cannot weigh. "
+            'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
+            "same."
+        )
+    if math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
+        raise CaptureError(
+            f"{text} {places(capture)} Training would make all weights NaN. Set microbatches=1, or use fewer "
+            "micro-batches; check=false trains all the same."
+        )
+    rank_zero_warn(f"{text} {places(capture)} Gradient accumulation has the same difference; microbatches=1 has none.")
+
+
+def _unweighable(captured: Replay, found: Measured) -> str:
+    if found.denominator:
+        return f"divides by what differs between micro-batches at {found.denominator}"
+    return "adds sums over samples to terms of another kind" if captured.trace.has_terms else ""
+
+
+def places(captured: Capture | Replay) -> str:
+    """Say where a step does with its samples what micro-batches change, as far as that is known."""
+    if isinstance(captured, Replay):
+        return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
+    nodes = {node.name: node for node in captured.joint.module.graph.nodes}
+    found = dict(captured.flow.coupled)
+    if captured.joint.loss is not None and captured.flow.roles[captured.joint.loss] not in ("mean", "sum"):
+        found.update(dict.fromkeys(mixing(captured), "neither a mean nor a sum over samples"))
+    said: dict[str, None] = {}
+    for name, reason in found.items():
+        custom: dict[str, Any] = nodes[name].meta.get("custom") or {}
+        module = f" in {custom['module']}" if custom.get("module") else ""
+        said[f"{reason}{module} at {custom.get('line') or name}"] = None
+    most = 4
+    more = f", and {len(said) - most} more places" if len(said) > most else ""
+    if not said:
+        custom = nodes[captured.joint.loss or ""].meta.get("custom") or {}
+        return f"No operation is known to mix samples; the loss is made at {custom.get('line') or 'an unknown line'}."
+    return f"Samples are mixed: {'; '.join(list(said)[:most])}{more}."
+
+
+def mixing(captured: Capture) -> list[str]:
+    """Name the first nodes of the loss that are no sum and no mean of values that are."""
+    roles, joint = captured.flow.roles, captured.joint
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    pending, seen, found = [nodes[joint.loss or ""]], set[str](), []
+    while pending:
+        node = pending.pop()
+        if node.name in seen:
+            continue
+        seen.add(node.name)
+        unknown = [n for n in node.all_input_nodes if roles.get(n.name) not in ("mean", "sum", "same", "cat")]
+        pending.extend(unknown)
+        if not unknown:
+            found.append(node.name)
+    return found
+
+
+class NoRandomness(TorchDispatchMode):
+    """Let random operations draw constants, the same for all samples, and dropout drop nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation without randomness."""
+        kwargs = kwargs or {}
+        names = [argument.name for argument in func._schema.arguments]
+        for name in ("dropout_p", "dropout"):  # of fused attention and recurrent layers
+            if name in names:
+                place = names.index(name)
+                args = (*args[:place], 0.0, *args[place + 1 :]) if place < len(args) else args
+                kwargs = {**kwargs, name: 0.0} if name in kwargs else kwargs
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.__name__.partition(".")[0].removesuffix("_")
+        if name == "native_dropout":
+            keep = 1 - args[1] if args[2] is not False else 1.0
+            return args[0] / keep if keep else torch.zeros_like(args[0]), torch.ones_like(args[0], dtype=torch.bool)
+        result = func(*args, **kwargs)
+        if name == "randperm":
+            return result.copy_(torch.arange(result.numel(), device=result.device))
+        if name in ("bernoulli", "bernoulli_functional"):
+            return result.fill_(1)
+        if name == "randint" and "low" in names:
+            return result.fill_(args[names.index("low")])
+        if name.startswith(("rand", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")):
+            return result.fill_(0.5 if result.is_floating_point() else 0)
+        return result
