@@ -75,8 +75,8 @@ class DappleConfig:
         weights: file or directory that parameters get their values from, instead of from the module's initialisers;
             every rank reads what it holds.
         save_distributed_checkpoint: whether a checkpoint is a directory into which every rank writes its part.
-        restore: where the module is whole after a fit: on "all" ranks, on the "first", on "none", or by "auto" on all if
-            each has the memory.
+        restore: where the module is whole after a fit: on "all" ranks, on the "first", on "none", or by "auto" on all
+            if each has the memory.
     """
 
     plan: str | None = None

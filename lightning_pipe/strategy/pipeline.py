@@ -270,9 +270,7 @@ class Pipeline:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
         first = max(slices(self._plan_now.layout, self._sizes(captured.capture, samples)[:1]))
         control = self._links.control
-        if refusal := self._links.control.broadcast(
-            self._weights.too_large(), source=0, what="what rank 0 has room for"
-        ):
+        if refusal := control.broadcast(self._weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
         try:

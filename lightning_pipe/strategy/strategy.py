@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +47,7 @@ from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.checkpoints.commit import existing
+from lightning_pipe.strategy.checkpoints.files import give
 from lightning_pipe.strategy.checkpoints.saving import load, save_plain, save_sharded
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
@@ -70,6 +73,7 @@ from lightning_pipe.strategy.refusals import (
 from lightning_pipe.strategy.session import Session
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class DappleStrategy(ParallelStrategy):
@@ -150,6 +154,8 @@ class DappleStrategy(ParallelStrategy):
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._world_size_reads = WorldSizeReads()
+        self._is_resumed = False  # whether a checkpoint gives this run its weights
+        self._initialised: Callable[[], pl.LightningModule | None] = lambda: None  # that has got the weights of a file
 
     def __repr__(self) -> str:
         """Say for whose Trainer this is: Lightning shows it where a Trainer of the other package is given it."""
@@ -253,7 +259,7 @@ class DappleStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
         assert self.lightning_module is not None, "connected by the trainer"
-        self._failed, self._session = False, None
+        self._failed, self._session, self._is_resumed = False, None, False
         refuse(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
@@ -316,6 +322,7 @@ class DappleStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         measure_whole_batches(trainer, ranks=self.world_size)
         private.make_loaders_inside(trainer, self._feed.data.while_loading)
+        self._give_weights(module)
         refuse_parameters(module)
         self.model = self.precision_plugin.convert_module(module)
         self._session = Session(
@@ -343,6 +350,21 @@ class DappleStrategy(ParallelStrategy):
             self._session.use_optimizers(self.optimizers)
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
+
+    def _give_weights(self, module: pl.LightningModule) -> None:
+        """Let a module that comes here first have the weights that the user names, unless a checkpoint gives some."""
+        if self.config.weights is None or self._initialised() is module:
+            return
+        self._initialised = weakref.ref(module)
+        if self._is_resumed:
+            log.info("weights=%r is not read, because a checkpoint gives the module its weights.", self.config.weights)
+            return
+        give(module, Path(self.config.weights), reads=self.global_rank == 0)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state from a checkpoint."""
+        self._is_resumed = True
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     def _check_optimizers(self) -> None:
         for optimizer in self.optimizers:

@@ -1,9 +1,9 @@
-"""A checkpoint that nobody gathers: a directory of `torch.distributed.checkpoint`, into which every rank writes its part.
+"""A checkpoint that nobody gathers: a directory of `torch.distributed.checkpoint`, where every rank writes its part.
 
     DIR/.metadata, DIR/*.distcp   tensors by name: model.NAME, optimizer_0.NAME.KEY
     DIR/meta.pt                   what else Lightning keeps, and what puts the tensors back in their places
 
-Ranks agree over the connections of the run, which have deadlines. A tensor that hangs in several places is written once.
+Ranks agree over the connections of the run, which have deadlines. What hangs in several places is written once.
 """
 
 from __future__ import annotations

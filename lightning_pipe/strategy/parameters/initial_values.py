@@ -40,8 +40,8 @@ def agree(parameters: Mapping[str, nn.Parameter], control: ControlPlane) -> None
     differing = control.sum(torch.tensor(float(mine != first)), what="whether all ranks have built the same module")
     if differing:
         raise UnsupportedError(
-            f"{int(differing)} of {control.ranks} ranks have built another module than rank 0: configure_model (or what "
-            "ran inside trainer.init_module) depends on the rank, or reads random numbers into Python. Call "
+            f"{int(differing)} of {control.ranks} ranks have built another module than rank 0: configure_model (or "
+            "what ran inside trainer.init_module) depends on the rank, or reads random numbers into Python. Call "
             "seed_everything(...) before the module is built, on every rank, and do not ask for the rank in it."
         )
     for tape, state in zip(tapes, states, strict=True):
@@ -61,8 +61,8 @@ def holders(parameters: Mapping[str, nn.Parameter], control: ControlPlane) -> di
     found = {name: tuple(table[:, n].nonzero().flatten().tolist()) for n, name in enumerate(parameters)}
     if lost := [name for name, ranks in found.items() if not ranks]:
         raise UnsupportedError(
-            f"No rank has the values of {lost[0]} any more (and of {len(lost) - 1} others), because the fit before this "
-            "one has failed. Build the module again, and resume from a checkpoint."
+            f"No rank has the values of {lost[0]} any more (and of {len(lost) - 1} others), because the fit before "
+            "this one has failed. Build the module again, and resume from a checkpoint."
         )
     return {name: ranks for name, ranks in found.items() if len(ranks) < control.ranks}
 

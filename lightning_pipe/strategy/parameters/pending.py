@@ -38,8 +38,8 @@ class NotYet(Absence):
         """Say that something reads the values."""
         line = user_line(3)
         raise AbsentError(
-            f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which has none before it "
-            f"is known which rank needs them (it was built by configure_model or trainer.init_module). {way_out}."
+            f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which has none before "
+            f"it is known which rank needs them (it was built by configure_model or trainer.init_module). {way_out}."
         )
 
 

@@ -1,6 +1,6 @@
 """Where does each parameter live? On the ranks whose stages use it; elsewhere it is a stand-in without memory.
 
-    share()      every rank gets the values of rank 0, so that no seed is needed; those that are made later, their origin
+    share()      every rank gets the values of rank 0, so that no seed is needed, or makes what rank 0 would
     place()      parameters that this rank does not need lose their memory and become stand-ins (`stand_ins`)
     whole()      on rank 0, for the time of a checkpoint, all current values are in the module
     everywhere() the same on every rank, for hooks that all ranks run
@@ -256,10 +256,8 @@ class Weights:
         for name, holders in self._holders.items():
             if len(holders) == self._control.ranks or not ranks:
                 continue
-            if len(ranks) == 1:
-                value = self._brought(name, self._real[name], self.speaker(name))
-            else:
-                value = self.copied(name)
+            is_one = len(ranks) == 1
+            value = self._brought(name, self._real[name], self.speaker(name)) if is_one else self.copied(name)
             if not self.holds(name) and self._control.rank in ranks:
                 occupy(self._real[name], value)
         self._share_moving()

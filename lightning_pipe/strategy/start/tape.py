@@ -1,13 +1,13 @@
 """Remember how tensors are made, without making them; make any of them later, with the numbers that they would have.
 
-    tape.run(operator, args, kwargs)   what a dispatch mode calls: the operator runs on tensors of the meta device, and is
-                                       written down
+    tape.run(operator, args, kwargs)   what a dispatch mode calls: the operator runs on tensors of the meta device, and
+                                       is written down
     tape.values([tensor, ...])         plays what these depend on, and nothing else
 
-A tensor is known by its storage and its place in it, so views need no playing: they are the same bytes. Random operators
-draw into scratch that is dropped while they are written down, so that generators advance as if the tensors were made;
-the generator's state before is kept, and playing begins with it. What Python reads (`item()`, shapes that depend on
-values) is played at once.
+A tensor is known by its storage and its place in it, so views need no playing: they are the same bytes. Random
+operators draw into scratch that is dropped while they are written down, so that generators advance as if the
+tensors were made; the generator's state before is kept, and playing begins with it. What Python reads (`item()`, shapes
+that depend on values) is played at once.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ def _moves(operator: OpOverload, kwargs: dict[str, Any]) -> bool:
 
 
 def _with_device(args: Any, kwargs: dict[str, Any], device: str) -> dict[str, Any]:
-    """Return the arguments of an operator with another device, where they name one or it makes a tensor from nothing."""
+    """Return the arguments of an operator with another device, if they name one or it makes a tensor from nothing."""
     if kwargs.get("device") is None and _tensors_in((args, kwargs)):
         return kwargs
     return {**kwargs, "device": torch.device(device)}

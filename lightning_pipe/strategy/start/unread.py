@@ -1,4 +1,4 @@
-"""A tensor whose values are in a file: whoever uses it reads them; a parameter that has no values yet reads them later."""
+"""A tensor whose values are in a file: whoever uses it reads them; a parameter without values reads them later."""
 
 from __future__ import annotations
 
