@@ -53,6 +53,9 @@ from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.parameters.building import building
+from lightning_pipe.strategy.parameters.initial_values import make
+from lightning_pipe.strategy.parameters.meta_modules import adopt
+from lightning_pipe.strategy.parameters.pending import converting
 from lightning_pipe.strategy.parameters.separable import check_separable
 from lightning_pipe.strategy.parameters.stand_ins import bare
 from lightning_pipe.strategy.parameters.weights import Weights
@@ -177,6 +180,8 @@ class DappleStrategy(ParallelStrategy):
     @outcome.setter
     def outcome(self, outcome: FitOutcome) -> None:
         self._session, self._outcome = None, outcome
+        if self.lightning_module is not None:  # which was loaded from what the other processes have trained
+            make(self.lightning_module.parameters(), device=torch.device("cpu"))
 
     @property
     def plan(self) -> Plan | None:
@@ -261,6 +266,7 @@ class DappleStrategy(ParallelStrategy):
         assert self.lightning_module is not None, "connected by the trainer"
         self._failed, self._session, self._is_resumed = False, None, False
         refuse(self.lightning_module.trainer, self.lightning_module)
+        adopt(self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
@@ -324,7 +330,8 @@ class DappleStrategy(ParallelStrategy):
         private.make_loaders_inside(trainer, self._feed.data.while_loading)
         self._give_weights(module)
         refuse_parameters(module)
-        self.model = self.precision_plugin.convert_module(module)
+        with converting(module.parameters()):
+            self.model = self.precision_plugin.convert_module(module)
         self._session = Session(
             module,
             config=self.config,

@@ -15,7 +15,9 @@ from torch import nn
 from lightning_pipe.errors import AbsentError, UnsupportedError
 from lightning_pipe.strategy.parameters import initial_values
 from lightning_pipe.strategy.parameters.building import building
-from lightning_pipe.strategy.parameters.pending import Pending
+from lightning_pipe.strategy.parameters.meta_modules import adopt, without_origin
+from lightning_pipe.strategy.parameters.pending import Pending, converting
+from lightning_pipe.strategy.refusals import refuse_parameters
 from models.parity import PARITY, make_loader, make_module
 from ranks.world import Raised, World
 from strategy.built_late import Construction, Late, Start
@@ -189,3 +191,67 @@ def test_a_module_that_stays_apart_can_be_saved_tested_and_trained_further(tmp_p
         torch.testing.assert_close(rest, expected, rtol=1e-9, atol=1e-9)
     one, two = (torch.load(tmp_path / name, weights_only=True)["state_dict"] for name in ("one.ckpt", "two.ckpt"))
     torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-9)
+
+
+class Configured(pl.LightningModule):
+    """A module with hyper-parameters, an initialiser of its own, a buffer and a table."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
+        self.register_buffer("scale", torch.linspace(1, 2, width))
+        self.table = torch.arange(3.0)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_normal_(module.weight)
+
+
+class Unknown(Configured):
+    """A module that cannot be built again."""
+
+    def __init__(self, width: int, layer: nn.Module) -> None:
+        pl.LightningModule.__init__(self)
+        self.layers = layer
+
+
+def test_a_module_of_the_meta_device_is_built_again_by_its_hyperparameters() -> None:
+    torch.manual_seed(3)
+    plain = Configured(5)
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        late = Configured(5)
+    first = late.layers[0].weight
+    adopt(late)
+    assert isinstance(first, Pending) and without_origin(late) == []
+    assert_made_alike(plain, late)
+    assert torch.equal(plain.table, late.table) and late.layers[0].weight is first
+
+
+def test_a_module_that_cannot_be_built_again_needs_the_values_of_a_file() -> None:
+    plain = nn.Linear(3, 2)
+    with torch.device("meta"):
+        late = Unknown(5, nn.Linear(3, 2))
+    adopt(late)
+    assert without_origin(late) == ["layers.weight", "layers.bias"]
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.weight of Unknown has no values.*or call save_hyperparameters"
+    ):
+        refuse_parameters(late)
+    late.layers.load_state_dict(plain.state_dict())
+    refuse_parameters(late)
+    assert_made_alike(plain, late.layers)
+
+
+def test_values_follow_a_conversion_of_the_module() -> None:
+    torch.manual_seed(3)
+    plain = nn.Linear(3, 2).double()
+    torch.manual_seed(3)
+    with building():
+        late = nn.Linear(3, 2)
+    with converting(late.parameters()):
+        late.double()
+    assert late.weight.dtype == torch.float64
+    assert_made_alike(plain, late)

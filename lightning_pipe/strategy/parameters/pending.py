@@ -6,6 +6,8 @@ initialisers of `torch.nn.init`) are written down on the tape, and so happen whe
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -16,7 +18,7 @@ from torch import nn
 from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.torch_private import TorchDispatchMode, swap_contents, unguarded
 from lightning_pipe.errors import AbsentError
-from lightning_pipe.strategy.parameters.stand_ins import Absence, StandIn
+from lightning_pipe.strategy.parameters.stand_ins import Absence, StandIn, bare
 from lightning_pipe.strategy.start.tape import Tape
 from lightning_pipe.strategy.start.unread import Unread
 
@@ -99,6 +101,22 @@ def put_off(parameter: nn.Parameter, absence: NotYet) -> None:
 def _mark(parameter: nn.Parameter, absence: NotYet) -> None:
     parameter.__class__ = Pending
     vars(parameter).update(absence=absence, gradient=None)
+
+
+@contextlib.contextmanager
+def converting(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let a module be converted to another type inside; values that are made later will be of that type."""
+    kept = list(parameters)
+    with bare(kept):
+        yield
+    for parameter in (one for one in kept if isinstance(one, Pending)):
+        with unguarded():
+            dtype, form = parameter.dtype, parameter.absence.form.detach()
+        if dtype != form.dtype:
+            tape = parameter.absence.tape
+            assert tape is not None, "given by `suspend`"
+            with Recording(tape):
+                parameter.absence = replace(parameter.absence, form=form.to(dtype))
 
 
 def call_it(parameter: nn.Parameter, name: str) -> None:

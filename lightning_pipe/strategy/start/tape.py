@@ -113,7 +113,8 @@ class Tape:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tape makes this tensor."""
-        return tensor.is_meta and id(tensor.untyped_storage()) in self._numbers
+        has_storage = tensor.is_meta and tensor.layout == torch.strided
+        return has_storage and id(tensor.untyped_storage()) in self._numbers
 
     def storage(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage."""
@@ -171,6 +172,14 @@ class Tape:
         with without_modes():
             self.read.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return value
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Make a tensor of the meta device, from what will be written to it."""
+        self._register(tensor)
+
+    def is_bare(self, tensor: torch.Tensor) -> bool:
+        """Return whether nothing was written to a tensor that the tape only holds."""
+        return not self._writers.get(self.storage(tensor))
 
     def fingerprint(self) -> str:
         """Return what two tapes have in common that make the same tensors from the same random numbers."""
