@@ -236,9 +236,7 @@ def test_a_module_that_cannot_be_built_again_needs_the_values_of_a_file() -> Non
         late = Unknown(5, nn.Linear(3, 2))
     adopt(late)
     assert without_origin(late) == ["layers.weight", "layers.bias"]
-    with pytest.raises(
-        UnsupportedError, match=r"layers\.weight of Unknown has no values.*or call save_hyperparameters"
-    ):
+    with pytest.raises(UnsupportedError, match=r"layers\.weight of Unknown has no values"):
         refuse_parameters(late)
     late.layers.load_state_dict(plain.state_dict())
     refuse_parameters(late)

@@ -17,7 +17,6 @@ from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.start.unread import Unread
 from models.parity import make_loader, make_module
 from ranks.world import World
-from strategy.built_late import Late
 from strategy.fits import Losses, dapple, make_trainer
 
 F64 = {"dtype": torch.float64}
@@ -111,27 +110,26 @@ def fine_tune(path: str, options: dict[str, Any] | None) -> Any:
         unread.read = lambda: read.append(unread.nbytes) or function()
         return unread
 
-    module, losses = Late(lambda: make_module("gpt_tied", seed=9, **F64).train()), Losses()
-    trainer = make_trainer(
-        "auto" if options is None else dapple(weights=path, **options), max_epochs=1, callbacks=[losses]
-    )
+    losses = Losses()
+    strategy = "auto" if options is None else dapple(weights=path, **options)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[losses])
+    with trainer.init_module(empty_init=options is not None):
+        module = make_module("gpt_tied", seed=9, **F64).train()
+    if options is None:
+        module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unread, "of", counting)
-        if options is None:
-            module.configure_model()
-            module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
         trainer.fit(module, make_loader("gpt_tied", **F64))
     return sum(read), losses.losses
 
 
 def test_each_rank_reads_its_share_and_trains_as_one_device(tmp_path: Path) -> None:
-    source = Late(lambda: make_module("gpt_tied", **F64))
-    source.configure_model()
+    source = make_module("gpt_tied", **F64)
     path = write_ckpt(tmp_path / "model.ckpt", source.state_dict())
     whole = sum(parameter.nbytes for parameter in source.parameters())
     _, expected = fine_tune(str(path), None)
     found = World(2).run(fine_tune, str(path), {"layout": "1-1", "microbatches": 2, "check": False})
-    tied = source.inner.embed.weight.nbytes  # in the first and in the last stage
+    tied = source.embed.weight.nbytes  # in the first and in the last stage
     assert sum(read for read, _ in found) == whole + tied
     for read, losses in found:
         assert read < whole
