@@ -29,7 +29,9 @@
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `autograd._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
 * `Tensor._version`: counts how often a tensor was written to.
-* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones.
+* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones;
+  `torch._C.DisableTorchFunction`: and without modes that answer them.
+* `torch._C._swap_tensor_impl`: give the object of a tensor another tensor to be.
 * `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
 * `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
   hooks on the backward of modules.
@@ -123,9 +125,12 @@ __all__ = [
     "recorded_events",
     "reparametrize",
     "shares_memory_with",
+    "swap_contents",
     "tag_nodes",
     "unchecked_distributions",
     "unguarded",
+    "without_modes",
+    "without_overrides",
     "written_by",
 ]
 
@@ -504,6 +509,24 @@ def unguarded() -> contextlib.AbstractContextManager[None]:
     """Let torch treat tensors of classes that answer its calls themselves as plain ones, inside."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def without_overrides() -> contextlib.AbstractContextManager[None]:
+    """Let torch treat tensors of all classes as plain ones, whatever function modes there are, inside."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Let torch do what it does without function modes and dispatch modes, inside."""
+    with without_overrides(), _disable_current_modes():
+        yield
+
+
+def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two objects be each other's tensor; their classes and attributes stay."""
+    torch._C._swap_tensor_impl(one, other)
 
 
 def is_profiling() -> bool:
