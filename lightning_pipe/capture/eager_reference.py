@@ -73,13 +73,13 @@ def run_plainly(
             stack.enter_context(entered)
         if dice is not None:  # the graph keeps what a checkpoint would compute again
             stack.enter_context(checkpoint_only(lambda: False))
-        for entered in (request.context(), exactness, source):
-            stack.enter_context(entered)
+        for inner in (request.context(), exactness, source):
+            stack.enter_context(inner)
         output = getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
         output = with_loss(request.method, output)
     loss = loss_of(module, request.method, output)
     assert loss is not None, "a training step returns a loss"
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     parameters = {name: module.get_parameter(name) for name in dict.fromkeys(canonical_names(module).values())}
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
@@ -100,7 +100,7 @@ class GraphDice(TorchDispatchMode):
     """
 
     def __init__(self, capture: Capture, key: RandomKey, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._expected = [operator_name(node) for node in capture.joint.module.graph.nodes if is_random(node)]
         self._key, self._device = key, device
         self._drawn = 0
@@ -145,7 +145,7 @@ class _Exactness(TorchDispatchMode):
     """Note the least exact floating type among the results of all operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.coarsest = torch.float64
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -238,7 +238,11 @@ class Pipeline:
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
             self._proposal = Planned(plan, cuts, problem, tuple(candidates), told(captured.capture))
-        versions = {"Python": platform.python_version(), "torch": torch.__version__, "Lightning": pl.__version__}
+        versions = {
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+            "Lightning": vars(pl)["__version__"],
+        }
         agree(self._links, {"plan": to_yaml(plan), **versions})
         if not self._sizes(captured.capture, samples):
             captured = self._capture_for(call, samples)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from lightning_pipe.capture import Capture
 from lightning_pipe.capture.replayed.replay import Replay
@@ -16,6 +16,7 @@ from lightning_pipe.errors import CaptureError, UnsupportedError
 from lightning_pipe.lightning_names import (
     MixedPrecision,
     OnExceptionCheckpoint,
+    callbacks_of,
     is_overridden,
     is_param_in_hook_signature,
     pl,
@@ -56,7 +57,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _refuse_synchronised_norms(trainer, module)
     _refuse_compiled(module)
     _refuse_hooks(module)
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         _refuse_callback(callback, ranks=trainer.world_size)
 
 
@@ -67,7 +68,7 @@ def refuse_parameters(module: pl.LightningModule) -> None:
         UnsupportedError: naming a parameter without values.
     """
     for name, parameter in module.named_parameters():
-        if parameter.is_meta or isinstance(parameter, UninitializedTensorMixin):
+        if parameter.is_meta or is_lazy(parameter):
             raise UnsupportedError(
                 f"The parameter {name} of {type(module).__name__} has no values (it is on the meta device, or lazy). "
                 "Initialize it in __init__ or configure_model."
@@ -77,8 +78,9 @@ def refuse_parameters(module: pl.LightningModule) -> None:
 def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     """Return which hooks of the user look at gradients, and say once what they see."""
     hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
-    hooks += [f"{type(c).__name__}.{n}" for c in trainer.callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
-    zeroing = [type(c).__name__ for c in trainer.callbacks if _is_by_user(c, _BEFORE_ZEROING)]
+    callbacks = callbacks_of(trainer)
+    hooks += [f"{type(c).__name__}.{n}" for c in callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
+    zeroing = [type(c).__name__ for c in callbacks if _is_by_user(c, _BEFORE_ZEROING)]
     if is_overridden(_BEFORE_ZEROING, module, pl.LightningModule) or zeroing:
         rank_zero_warn(
             f"{_BEFORE_ZEROING} is called before the forward of a batch and not after it, because a program is forward "

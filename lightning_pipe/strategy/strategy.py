@@ -33,6 +33,7 @@ from lightning_pipe.lightning_names import (
     ParallelStrategy,
     Precision,
     TrainerFn,
+    callbacks_of,
     pl,
     rank_zero_only,
     rank_zero_warn,
@@ -220,7 +221,7 @@ class DappleStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # of the function, as Lightning sets it
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
@@ -257,7 +258,7 @@ class DappleStrategy(ParallelStrategy):
             device=self.root_device,
             watch=self._links.watch,
         )
-        callbacks = self.lightning_module.trainer.callbacks
+        callbacks = callbacks_of(self.lightning_module.trainer)
         self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
     def _connect(self) -> Connections:

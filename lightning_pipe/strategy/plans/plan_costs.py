@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -91,8 +91,8 @@ class PlanCosts:
         if described is not None:
             problem = replace(problem, cluster=described)
             if not self._measures():
-                profile, cluster = counted_on(capture.graph, described)
-                problem = replace(problem, profile=profile, cluster=cluster)
+                counted, cluster = counted_on(capture.graph, described)
+                problem = replace(problem, profile=counted, cluster=cluster)
         is_ahead = self._config.post_validation and training and control.ranks > 1 and not isinstance(capture, Replay)
 
         def asked(problem: Problem) -> Problem:
@@ -117,7 +117,7 @@ class PlanCosts:
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
             len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
         )  # fmt: skip
-        runtime = {
+        runtime: dict[str, Any] = {
             "call_s": rehearsed.call_s,
             "message_s": max(0.0, rehearsed.message_s - rehearsed.message_bytes / _slowest_link(measured)),
             "post_s": measured.post_s,

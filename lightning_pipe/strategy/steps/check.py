@@ -259,7 +259,8 @@ def run_captured(
     leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
     value = split.values[captured.record.loss or ""]
     how = role or ("sum" if value.combine == "sum" else "mean")
-    results, total = [], torch.zeros((), dtype=torch.float64)
+    results: list[Mapping[str, Content]] = []
+    total = torch.zeros((), dtype=torch.float64)
     first = 0
     for number, samples in enumerate(sizes):
         weight = 1.0 if how == "sum" else samples / sum(sizes)
@@ -279,8 +280,9 @@ def run_captured(
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {_advice(captured)}"
             ) from error
-        loss = results[-1][captured.record.loss or ""]
-        assert isinstance(loss, torch.Tensor), "the loss is a tensor"
+        found_loss = results[-1][captured.record.loss or ""]
+        assert isinstance(found_loss, torch.Tensor), "the loss is a tensor"
+        loss = found_loss
         total = total + loss.detach().cpu().double() * weight
         first += samples
     names = dict.fromkeys(canonical_names(module).values())

@@ -85,8 +85,9 @@ class RankStep:
         self._lent_at = -1
         self._numbers = torch.zeros(MOST_INPUTS, dtype=torch.float64, device=device)
         state = State(
-            parameters=ChainMap(self._lent, weights.parameters),
-            buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),
+            # Only the first map of a chain is ever written to, so the others need not be mutable as its type says.
+            parameters=ChainMap(self._lent, weights.parameters),  # type: ignore[arg-type]
+            buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),  # type: ignore[arg-type]
             device=device,
         )
         self.buffers = state.buffers
@@ -126,7 +127,9 @@ class RankStep:
         structure = replace(call.structure, template=template)
         request = replace(captured.request, structure=structure, arguments=call.arguments)
         capture = self.capture.for_lengths(request)
-        return capture and replace(captured, capture=capture, request=request, template=call.structure.template)
+        if capture is None:
+            return None
+        return replace(captured, capture=capture, request=request, template=call.structure.template)
 
     def varying(self) -> tuple[Place, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
