@@ -104,7 +104,7 @@ def _watched_registration(
     module: nn.Module, checked: Callable[[Callable[[torch.Tensor], Any], str], Any]
 ) -> Iterator[None]:
     """Let `checked` see, and replace, every hook that the user's code registers on a tensor."""
-    register = torch.Tensor.register_hook
+    register: Callable[..., Any] = torch.Tensor.register_hook
 
     def register_checked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
         if is_library(sys._getframe(1).f_code.co_filename):

@@ -148,7 +148,8 @@ def measure(
     _refuse_large(captured, request, samples)
     if isinstance(captured, Replay) and captured.trace.is_random_in_python:
         raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
-    with on_one_device(request) as prepare, NoRandomness():
+    no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+    with on_one_device(request) as prepare, no_randomness:
         plain = plain_run(captured, request, prepare(tensors), key, matched=False)
         found = []
         for one in (role, _OTHER[role]):
