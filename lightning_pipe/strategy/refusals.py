@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_pipe.capture import Capture
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture import Route
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
 from lightning_pipe.errors import CaptureError, UnsupportedError
 from lightning_pipe.lightning_names import (
@@ -148,15 +147,14 @@ def refuse_post_validation(module: pl.LightningModule) -> None:
             )
 
 
-def check_written(capture: Capture | Replay, module: pl.LightningModule, *, microbatches: int) -> None:
+def check_written(capture: Route, module: pl.LightningModule, *, microbatches: int) -> None:
     """Check the parameters that a training step writes to itself, which it does once per micro-batch.
 
     Raises:
         CaptureError: naming a parameter that is trained.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    names = capture.trace.writes if isinstance(capture, Replay) else frozenset(capture.joint.mutations)
-    written = [name for name in parameters if name in names]
+    written = [name for name in parameters if name in capture.writes]
     if not written or microbatches == 1:
         return
     if trained := [name for name in written if parameters[name].requires_grad]:

@@ -15,7 +15,6 @@ import torch
 
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.tracked_number import MOST_INPUTS
-from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.stages.split import check_slices
 from lightning_pipe.capture.steps.batch import contents
 from lightning_pipe.capture.steps.stage_program import Split
@@ -102,7 +101,7 @@ class RankStep:
     def misfit(self, call: StepRequest) -> str:
         """Return "" if what was captured holds for a call now, else what has changed."""
         captured, template = self.captured, call.structure.template
-        if isinstance(self.capture, Replay):
+        if not self.capture.is_fixed:
             return ""
         if captured.reader.has_read and texts(template) != texts(captured.template):
             return "the texts of the batch, which the step reads, have changed"
@@ -112,15 +111,13 @@ class RankStep:
 
     def testimony(self, call: StepRequest) -> str:
         """Return "" if the step's Python does now what was captured, else what it does otherwise."""
-        if isinstance(self.capture, Replay):
-            return ""
         request = replace(self.captured.request, arguments=call.arguments, structure=call.structure)
         with torch.inference_mode(False):
             return self.capture.testimony(request)
 
     def for_lengths(self, call: StepRequest) -> Captured | None:
         """Return the captured step for a call with other lengths, if what was captured holds for them."""
-        if isinstance(self.capture, Replay) or self.capture.general is None or self.misfit(call):
+        if self.capture.general is None or self.misfit(call):
             return None
         captured = self.captured
         template = captured.reader.marked(call.structure.template)
@@ -133,7 +130,7 @@ class RankStep:
 
     def varying(self) -> tuple[Place, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
-        return () if isinstance(self.capture, Replay) else self.capture.varying()
+        return self.capture.varying()
 
     @property
     def has_loss(self) -> bool:
@@ -142,9 +139,7 @@ class RankStep:
 
     def prepare(self, call: StepRequest) -> None:
         """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything."""
-        if isinstance(self.capture, Replay):
-            self.capture.begin(call.arguments, call.structure.template)
-        elif numbers := self.capture.numbers(call.situation):
+        if numbers := self.capture.begin(call.arguments, call.structure.template):
             self._numbers[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
 
     def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:
