@@ -132,7 +132,8 @@ def test_a_command_line_can_give_every_option():
 
     def built(**options):
         given = {"class_path": "lightning_pipe.DappleStrategy", "init_args": options}
-        return parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy.config
+        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its name before 4.49
+        return instantiate(parser.parse_object({"strategy": given})).strategy.config
 
     assert built() == DappleConfig()
     assert built(**vars(DappleConfig())) == DappleConfig()

@@ -63,6 +63,7 @@ class Capture:
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
         general: the traced graph with symbols for lengths; None where these are constants.
+        plays, ..., has_unweighed_terms: as for every `capture.route.Route`.
     """
 
     graph: Graph

@@ -154,7 +154,8 @@ def check_written(capture: Route, module: pl.LightningModule, *, microbatches: i
         CaptureError: naming a parameter that is trained.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    written = [name for name in parameters if name in capture.writes]
+    names = capture.writes
+    written = [name for name in parameters if name in names]
     if not written or microbatches == 1:
         return
     if trained := [name for name in written if parameters[name].requires_grad]:

@@ -61,6 +61,7 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
+        general, ..., saves_by_plan: as for every `capture.route.Route`.
     """
 
     general: ClassVar[None] = None
