@@ -13,7 +13,7 @@ from lightning_pipe.lightning_package import name_in_use
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.fabric.utilities.throughput import Throughput
     from lightning.pytorch.accelerators import Accelerator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 else:
     _MODULES = {
-        "fabric.plugins": "CheckpointIO ClusterEnvironment",
+        "fabric.plugins": "CheckpointIO ClusterEnvironment TorchCheckpointIO",
         "fabric.utilities.seed": "pl_worker_init_function",
         "fabric.utilities.throughput": "Throughput",
         "pytorch.accelerators": "Accelerator",
@@ -60,6 +60,7 @@ __all__ = [
     "SIGTERMException",
     "Throughput",
     "ThroughputMonitor",
+    "TorchCheckpointIO",
     "TrainerFn",
     "callbacks_of",
     "is_overridden",

@@ -104,11 +104,11 @@ class Capture:
         return self.flow.loss
 
     def told(self) -> str:
-        """Say in a line by which route the step was captured, and why."""
+        """Return in a line by which route the step was captured, and why."""
         return "The step is one graph (joint): nothing was found that a graph would freeze."
 
     def mixing(self) -> str:
-        """Say where the step does with its samples what micro-batches change, as far as that is known."""
+        """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""
         return mixing_places(self.joint, self.flow)
 
     def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:

@@ -145,11 +145,11 @@ class Route(Protocol):
         ...
 
     def told(self) -> str:
-        """Say in a line by which route the step was captured, and why."""
+        """Return in a line by which route the step was captured, and why."""
         ...
 
     def mixing(self) -> str:
-        """Say where the step does with its samples what micro-batches change, as far as that is known."""
+        """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""
         ...
 
     def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:

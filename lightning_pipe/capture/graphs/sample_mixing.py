@@ -9,7 +9,7 @@ from lightning_pipe.capture.graphs.sample_flow import Flow
 
 
 def mixing_places(joint: JointGraph, flow: Flow) -> str:
-    """Say where a step does with its samples what micro-batches change, as far as that is known."""
+    """Return, in words and as far as known, where a step mixes its samples so that micro-batches change it."""
     nodes = {node.name: node for node in joint.module.graph.nodes}
     found = dict(flow.coupled)
     if joint.loss is not None and flow.roles[joint.loss] not in ("mean", "sum"):

@@ -127,11 +127,11 @@ class Replay:
         return self.trace.has_terms
 
     def told(self) -> str:
-        """Say in a line by which route the step was captured, and why."""
+        """Return in a line by which route the step was captured, and why."""
         return f"The Python of the step runs on every rank (replay). {self.reason}"
 
     def mixing(self) -> str:
-        """Say what micro-batches may change: no more is known of it than that they do."""
+        """Return, in words, where the step may mix its samples: no more is known."""
         return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
 
     @cached_property

@@ -1,4 +1,4 @@
-"""By which route does a step become stages? As one graph where that is right, else by replaying its Python.
+"""Capture route of a step: one graph where that is right, else replay of its Python.
 
 joint     one graph of forward and backward (`capture.capture`); refuses what a graph would freeze
 replay    the Python of the step runs on every rank (`capture.replayed.replay`)

@@ -1,4 +1,4 @@
-"""How does a captured step run on one batch? As a verified program, whose results every rank gets.
+"""Runner of a captured step on one batch: a verified program, whose results every rank gets.
 
 Where ranks run ahead (`post_validation`), a program may be given up because the optimizer step before was wrong; then
 that is taken again, and the batch begun again.
@@ -19,7 +19,7 @@ from lightning_pipe.runtime.exchanges.results import Collected
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.waiting import Walk, drive
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
@@ -117,7 +117,7 @@ class Runner:
         )
 
     def _warn_of_denominators(self, plays: Plays) -> None:
-        """Say once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
+        """Warn once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
         if self._warned or not (line := plays.unequal_denominator()):
             return
         self._warned = True

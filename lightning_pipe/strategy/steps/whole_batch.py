@@ -1,4 +1,4 @@
-"""What do micro-batches change? Measured once, before training: the whole first batch against its micro-batches.
+"""Whole batch against micro-batches: what cutting changes, measured once before training.
 
 On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a
 single stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
@@ -75,7 +75,7 @@ class Measured:
 
     @property
     def agrees(self) -> bool:
-        """Say whether rounding explains it."""
+        """Return whether rounding explains it."""
         return self.relative <= self.worst.allowed
 
 
@@ -114,7 +114,7 @@ def role_by_numbers(
 
 
 def warn_of_unknown_role(captured: Captured) -> None:
-    """Say what a loss is taken for whose operations do not tell, where it was not measured."""
+    """Warn of how a loss is combined whose operations do not tell, where it was not measured."""
     capture = captured.capture
     if capture.loss_role not in ("mean", "sum"):
         rank_zero_warn(
