@@ -494,13 +494,13 @@ class Pipeline:
         if answers is not None:
             asked = request
 
-            def answered() -> tuple[bool, ...]:
+            def agreed_answers() -> tuple[bool, ...]:
                 with self._weights.whole():
                     return self._links.control.agreed(
                         lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
                     )
 
-            request = replace(request, answers=answered)
+            request = replace(request, answers=agreed_answers)
         with torch.inference_mode(False):
             traced = partial(self._traced, call)
             if reason:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -547,7 +547,7 @@ class DappleStrategy(ParallelStrategy):
         elif self.is_global_zero and storage_options is None and self._writes_files(filepath):
             save_plain(Path(filepath), checkpoint)
         else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super().save_checkpoint(checkpoint, cast("str", filepath), storage_options)  # it takes what is like a path
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -556,7 +556,7 @@ class DappleStrategy(ParallelStrategy):
         path = Path(checkpoint_path)
         if "://" in os.fspath(checkpoint_path) or not existing(path).exists():
             options = {} if weights_only is None else {"weights_only": weights_only}
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)
+            found: dict[str, Any] = super().load_checkpoint(cast("str", checkpoint_path), **options)
             return found
         is_plain = self._writes_files(checkpoint_path)
         return load(path, self.checkpoint_io, is_plain=is_plain, weights_only=weights_only)

@@ -77,7 +77,8 @@ def backward_followed(
     Raises:
         CaptureError: if a backward changes Python state, which a graph would not.
     """
-    differentiate, apply = torch.autograd.grad, BackwardCFunction.apply
+    differentiate = torch.autograd.grad
+    apply: Callable[..., Any] = BackwardCFunction.apply
 
     def followed(*args: Any, **kwargs: Any) -> Any:
         with state_put_back(module) as state:
