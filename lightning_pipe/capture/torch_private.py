@@ -29,7 +29,9 @@
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `autograd._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
 * `Tensor._version`: counts how often a tensor was written to.
-* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones.
+* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones;
+  `torch._C.DisableTorchFunction`: and without modes that answer them.
+* `torch._C._swap_tensor_impl`: give the object of a tensor another tensor to be.
 * `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
 * `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
   hooks on the backward of modules.
@@ -119,12 +121,16 @@ __all__ = [
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
+    "record_calls",
     "recorded_events",
     "reparametrize",
     "shares_memory_with",
+    "swap_contents",
     "tag_nodes",
     "unchecked_distributions",
     "unguarded",
+    "without_modes",
+    "without_overrides",
     "written_by",
 ]
 
@@ -405,6 +411,11 @@ class RecordedEvent(NamedTuple):
     host_bytes: int
 
 
+def record_calls(wanted: bool) -> None:
+    """Let profilers of this thread see calls of operators from now on, or not; allocations they see anyway."""
+    torch.autograd._enable_record_function(wanted)  # type: ignore[attr-defined]
+
+
 def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedEvent]:
     """Return what a profile has seen, allocations among it, in the order in which it was reported."""
     on_host = torch._C._autograd.DeviceType.CPU
@@ -498,6 +509,24 @@ def unguarded() -> contextlib.AbstractContextManager[None]:
     """Let torch treat tensors of classes that answer its calls themselves as plain ones, inside."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def without_overrides() -> contextlib.AbstractContextManager[None]:
+    """Let torch treat tensors of all classes as plain ones, whatever function modes there are, inside."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Let torch do what it does without function modes and dispatch modes, inside."""
+    with without_overrides(), _disable_current_modes():
+        yield
+
+
+def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two objects be each other's tensor; their classes and attributes stay."""
+    torch._C._swap_tensor_impl(one, other)
 
 
 def is_profiling() -> bool:

@@ -67,7 +67,7 @@ def describe_device(device: torch.device, *, host: str) -> DeviceFacts:
     """
     benchmark_s = benchmark(device)
     if device.type != "cuda":
-        return DeviceFacts(host, device_kind(device), "host", _available_bytes(), benchmark_s)
+        return DeviceFacts(host, device_kind(device), "host", available_bytes(), benchmark_s)
     properties = torch.cuda.get_device_properties(device)
     free, _ = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
@@ -226,7 +226,7 @@ def _cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return the memory that programs can still get on this host, or in this container."""
     info = Path("/proc/meminfo")
     lines = info.read_text(encoding="ascii").splitlines() if info.is_file() else []

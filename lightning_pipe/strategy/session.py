@@ -42,6 +42,7 @@ from lightning_pipe.strategy.parameters.clipping import Clipper
 from lightning_pipe.strategy.parameters.gradient_hooks import GradientHooks
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
@@ -268,8 +269,8 @@ class Session:
 
     def _plainly(self, method: str, batch: Any, arguments: tuple[int, ...]) -> Any:
         """Run a step on this rank alone, which has the whole module and the whole batch until there is a plan."""
-        self.weights.move(self._device)
-        with private.located(self._module, self._device), self._contexts[method]():
+        with self.weights.everywhere(), private.located(self._module, self._device), self._contexts[method]():
+            self.weights.move(self._device)
             return getattr(self._module, method)(batch, *arguments)
 
     def end(self, *, healthy: bool) -> None:
@@ -283,7 +284,7 @@ class Session:
         self._recording = None
         if healthy:
             self.settle()
-            self.weights.restore()
+            self.weights.restore(whole_ranks(self._config, self.weights, self._links.control))
         else:
             self.weights.forget()
         for groups in self.groups:

@@ -20,7 +20,7 @@ from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, describe
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.steps.backward_hooks import refuse_hooked_modules, tensor_hooks_in_graph
+from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
 from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import (
@@ -227,7 +227,7 @@ def _guards(step: StepFunction, request: Request) -> PythonGuards:
         numbers=step.numbers,
         slots=step.reads.slots(),
         varying=request.varying,
-        unread=step.unread,
+        unread=step.state.unread,
         constants=step.observers[-1].constants.values(),
     )
 
@@ -238,7 +238,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
     own_device = step.model._device
     with (
         no_collectives(),
-        tensor_hooks_in_graph(step.model),
+        backward_followed(step.model, step.reading, step.observing),
         mode,
         private.reparametrize(step, state),
         private.fx_traceback.preserve_node_meta(),

@@ -21,7 +21,7 @@ from lightning_pipe.capture.steps.batch import contents
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
+from lightning_pipe.core.program import AnyCompute, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.protocol import HostStore
@@ -237,7 +237,7 @@ def joined_samples(program: Program) -> list[int]:
             sum(len(flow.samples(one.stage, rank=rank, microbatch=m)) for m in one.microbatches)
             for rank, line in enumerate(program.ranks)
             for one in line
-            if isinstance(one, Joined)
+            if isinstance(one, AnyCompute) and one.is_joined
         }
     )
 
