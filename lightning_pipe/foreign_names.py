@@ -108,15 +108,14 @@ def with_present_names(options: Mapping[str, Any], *, warn: Callable[[str], None
             continue
         now = OLD_NAMES[old].now
         if present.get(now) not in (None, False):
-            raise set_twice(old)
+            raise set_twice(old, now)
         warn(OLD_NAMES[old].note(old))
         present[now] = value
     return present
 
 
-def set_twice(old: str) -> ConfigError:
+def set_twice(old: str, now: str) -> ConfigError:
     """Return the error of an option that is set under its old name and its present one."""
-    now = OLD_NAMES[old].now
     return ConfigError(f"found {old} and {now}; {old} is the old name of {now}. Remove {old}.")
 
 

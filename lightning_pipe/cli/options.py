@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.foreign_names import OLD_NAMES, set_twice
+from lightning_pipe.foreign_names import OLD_NAMES, OldName, set_twice
 from lightning_pipe.planner.problem import Constraints, Relief
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.profiles.published import ADAM_STATE
@@ -125,16 +125,16 @@ class WishedOptions(StepOptions):
     post_validation: bool = option(False, "whether ranks go on to the next batch without waiting for each other")
     shard_optimizer: str = option("auto", "optimizer state shared by replicas: on, off, or auto where it must be")
     least_samples: int = option(1, "fewest samples of a micro-batch for which a replica may be used")
-    reliefs: tuple[str, ...] = option((), "what may be done with saved tensors: [recompute,offload]")
+    activation_policies: tuple[str, ...] = option((), "besides keeping saved tensors: [recompute,offload]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("reliefs", self.reliefs, get_args(Relief))
+        check_names("activation_policies", self.activation_policies, get_args(Relief))
 
     @property
     def wishes(self) -> Constraints:
         """Return what a plan must keep to."""
-        reliefs: frozenset[Any] = frozenset(self.reliefs)
+        reliefs: frozenset[Any] = frozenset(self.activation_policies)
         return replace(self.config.wishes, least_samples=self.least_samples, reliefs=reliefs)
 
 
@@ -262,6 +262,11 @@ def read_options(kind: type[Options], overrides: Sequence[str]) -> Options:
     return kind(**values)
 
 
+_OLD_NAMES = OLD_NAMES | {
+    "reliefs": OldName("activation_policies", "0.3", "It allows plans that recompute or offload saved tensors.")
+}
+
+
 def _with_present_names(overrides: Sequence[str], kind: type[Dataclass]) -> Iterator[str]:
     """Yield overrides under the present names of their options; an old name is noted.
 
@@ -270,12 +275,12 @@ def _with_present_names(overrides: Sequence[str], kind: type[Dataclass]) -> Iter
     """
     names = [override.partition("=")[0].lstrip("+") for override in overrides]
     for name, override in zip(names, overrides, strict=True):
-        old = OLD_NAMES.get(name)
+        old = _OLD_NAMES.get(name)
         if old is None or old.now not in kind.__dataclass_fields__:
             yield override
             continue
         if old.now in names:
-            raise set_twice(name)
+            raise set_twice(name, old.now)
         log.warning(old.note(name))
         yield override.replace(name, old.now, 1)
 

@@ -135,7 +135,7 @@ def register_schedule(
         ConfigError: if the name is taken, the shape unknown, or a number of stages below one.
     """
     if chunks is not None and tuple(stages_per_device) != (1,):
-        raise set_twice("chunks")
+        raise set_twice("chunks", "stages_per_device")
     if chunks is not None:
         warnings.warn(OLD_NAMES["chunks"].note("chunks"), FutureWarning, stacklevel=2)
         stages_per_device = chunks
