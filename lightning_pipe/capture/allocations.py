@@ -1,4 +1,4 @@
-"""Host memory allocated and released by a block of code, read from torch's profiler.
+"""Allocations and releases of host memory within a block of code, as torch's profiler sees them.
 
     with Allocations() as seen:
         with seen.span("first"):

@@ -1,4 +1,4 @@
-"""Command `lightning-pipe consolidate`: a sharded checkpoint becomes one file."""
+"""The command `lightning-pipe consolidate`: a sharded checkpoint becomes one plain file."""
 
 from __future__ import annotations
 

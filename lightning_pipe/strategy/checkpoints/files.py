@@ -1,4 +1,4 @@
-"""Files of weights: which tensors a file or directory has. Each is read when its rank asks for it.
+"""Files and directories of weights, whose tensors are read one by one, by the rank that needs them.
 
     model.safetensors                      one file
     DIR/model.safetensors.index.json       several, with an index, as transformers writes them; or DIR/model.safetensors

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: what a rank writes into one that nobody gathers, and what it takes from one."""
+"""Checkpoints that nobody gathers: what a rank writes into one, and what it takes from one."""
 
 from __future__ import annotations
 

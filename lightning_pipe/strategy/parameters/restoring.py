@@ -1,4 +1,4 @@
-"""Restoring of the whole module after a fit, on the ranks that the user wants and memory allows."""
+"""Where the module is whole after a fit: where the user wants it, and where memory allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that one process may still take."""
+"""Room: the memory that one process may still take."""
 
 from __future__ import annotations
 
