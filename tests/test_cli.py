@@ -263,6 +263,14 @@ def test_planners_are_compared_in_one_table_and_say_why_they_have_no_plan(run):
     assert float(re.findall(r"\d\.\d{3}", uniform)[0]) >= 1, "auto is never slower"
 
 
+def test_the_old_name_of_activation_policies_is_read_and_noted_once(caplog):
+    words = [*CHAIN, "ranks=2"]
+    new = read_options(PlanOptions, [*words, "activation_policies=[recompute]"])
+    assert not caplog.messages and new.wishes.reliefs == {"recompute"}
+    assert read_options(PlanOptions, [*words, "reliefs=[recompute]"]) == new
+    assert len(caplog.messages) == 1 and "reliefs is called activation_policies now" in caplog.messages[0]
+
+
 def test_by_default_all_planners_but_the_exhaustive_one_are_compared():
     options = read_options(COMMANDS["compare"][0], [*CHAIN, "ranks=2"])
     assert options.planners == tuple(name for name in PLANNER_NAMES if name != "exhaustive")
@@ -398,7 +406,7 @@ def test_the_deepest_model_of_a_family_is_shown(run):
         (("speed=0", *CHAIN, "ranks=2"), "found speed=0; expected more than 0"),
         (("warmup=2,1",), "a text with commas is quoted twice"),
         (("~samples",), "found '~samples'; expected one value"),
-        (("reliefs=[recomput]", *CHAIN, "ranks=2"), "did you mean 'recompute'"),
+        (("activation_policies=[recomput]", *CHAIN, "ranks=2"), "did you mean 'recompute'"),
         (CHAIN, "neither cluster= nor ranks="),
         ((*CHAIN, "ranks=2", "cluster=rtx4090_4"), "both cluster= and ranks="),
         (("ranks=2",), "neither model= nor profile="),

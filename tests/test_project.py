@@ -156,6 +156,16 @@ def test_links_lead_somewhere(document):
         assert target in drawn or (document.parent / target).is_file(), target
 
 
+def test_the_architecture_page_has_every_package_and_no_file_that_is_gone():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = ROOT / "lightning_pipe"
+    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")} - {"."}
+    rows = set(re.findall(r"^\| `([\w/]+)` \|", text, re.MULTILINE))
+    assert rows - {"config"} == {folder for folder in folders if not folder.startswith("planner/systems/")}
+    files = set(re.findall(r"[\w/]+/\w+\.py", text))
+    assert files and [name for name in files if not ((package / name).exists() or (ROOT / name).exists())] == []
+
+
 def test_every_page_and_every_schedule_has_its_place_in_the_site():
     """The navigation is complete, and names nothing that neither is there nor is written by the build."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

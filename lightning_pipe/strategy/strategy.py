@@ -40,6 +40,7 @@ from lightning_pipe.lightning_names import (
     callbacks_of,
     pl,
     rank_zero_only,
+    rank_zero_warn,
 )
 from lightning_pipe.lightning_package import package_in_use
 from lightning_pipe.report import Comparison
@@ -111,7 +112,7 @@ class DappleStrategy(ParallelStrategy):
         planner: str = "auto",
         layout: str | int | list[int] | None = None,
         schedule: str | os.PathLike[str] | None = None,
-        chunks: int | None = None,
+        stages_per_device: int | None = None,
         warmup: str | int | list[int] | None = None,
         microbatches: int | None = None,
         costs: str = "measured",
@@ -145,7 +146,7 @@ class DappleStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.config = chosen_config(config, {**options, **unknown})
+        self.config = chosen_config(config, {**options, **unknown}, warn=rank_zero_warn)
         self._backend = process_group_backend
         self._num_nodes = 1
         self._links: Connections | None = None  # from setup to teardown

@@ -37,7 +37,7 @@ class NotYet(Absence):
     tape: Tape | None = None
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
-        """Say that something reads the values."""
+        """Raise an error: something reads the values."""
         line = user_line(3)
         raise AbsentError(
             f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which has none before "
