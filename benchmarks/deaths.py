@@ -1,4 +1,4 @@
-"""What becomes of a job when one of its ranks dies, is stopped, or is cut off?
+"""Death of a rank: what becomes of a job when one of its ranks dies, is stopped, or is cut off.
 
     python -m benchmarks.deaths                       # 60 SIGKILLs per way of launching, SIGSTOPs, a cut network
     python -m benchmarks.deaths --ways popen --kills 12 --stops 0 --cuts 0

@@ -1,4 +1,4 @@
-"""Is there a plan for chains of any length, and what do time and memory of planning grow with?
+"""Long chains: whether they get a plan, and what time and memory of planning grow with.
 
     python -m benchmarks.planners long
     python -m benchmarks.planners long --nodes 300,1000 --devices 2,8

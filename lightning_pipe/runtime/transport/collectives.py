@@ -1,4 +1,4 @@
-"""How do groups of ranks sum and broadcast over torch.distributed?
+"""Collectives (sum, broadcast) of groups of ranks over torch.distributed.
 
 One process group per set of ranks, created on all ranks in the order of the arguments: every rank takes part in the
 creation of every group, whether it is a member or not.
