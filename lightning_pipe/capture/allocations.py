@@ -1,4 +1,4 @@
-"""Host memory allocated and released by a block of code, read from torch's profiler.
+"""When does a block of code allocate memory on the host, and when does it release it?
 
     with Allocations() as seen:
         with seen.span("first"):
