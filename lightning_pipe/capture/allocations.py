@@ -96,18 +96,7 @@ class Allocations:
         self.changes = tuple(sorted(changes, key=itemgetter(0)))  # of the same time: in the order of their report
 
 
-<<<<<<< HEAD
-def highest(changes: Iterable[Change]) -> int:
-=======
-@contextmanager
-def span(name: str) -> Iterator[None]:
-    """Give what happens within a block of `Allocations` a name."""
-    with torch.profiler.record_function(_SPAN + name):
-        yield
-
-
 def highest(changes: Iterable[MemoryChange]) -> int:
->>>>>>> main
     """Return by how many bytes memory rises above what it is before these changes, at most."""
     return max(accumulate((change.bytes for change in changes), initial=0))
 
