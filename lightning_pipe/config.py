@@ -1,4 +1,4 @@
-"""What can a user set, with which defaults, and what is refused?
+"""Configuration of the strategy: what a user can set, with which defaults, and what is refused.
 
 `DappleConfig` is schema and defaults of the strategy, of its Hydra presets (`conf/strategy`) and of its keyword
 arguments. Below this file nobody sees a `DictConfig`.
@@ -72,6 +72,11 @@ class DappleConfig:
         timeline_steps: optimizer steps that are recorded at the beginning, to be compared with the prediction.
         start_method: how the processes of one host are started: "popen" runs the script again, the others are those
             of multiprocessing.
+        weights: file or directory that parameters get their values from, instead of from the module's initialisers;
+            every rank reads what it holds.
+        save_distributed_checkpoint: whether a checkpoint is a directory into which every rank writes its part.
+        restore: where the module is whole after a fit: on "all" ranks, on the "first", on "none", or by "auto" on all
+            if each has the memory.
     """
 
     plan: str | None = None
@@ -99,6 +104,9 @@ class DappleConfig:
     trace: str | None = None
     timeline_steps: int = 5
     start_method: str = "popen"
+    weights: str | None = None
+    save_distributed_checkpoint: bool = False
+    restore: str = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -133,6 +141,11 @@ class DappleConfig:
             raise ConfigError(
                 "found shard_optimizer='on' with post_validation=True, under which a rank may have to undo its own "
                 "optimizer step, but not those of others. Remove one of them."
+            )
+        if self.restore == "none" and self.start_method != "popen":
+            raise ConfigError(
+                f"found restore='none' with start_method={self.start_method!r}, whose processes end with the fit, and "
+                "what they hold with them. Set restore='first'."
             )
         if self.memory_limit is not None:
             _limits(self.memory_limit)
@@ -273,6 +286,9 @@ _RULES = {
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
+    "weights": _Rule(str, "the path of a file or directory of weights"),
+    "save_distributed_checkpoint": _Rule(bool, "true or false"),
+    "restore": _choice(("auto", "all", "first", "none")),
 }  # fmt: skip
 
 

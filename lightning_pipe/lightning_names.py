@@ -13,7 +13,7 @@ from lightning_pipe.lightning_package import name_in_use
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
     from lightning.fabric.plugins.environments import ClusterEnvironment
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.fabric.utilities.throughput import Throughput
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 else:
     _MODULES = {
-        "fabric.plugins": "CheckpointIO",
+        "fabric.plugins": "CheckpointIO TorchCheckpointIO",
         "fabric.plugins.environments": "ClusterEnvironment",
         "fabric.utilities.seed": "pl_worker_init_function",
         "fabric.utilities.throughput": "Throughput",
@@ -62,6 +62,7 @@ __all__ = [
     "SIGTERMException",
     "Throughput",
     "ThroughputMonitor",
+    "TorchCheckpointIO",
     "TrainerFn",
     "is_overridden",
     "is_param_in_hook_signature",

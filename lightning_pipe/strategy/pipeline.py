@@ -1,4 +1,4 @@
-"""How does one rank run the steps of a module? Captured once per kind of batch, cut by one plan, run as programs.
+"""Pipeline of one rank: steps captured once per kind of batch, cut by one plan, run as programs.
 
     pipeline.plan_for(call)            capture on all ranks, plan on rank 0, place parameters, agree
     pipeline.run(call, turn) -> Ran    a verified program for this batch, and its outputs on every rank
@@ -87,7 +87,7 @@ class _Planned:
 
 
 class _WrongCapture(CaptureError):
-    """Say that a step as one graph is not the step."""
+    """The captured graph of a step does not compute what the step computes."""
 
 
 class Pipeline:
@@ -270,8 +270,12 @@ class Pipeline:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
         first = max(slices(self._plan_now.layout, self._sizes(captured.capture, samples)[:1]))
         control = self._links.control
+        if refusal := control.broadcast(self._weights.too_large(), source=0, what="what rank 0 has room for"):
+            log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
+            return captured
         try:
-            seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
+            with self._weights.whole():
+                seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
         except CaptureError as error:
             if self._config.capture != "auto" or isinstance(captured.capture, Replay):
                 raise
@@ -283,7 +287,8 @@ class Pipeline:
         """Let numbers decide how losses of micro-batches are combined, where a batch is cut."""
         sizes = self._sizes(captured.capture, self.samples(call.structure))
         if len(sizes) > 1:
-            self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
+            with self._weights.whole():
+                self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
         return captured.with_role(self._role)
 
     def run(self, call: StepRequest, turn: RunOptions) -> StepResult:
@@ -485,12 +490,14 @@ class Pipeline:
         )
         if answers is not None:
             asked = request
-            request = replace(
-                request,
-                answers=lambda: self._links.control.agreed(
-                    lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
-                ),
-            )
+
+            def answered() -> tuple[bool, ...]:
+                with self._weights.whole():
+                    return self._links.control.agreed(
+                        lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
+                    )
+
+            request = replace(request, answers=answered)
         with torch.inference_mode(False):
             traced = partial(self._traced, call)
             if reason:
@@ -590,7 +597,7 @@ class Pipeline:
         return wanted or 1
 
     def _divisible(self, structure: Structure) -> bool:
-        """Say whether batches like this can be cut; those that cannot are left whole where nobody wants to cut them."""
+        """Return whether batches like this can be cut; others are left whole where nobody asks to cut them."""
         if not self._leaves_batches_whole:
             return True
         try:

@@ -1,4 +1,4 @@
-"""What cannot work in a pipeline? Refuse it before anything starts, with the reason and the way out."""
+"""Refusals of what cannot work in a pipeline, before anything starts, with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightning_pipe.lightning_names import (
     rank_zero_warn,
 )
 from lightning_pipe.lightning_package import name_in_use
+from lightning_pipe.strategy.parameters.meta_modules import without_origin
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -66,12 +67,14 @@ def refuse_parameters(module: pl.LightningModule) -> None:
     Raises:
         UnsupportedError: naming a parameter without values.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta or isinstance(parameter, UninitializedTensorMixin):
-            raise UnsupportedError(
-                f"The parameter {name} of {type(module).__name__} has no values (it is on the meta device, or lazy). "
-                "Initialize it in __init__ or configure_model."
-            )
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedTensorMixin)]
+    for name in [*lazy, *without_origin(module)]:
+        raise UnsupportedError(
+            f"{name} of {type(module).__name__} has no values (it is on the meta device, or lazy), and nothing says "
+            "which. Build it in configure_model or inside `with trainer.init_module(empty_init=True)`; or call "
+            "save_hyperparameters() in its __init__, so that it can be built again; or give all values by weights= or "
+            "ckpt_path=."
+        )
 
 
 def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
@@ -93,7 +96,7 @@ def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> lis
 
 
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:
-    """Say whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
+    """Return whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
     kind = type(callback)
     is_lightnings = kind.__module__.startswith(name_in_use("pytorch") + ".")
     own = not is_lightnings and getattr(kind, hook) is not getattr(pl.Callback, hook)
