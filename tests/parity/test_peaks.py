@@ -79,7 +79,6 @@ def run(judged: Judged, name: str, microbatches: int, *, seen: PeakMemory | None
         return run_together(executors, judged.program, [job] * layout.ranks, record_memory=True)
 
 
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_peak_of_all_tensors_with_offload_is_what_was_predicted(schedule):
     """What has come back is gone after the backward that reads it, although when it was copied is still to be told."""

@@ -56,7 +56,7 @@ class Parcel(Protocol):
         ...
 
     def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Return what the pieces will be in again when `returned` is done; nothing before `fetch`, or once handed over."""
+        """Return what the pieces will be in again, from `fetch` until they are handed over."""
         ...
 
     def hand_over(self) -> Sequence[torch.UntypedStorage]:
