@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import random
 import statistics
 import tempfile
@@ -292,7 +293,7 @@ def _plan_peaks(model: dict[str, int]) -> list[tuple[str, str, tuple[int, ...]]]
     """Return policy, plan and foreseen peaks at one size; copies take no time, as where memory is measured."""
     sizes = (8, PEAK_SAMPLES)
     problem = _problem_of_gpt(model, ranks=PEAK_RANKS, limit=1 << 40, microbatches=PEAK_COUNT, sizes=sizes)
-    host = replace(problem.cluster.hosts[0], swap=Link(0.0, 1e15))
+    host = replace(problem.cluster.hosts[0], swap=Link(0.0, math.inf))
     problem = replace(problem, cluster=Cluster((host,)), samples=PEAK_COUNT * PEAK_SAMPLES)
     pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
     trials = [(name, POLICIES[name](problem, pricer, "uniform")) for name in PEAK_POLICIES]
@@ -309,7 +310,7 @@ def _peaks(plan: str) -> list[int]:
         save_yaml(from_yaml(Plan, plan), path)
         strategy = DappleStrategy(plan=str(path), check=False, costs="counted", measure_memory=True)
         fit_module(GPT(**PEAK_MODEL), DataLoader(TensorDataset(text), batch), strategy)
-    return [figures.total.measured for figures in strategy.comparison.memory] if strategy.comparison else []
+    return [round(one.total.measured) for one in strategy.comparison.memory] if strategy.comparison else []
 
 
 def peaks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lightning_pipe.capture import flatten
+from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Joined
 from lightning_pipe.cost.stage import Cutter
@@ -88,7 +90,9 @@ def test_the_peak_of_all_tensors_with_offload_is_what_was_predicted(schedule):
     (work,) = Cutter(problem.graph).works(keeping.cuts)
     (stage,) = keeping.plan.stages
     away = replace(stage, offload=places_of(problem.graph, work, work.saved))
-    offloading = judge(replace(keeping.plan, stages=(away,)), problem)
+    (host,) = problem.cluster.hosts
+    at_once = replace(problem.cluster, hosts=(replace(host, swap=Link(0.0, math.inf)),))  # as where memory is recorded
+    offloading = judge(replace(keeping.plan, stages=(away,)), replace(problem, cluster=at_once))
     seen = [PeakMemory(torch.device("cpu")) for _ in range(2)]
     for judged, peak in zip((keeping, offloading), seen, strict=True):
         run(judged, name, microbatches, seen=peak)
