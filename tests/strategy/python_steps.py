@@ -465,6 +465,16 @@ class ReadInHook(Net):
         return F.cross_entropy(self.two(hidden), batch["y"])
 
 
+class ReadsGradient(Net):
+    def training_step(self, batch, batch_idx):
+        return self.scaled(batch, 0.0 if self.one.weight.grad is None else 1.0)
+
+
+class ReadsMomentum(Net):
+    def training_step(self, batch, batch_idx):
+        return self.scaled(batch, 1.0 if self.one.weight in self.optimizers().state else 0.0)
+
+
 # ------------------------------------------------------------------------------------------------ changed by the step
 
 

@@ -38,6 +38,7 @@ from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_function import StepRecording, metrics_in, recording_calls
 from lightning_pipe.capture.steps.step_state import ModuleState
+from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoints_replaced
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
@@ -206,6 +207,7 @@ class StageReplayer:
                 hung(self._slots, {**state, **apart, **twins, **self._absent}),
                 checkpoints_replaced(play.in_checkpoint, where=lambda: play.is_inside),
                 no_collectives(),
+                no_training_state(),
                 keyed(key, self._step.device),
                 recording_calls(self._step.module, recording, self.metrics),
                 torch.set_grad_enabled(self._step.has_backward),
