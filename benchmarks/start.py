@@ -42,7 +42,7 @@ from lightning_pipe.strategy.parameters.initial_values import make
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.units import format_bytes, parse_bytes
 
-VOCABULARY, CONTEXT, SAMPLES = 512, 16, 4
+VOCABULARY, SAMPLES = 512, 4
 MOMENTS = 20
 
 
@@ -131,7 +131,7 @@ def train(options: argparse.Namespace) -> None:
     peak, told = Peak(), Told()
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
-    batches = torch.randint(VOCABULARY, (16 * SAMPLES, CONTEXT + 1))
+    batches = torch.randint(VOCABULARY, (16 * SAMPLES, options.context + 1))
     strategy: Any = "auto"
     if options.ranks > 1:
         strategy = DappleStrategy(
@@ -139,7 +139,7 @@ def train(options: argparse.Namespace) -> None:
             microbatches=SAMPLES,
             costs="counted",
             planner="uniform",
-            schedule="gpipe" if options.ranks == 1 else "1f1b",
+            schedule="1f1b",
             restore="none",
             save_distributed_checkpoint=True,
             deadline_s=600.0,
@@ -205,6 +205,7 @@ def _trained(
     command = [sys.executable, "-m", "benchmarks.start", "train", f"--ranks={ranks}", f"--steps={steps}"]
     command += [f"--limit={limit}", f"--save={save}", f"--resume={resume}", f"--out={out}", *["--stay"] * stay]
     command += [f"--width={options.width}", f"--layers={options.layers}", f"--precision={options.precision}"]
+    command += [f"--context={options.context}"]
     with (out / "errors").open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, start_new_session=True, stderr=errors)
         while process.poll() is None and not (stay and (out / "saved").exists()):
@@ -287,8 +288,7 @@ def phases(options: argparse.Namespace) -> None:
         module = GPT(options.width, layers)
         with _timed(seconds, "build without"), building():
             module.configure_model()
-        structure = flatten([torch.zeros(SAMPLES, CONTEXT + 1, dtype=torch.long)])[1]
-        structure = type(structure)(structure.leaves, structure.template[0])
+        structure = flatten(torch.zeros(SAMPLES, options.context + 1, dtype=torch.long))[1]
         with _timed(seconds, "capture"):
             capture_step(Request(module, "training_step", structure, samples=2))
         with _timed(seconds, "make a quarter"):
@@ -317,6 +317,7 @@ def main() -> None:
         add("--width", type=int, default=256 if name == "phases" else 3968)
         add("--layers", type=int, nargs="+" if name == "phases" else None, default=[12, 24] if name == "phases" else 8)
         add("--precision", default="bf16-true")
+        add("--context", type=int, default=16)
         add("--limit", default="3GiB")
         add("--wider", default="5GiB", help="limit where fewer ranks hold more each")
         add("--folder", default=None, help="where checkpoints are written")
