@@ -1,4 +1,4 @@
-"""What do published schedules take, in closed form? Makespan and kept micro-batches in unit time, to compare with.
+"""Closed forms of published schedules: makespan and kept micro-batches in unit time, to compare with.
 
 Times are those of one chunk: F, I and W of a stage. Makespans include the flush.
 
@@ -121,12 +121,12 @@ def deviations(form: Form, p: int, m: int) -> Iterator[str]:
 
 
 def whole_units(p: int, m: int) -> bool:
-    """Say whether micro-batches fill units of p."""
+    """Return whether micro-batches fill units of p."""
     return m % p == 0
 
 
 def even_units(p: int, m: int) -> bool:
-    """Say whether they do in two pipes, which need an even number of devices."""
+    """Return whether they do in two pipes, which need an even number of devices."""
     return p % 2 == 0 and m % p == 0
 
 
@@ -136,7 +136,7 @@ def outer(p: int, d: int) -> int:
 
 
 def equal_groups(p: int, m: int) -> bool:
-    """Say whether micro-batches fill m // p groups of at least p."""
+    """Return whether micro-batches fill m // p groups of at least p."""
     return m >= p and m % (m // p) == 0
 
 

@@ -1,4 +1,4 @@
-"""What does it gain that no rank waits for the others between steps? Fits of stages that sleep, with and without.
+"""Gain of post-validation, where no rank waits between steps: fits of stages that sleep, with and without.
 
     python -m benchmarks.post_validation
     chrt --rr 20 python -m benchmarks.post_validation        # wakes sleepers on time where others use the cores too

@@ -1,4 +1,4 @@
-"""What does it cost that every stage plays the Python of the step? Replayed stages against the plain module.
+"""Cost of replay, where every stage plays the Python of the step: against the plain module.
 
     python -m benchmarks.replay                         # the GPT of examples/, 4 micro-batches, 2 and 4 stages
     python -m benchmarks.replay --width 128 --rounds 60

@@ -1,4 +1,4 @@
-"""What can a user set, with which defaults, and what is refused?
+"""Configuration of the strategy: what a user can set, with which defaults, and what is refused.
 
 `DappleConfig` is schema and defaults of the strategy, of its Hydra presets (`conf/strategy`) and of its keyword
 arguments. Below this file nobody sees a `DictConfig`.

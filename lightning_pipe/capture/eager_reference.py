@@ -1,4 +1,4 @@
-"""What does a training step compute when it simply runs, with the random numbers that the captured step draws?
+"""Eager reference of a captured step: the plain step with the random numbers that the captured one draws.
 
 For comparison with the captured step. The module runs as it is, on one device, forward and backward:
 

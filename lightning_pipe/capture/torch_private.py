@@ -1,4 +1,4 @@
-"""Which private or undocumented parts of torch does this package touch? All of them are named here, and only here.
+"""Private and undocumented names of torch that this package uses. All of them are here, and only here.
 
 `tests/capture/test_torch_private.py` holds one contract per name (checked on torch 2.11 and 2.13):
 
@@ -121,6 +121,7 @@ __all__ = [
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
+    "record_calls",
     "recorded_events",
     "reparametrize",
     "shares_memory_with",
@@ -230,7 +231,7 @@ def checkpoints_replaced(
 
 
 def is_backward(node: torch.fx.Node) -> bool:
-    """Say whether a node of a joint graph belongs to the backward."""
+    """Return whether a node of a joint graph belongs to the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
@@ -282,7 +283,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def has_hooks_on_saved_tensors() -> bool:
-    """Say whether autograd hands what it would keep to somebody, such as a checkpoint around this code."""
+    """Return whether autograd hands what it would keep to somebody, such as a checkpoint around this code."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -290,7 +291,7 @@ _UNDECLARED_WRITES = frozenset({torch.ops.aten.native_batch_norm.default, torch.
 
 
 def has_no_data(tensor: object) -> bool:
-    """Say whether a tensor stands for one while tracing, so that its values cannot be read."""
+    """Return whether a tensor stands for one while tracing, so that its values cannot be read."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not torch.Tensor:
         return True
     return torch._is_functional_tensor(tensor) or _is_wrapped(tensor)
@@ -330,7 +331,7 @@ def outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor belongs to a trace, and is of no use behind it."""
+    """Return whether a tensor belongs to a trace, and is of no use behind it."""
     return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 
@@ -374,7 +375,7 @@ def unchecked_distributions() -> Iterator[None]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Say whether a module was given to `torch.compile`, by function or by method."""
+    """Return whether a module was given to `torch.compile`, by function or by method."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
@@ -408,6 +409,11 @@ class RecordedEvent(NamedTuple):
     start_ns: int
     end_ns: int
     host_bytes: int
+
+
+def record_calls(wanted: bool) -> None:
+    """Let profilers of this thread see calls of operators from now on, or not; allocations they see anyway."""
+    torch.autograd._enable_record_function(wanted)  # type: ignore[attr-defined]
 
 
 def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedEvent]:
@@ -524,7 +530,7 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def is_profiling() -> bool:
-    """Say whether a profiler runs in this thread."""
+    """Return whether a profiler runs in this thread."""
     return torch.autograd._profiler_enabled()
 
 

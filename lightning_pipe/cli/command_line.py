@@ -1,4 +1,4 @@
-"""How is the command line read, and what becomes of errors? One text on stderr, and exit status 2."""
+"""Parsing of the command line, and its errors: one text on stderr, and exit status 2."""
 
 from __future__ import annotations
 

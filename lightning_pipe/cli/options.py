@@ -1,4 +1,4 @@
-"""What can be said on the command line, with which defaults, and what is refused?
+"""Options of the command line: schema, defaults, and what is refused.
 
 Options are Hydra overrides, `key=value`, in Hydra's grammar. A command takes exactly the fields of its class below, all
 of which have defaults; what they mean stands beside them, and is what `--help` shows. Options that the strategy has too
@@ -198,7 +198,7 @@ class SimulateOptions(StepOptions):
 
 @dataclass(frozen=True)
 class ExplainOptions(WishedOptions):
-    """Say why a plan, given or made, is good or not: against one device, DDP and the runner-up."""
+    """Explain why a plan, given or made, is good or not: against one device, DDP and the runner-up."""
 
     plan: str | None = option(None, "file of the plan; null lets the planner make one")
     planner: str = option("auto", _PLANNER)

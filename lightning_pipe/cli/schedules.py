@@ -1,4 +1,4 @@
-"""What do schedules look like, and what do they cost? Drawn and compared on devices that compute equally fast.
+"""Schedules drawn and compared on devices of equal speed.
 
 Every device holds an equal share of the model, in as many stages as the schedule wants; F, I and W of a share take the
 seconds that are given, those of a stage its part of them. So schedules with different numbers of stages do the same

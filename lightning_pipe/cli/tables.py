@@ -1,4 +1,4 @@
-"""What does the command line show? The prediction of a plan per rank, and planners side by side; plain text."""
+"""Tables of the command line in plain text: predictions of a plan by rank, and planners side by side."""
 
 from __future__ import annotations
 

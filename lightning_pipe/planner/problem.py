@@ -1,4 +1,4 @@
-"""What is a planner asked? A step, what it costs, devices and links, and what the user has decided already."""
+"""Planning problem: a step, its costs, devices and links, and what the user has decided already."""
 
 from __future__ import annotations
 

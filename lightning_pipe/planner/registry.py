@@ -1,4 +1,4 @@
-"""Which planners are there, and how does a name become plans?
+"""Registry of planners: their names, and how a name becomes plans.
 
 judged = propose(problem, "auto")
 judged[0].plan

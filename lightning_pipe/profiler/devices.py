@@ -1,4 +1,4 @@
-"""What are the devices of the ranks, and which cluster do they and the measured links make?
+"""Devices of the ranks, and the cluster that they and the measured links make.
 
     facts = every rank's describe_device(...), by rank
     measured = probe_links(transport, hosts=hosts_of(facts), ...)
@@ -205,7 +205,7 @@ def _slowest(swaps: Iterable[Link]) -> Link:
 
 
 def _differs(pair: PairLink, cluster: Cluster) -> bool:
-    """Say whether a message over a measured pair takes another time than the hosts say."""
+    """Return whether a message over a measured pair takes another time than the hosts say."""
     expected_s = cluster.link(pair.sender, pair.receiver).seconds(_TYPICAL_BYTES)
     return abs(pair.link.seconds(_TYPICAL_BYTES) / expected_s - 1) > NOISE
 

@@ -1,4 +1,4 @@
-"""Which schedules exist? One name per training schedule, as plans and configurations write it."""
+"""Registry of schedules: one name per training schedule, as plans and configurations write it."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def joined(plan: Plan) -> Plan | None:
 
 
 def needs_times(plan: Plan) -> bool:
-    """Say whether the order of a plan is still to be decided by times."""
+    """Return whether the order of a plan is still to be decided by times."""
     return not plan.order and isinstance(SCHEDULES.get(plan.schedule), TimedSchedule)
 
 

@@ -1,4 +1,4 @@
-"""Which names of Lightning that are not public do we touch, and why? All of them are here; a contract test reads this.
+"""Private names of Lightning that this package uses, and why. All of them are here; a contract test reads this.
 
 _AutomaticOptimization, Closure     the loop of one batch: ours zeroes gradients before the program runs, because
                                     the program is forward and backward in one

@@ -1,4 +1,4 @@
-"""How does one rank run the steps of a module? Captured once per kind of batch, cut by one plan, run as programs.
+"""Pipeline of one rank: steps captured once per kind of batch, cut by one plan, run as programs.
 
     pipeline.plan_for(call)            capture on all ranks, plan on rank 0, place parameters, agree
     pipeline.run(call, turn) -> Ran    a verified program for this batch, and its outputs on every rank
@@ -87,7 +87,7 @@ class _Planned:
 
 
 class _WrongCapture(CaptureError):
-    """Say that a step as one graph is not the step."""
+    """The captured graph of a step does not compute what the step computes."""
 
 
 class Pipeline:
@@ -597,7 +597,7 @@ class Pipeline:
         return wanted or 1
 
     def _divisible(self, structure: Structure) -> bool:
-        """Say whether batches like this can be cut; those that cannot are left whole where nobody wants to cut them."""
+        """Return whether batches like this can be cut; others are left whole where nobody asks to cut them."""
         if not self._leaves_batches_whole:
             return True
         try:

@@ -1,4 +1,4 @@
-"""What cannot work in a pipeline? Refuse it before anything starts, with the reason and the way out."""
+"""Refusals of what cannot work in a pipeline, before anything starts, with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> lis
 
 
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:
-    """Say whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
+    """Return whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
     kind = type(callback)
     is_lightnings = kind.__module__.startswith(name_in_use("pytorch") + ".")
     own = not is_lightnings and getattr(kind, hook) is not getattr(pl.Callback, hook)

@@ -1,4 +1,4 @@
-"""What lives from setup to teardown of one fit (or validate, test, predict)?
+"""Session of one fit (or validate, test, predict): all that lives from setup to teardown.
 
 Weights, data, the pipeline and the optimizer's groups of one rank. In a fit the plan is made in setup, from a look at
 the first batch; elsewhere by the first batch itself, which every rank loads.
@@ -370,12 +370,12 @@ _PREPARING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_trai
 
 
 def _is_last_batch(trainer: pl.Trainer) -> bool:
-    """Say whether something else follows than the next training batch: the end of the epoch, or of the training."""
+    """Return whether something else follows than the next training batch: the end of the epoch, or of the training."""
     return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1
 
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:
-    """Say whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
+    """Return whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
     return config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
 
 
@@ -409,7 +409,7 @@ def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...
 
 
 def _warn_of_backward_hooks(module: pl.LightningModule) -> None:
-    """Say which backward hooks run more often than on one device."""
+    """Warn of backward hooks that run more often than on one device."""
     if hooked := hooked_modules(module):
         rank_zero_warn(
             f"The hook on the backward of {hooked[0]} runs once for each micro-batch, on the ranks that have it. One "

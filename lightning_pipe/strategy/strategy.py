@@ -1,4 +1,4 @@
-"""What does Lightning see of a pipeline? A strategy: `Trainer(strategy="dapple", devices=n)`.
+"""Strategy of Lightning for pipelines: `Trainer(strategy="dapple", devices=n)`.
 
     setup_environment    processes find each other; everything that connects them is opened
     setup                refuse what cannot work, create optimizers, look at the first batch, capture, plan, place
@@ -161,7 +161,7 @@ class DappleStrategy(ParallelStrategy):
         self._initialised: Callable[[], pl.LightningModule | None] = lambda: None  # that has got the weights of a file
 
     def __repr__(self) -> str:
-        """Say for whose Trainer this is: Lightning shows it where a Trainer of the other package is given it."""
+        """Return the package of its Trainer: Lightning shows this where it is given to one of the other package."""
         return f"<DappleStrategy for a Trainer of the package `{package_in_use()}`>"
 
     @property
@@ -391,7 +391,7 @@ class DappleStrategy(ParallelStrategy):
         self._undo.append(undo)
 
     def _any_rank_stops(self, stops: bool) -> bool:
-        """Say whether a rank is asked to stop: as the results of the last batch said, if they did."""
+        """Return whether a rank is asked to stop: as the results of the last batch said, if they did."""
         if self._session is not None and self._session.stop is not None:
             return self._session.stop
         return self.reduce_boolean_decision(stops, all=False)

@@ -60,7 +60,7 @@ def test_every_number_of_microbatches_makes_a_program_that_is_proved(name, m):
 
 
 def ascending(order: Order) -> bool:
-    """Say whether every rank runs each kind of each stage in the order of the micro-batches."""
+    """Return whether every rank runs each kind of each stage in the order of the micro-batches."""
     last: dict[tuple[int, int, str], int] = {}
     for rank, line in enumerate(order):
         for compute in line:

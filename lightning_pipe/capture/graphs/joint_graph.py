@@ -1,4 +1,4 @@
-"""What is a traced step? A graph of forward and backward, with the meaning of its inputs and outputs.
+"""Joint graph of a traced step: forward and backward, with the meaning of every input and output.
 
 The meaning is read off the descriptors that AOTAutograd puts on inputs and outputs of its joint graph.
 """
@@ -90,7 +90,7 @@ class JointGraph:
         return {name: self.buffers[name] for name in names if name in self.buffers}
 
     def is_of_whole_batch(self, name: str) -> bool:
-        """Say whether a value is the vector of totals."""
+        """Return whether a value is the vector of totals."""
         return self.totals is not None and self.leaves.get(name) == self.totals.leaf
 
     def fits(self, samples: int) -> str:

@@ -1,4 +1,4 @@
-"""How do the samples of a batch flow through a joint graph?
+"""Sample dimensions of the values of a joint graph, and how values of slices make those of the whole batch.
 
 For every value: along which dimension its samples lie, and how the values of slices of the batch make the value of the
 whole batch. Nodes that mix samples (batch statistics, contrastive losses) are found on the way: there micro-batches
@@ -238,7 +238,7 @@ def _leaf_samples(node: fx.Node, joint: JointGraph) -> SampleRows | None:
 
 
 def _outermost(source: tuple[fx.Node, SampleRows], shape: tuple[Any, ...], dim: int) -> bool:
-    """Say whether a view keeps the samples outermost: equally many elements lie before them on both sides."""
+    """Return whether a view keeps the samples outermost: equally many elements lie before them on both sides."""
     node, where = source
 
     def elements(sizes: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""How is a step traced into one graph of forward and backward?
+"""Tracing of a step into one graph of forward and backward.
 
 AOTAutograd's joint graph of `StepFunction` under fake tensors of the target device: nothing is computed, nothing is
 allocated, parameters may live on the meta device. The batch dimension is symbolic where the step allows it. Every truth
@@ -20,7 +20,7 @@ from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, describe
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.steps.backward_hooks import refuse_hooked_modules, tensor_hooks_in_graph
+from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
 from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import (
@@ -61,7 +61,7 @@ class Request:
             into samples: it is traced as it is, and the graph holds for its shapes only.
         batch_dim: dimension of the samples.
         device: device on which the step will run.
-        context: made anew for every run of the step (autocast of the precision plug-in).
+        context: created for every run of the step (autocast of the precision plug-in).
         answers: runs the step on real tensors and returns its truth values; None where no real run is possible.
         symbolic: whether the number of samples is a symbol of the graph.
         lengths: (tensor of the batch, dimension) of sizes that are symbols, too (`capture.graphs.lengths`).
@@ -227,7 +227,7 @@ def _guards(step: StepFunction, request: Request) -> PythonGuards:
         numbers=step.numbers,
         slots=step.reads.slots(),
         varying=request.varying,
-        unread=step.unread,
+        unread=step.state.unread,
         constants=step.observers[-1].constants.values(),
     )
 
@@ -238,7 +238,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
     own_device = step.model._device
     with (
         no_collectives(),
-        tensor_hooks_in_graph(step.model),
+        backward_followed(step.model, step.reading, step.observing),
         mode,
         private.reparametrize(step, state),
         private.fx_traceback.preserve_node_meta(),
@@ -349,7 +349,7 @@ def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples:
 
 
 class _SizeDependent(CaptureError):
-    """Say that a graph holds for one number of samples only."""
+    """The graph of a step holds for one number of samples only."""
 
 
 def _compare_runs(step: StepFunction) -> None:

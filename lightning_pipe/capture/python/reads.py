@@ -1,4 +1,4 @@
-"""What does the Python of a step read, apart from tensors? Found while it is traced, to be guarded afterwards.
+"""Python reads of a step (all but tensors), recorded while it is traced and guarded afterwards.
 
     attributes of modules    seen by a subclass with its own `__getattribute__` that every module has for that time
     attributes of the trainer    likewise; those that change in ways nobody can compare are refused
@@ -310,6 +310,8 @@ class Reads:
             if is_library(code.co_filename):
                 return others
             codes.setdefault(code, frame.f_globals)
+            for function in _of_backward(frame):  # on an accelerator a thread runs it that nobody follows
+                codes.setdefault(function.__code__, function.__globals__)
             if code.co_flags & inspect.CO_GENERATOR:
                 if id(frame) not in begun and _is_resumed(frame):
                     self._refuse(f"it advances the generator {code.co_name}, which remembers where it is (state)")
@@ -321,6 +323,16 @@ class Reads:
             yield
         finally:
             sys.settrace(before)
+
+
+def _of_backward(frame: types.FrameType) -> Iterator[types.FunctionType]:
+    """Yield the functions of the user's `autograd.Function` whose forward a frame is."""
+    code = frame.f_code
+    context = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(context, torch.autograd.function.FunctionCtx):
+        owner = next((cls for cls in type(context).__mro__ if "_forward_cls" in vars(cls)), None)
+        if owner is not None:
+            yield from functions_of(vars(owner)["_forward_cls"])
 
 
 def _is_resumed(frame: types.FrameType) -> bool:

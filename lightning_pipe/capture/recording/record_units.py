@@ -1,4 +1,4 @@
-"""What does one run of a step, cut into units, show? `UnitRecorder` runs it and `Run` holds what was seen."""
+"""Recording of one run of a step that is cut into units: `UnitRecorder` runs it, `Run` holds what was seen."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def _note_gradient(differentiated: set[int], number: int, _: torch.Tensor) -> No
 
 
 def _is_tensors(value: Any) -> bool:
-    """Say whether a value is a tensor, or a collection of nothing else."""
+    """Return whether a value is a tensor, or a collection of nothing else."""
     if isinstance(value, (tuple, list)):
         return bool(value) and all(map(_is_tensors, value))
     return isinstance(value, torch.Tensor)

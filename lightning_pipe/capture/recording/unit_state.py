@@ -1,4 +1,4 @@
-"""What does a module keep from one call of its step to the next, what has a step changed of it, and how is it put back?
+"""State that a module keeps between calls of its step: how changes are found, and how they are undone.
 
 What is looked at: attributes of all sub-modules, what lists, dicts, sets and queues among them hold, buffers, and the
 memory and content of parameters, and attributes and collections of helpers that are no modules. What objects without

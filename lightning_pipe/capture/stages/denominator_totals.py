@@ -160,9 +160,15 @@ def _batch_only(joint: JointGraph) -> dict[str, bool]:
         elif node.op == "placeholder":
             if node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations:
                 found[node.name] = False
+        elif _is_size(node):  # of whatever tensor it is read: it depends on the number of samples, not on values
+            found[node.name] = True
         elif _is_pure(node) and all(n.name in found for n in inputs):
             found[node.name] = any(found[n.name] for n in inputs)
     return found
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.target is _aten.sym_size.int
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -217,7 +223,8 @@ def _function(joint: JointGraph, outputs: Sequence[fx.Node], device: torch.devic
             inputs[node.name] = None
         elif node.name not in names:
             names.add(node.name)
-            pending.extend(node.all_input_nodes)
+            if not _is_size(node):  # computed from the number of samples
+                pending.extend(node.all_input_nodes)
     emitter = Emitter(joint, repeated=frozenset(), device=device)
     return emitter.make(emitter.in_order(names), inputs=sorted(inputs), outputs=[node.name for node in outputs])
 
@@ -258,7 +265,7 @@ def _erase_unused(joint: JointGraph, batch_only: Mapping[str, bool]) -> None:
 
 
 def _is_kernel(node: fx.Node, batch_only: Mapping[str, bool], flow: Flow) -> bool:
-    """Say whether a node is a mean over targets that divides by their weight, which depends on the batch alone."""
+    """Return whether a node is a mean over targets that divides by their weight, which depends on the batch alone."""
     if node.target not in _KERNELS or is_backward(node) or flow.roles[node.name] != "mean":
         return False
     kernel = _Kernel(node)

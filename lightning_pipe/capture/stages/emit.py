@@ -1,4 +1,4 @@
-"""How does a set of nodes of a joint graph become a function that runs at eager speed?
+"""Code generation: a set of nodes of a joint graph becomes a function that runs at eager speed.
 
 The nodes are copied, in order, into an fx graph whose Python code frees every value after its last use. Sizes become
 functions of the number of samples, random nodes draw from their key.

@@ -1,4 +1,4 @@
-"""How is one operation of a joint graph run by itself? With arguments described, so that equal calls are seen as equal.
+"""Calls of single operations of a joint graph, described so that equal calls compare equal.
 
 A profiler times every distinct call, and calls one after the other with the tensors that they hand on. Arguments are
 those of the stage functions (`emit`): views that the stages run as reshapes are reshapes here too, and random

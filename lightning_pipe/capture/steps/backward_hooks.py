@@ -1,9 +1,9 @@
 """Backward hooks of modules and tensors: which route runs them as one device does, and which hook is refused.
 
     hook on a sub-module (`register_full_backward_hook`, ...)    replay, if the sub-module is in one stage as a whole
-    hook on a tensor, registered by the step, that returns one   joint: a part of the graph
+    hook on a tensor, registered by the step, that returns one   joint: a part of the graph, which reads what it reads
     the same without a result                                    replay, inside a unit only
-    on a parameter, registered by the step                       refused: it would be registered anew every time
+    on a parameter, registered by the step                       refused: it would be registered again every time
 
 On the gradient of a parameter see `strategy.parameters.gradient_hooks`.
 """
@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.steps.hazards import hazard, user_line
@@ -25,6 +26,8 @@ from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.capture.torch_private import has_backward_hooks
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
+
+Context: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
 def hooked_modules(module: nn.Module) -> list[str]:
@@ -59,13 +62,40 @@ def check_hooked_units(module: nn.Module, units: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def tensor_hooks_in_graph(module: pl.LightningModule) -> Iterator[None]:
-    """While tracing, let hooks that the step registers on tensors be a part of the graph, if they can be."""
+def backward_followed(
+    module: pl.LightningModule, reading: Callable[[], Context], observing: Callable[[], Context]
+) -> Iterator[None]:
+    """While tracing, see what the Python of a backward reads and calls: custom functions and hooks on tensors.
+
+    A hook that the step registers on a tensor is a part of the graph, if it can be.
+
+    Args:
+        module: whose step is traced.
+        reading: entered around every backward.
+        observing: entered around every call of the user's Python in it, in whatever thread.
+
+    Raises:
+        CaptureError: if a backward changes Python state, which a graph would not.
+    """
+    differentiate, apply = torch.autograd.grad, BackwardCFunction.apply
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        with state_put_back(module) as state:
+            with reading():
+                found = differentiate(*args, **kwargs)
+            if (change := next(iter(state.changes()), None)) is not None:
+                raise hazard(f"its backward changes {change.slot.name} (state)", "")
+            return found
+
+    def observed(function: Any, *args: Any) -> Any:
+        with observing():
+            return apply(function, *args)
 
     def checked(hook: Callable[[torch.Tensor], Any], line: str) -> Callable[[torch.Tensor], Any]:
         def run(gradient: torch.Tensor) -> Any:
             with state_put_back(module) as state:
-                found = hook(gradient)
+                with observing():
+                    found = hook(gradient)
                 has_changed = any(True for _ in state.changes())
             if found is None or has_changed:
                 raise hazard("it registers a hook on a tensor that does more than return a gradient", line)
@@ -73,7 +103,11 @@ def tensor_hooks_in_graph(module: pl.LightningModule) -> Iterator[None]:
 
         return run
 
-    with _watched_registration(module, checked):
+    with (
+        mock.patch.object(torch.autograd, "grad", followed),
+        mock.patch.object(BackwardCFunction, "apply", observed),
+        _watched_registration(module, checked),
+    ):
         yield
 
 

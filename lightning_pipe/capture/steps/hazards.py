@@ -1,6 +1,6 @@
-"""What would a frozen graph get wrong? Find it, and name the user's line.
+"""Hazards of a frozen graph: what it would get wrong, with the user's line that causes it.
 
-A graph repeats what the step did once. Anything that Python decides anew on every call must therefore be seen:
+A graph repeats what the step did once. Anything that Python decides again on every call must therefore be seen:
 
 * Python values that change: counters and learning rates are tracked (`tracked_number`), everything else that the step
   reads is guarded (`python_reads`). Besides, the tracer runs the step twice, and the two sequences of torch calls must

@@ -1,4 +1,4 @@
-"""How does a step of a LightningModule become a plain function of parameters and batch?
+"""Step function: the step of a LightningModule as a plain function of parameters and batch.
 
 `StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
 torchmetrics calls are recorded (capture.record), the trainer's counters, learning rates and other numbers that change
@@ -111,7 +111,7 @@ class StepFunction(nn.Module):
         structure: the batch without its tensors.
         arguments: positional arguments after the batch (batch index, loader index), as Lightning would give them.
         answers: truth values for the questions that the step asks of its tensors.
-        context: entered anew around every run (autocast; its cache of casts must not outlive a run).
+        context: entered again around every run (autocast; its cache of casts must not outlive a run).
         varying: places of numbers that are known to change from step to step, and are tracked therefore.
         may_skip: whether a training step may return None.
     """
@@ -144,11 +144,12 @@ class StepFunction(nn.Module):
         self.current: Observer | None = None
         self.reads = Reads(module, _refuse_read)
         self.numbers = NumberGuards()
-        self.unread: list[Place] = []
+        self.state = StepState(module, self.reads)
         self.has_loss = False
         self.observers: list[Observer] = []
         self.recordings: list[StepRecording] = []
         self._twins = twin_buffers(module)
+        self._vector: torch.Tensor | None = None  # of tracked numbers, as the last run has seen it
         self._buffer_names = frozenset({NUMBERS, *(f"model.{name}" for name, _ in module.named_buffers())})
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
@@ -172,9 +173,11 @@ class StepFunction(nn.Module):
         module = self.model
         self.runs += 1
         self.numbers = NumberGuards()
+        self._vector = self.get_buffer(NUMBERS)
         path = _ModulePath(module)
-        observer = Observer(self.answers, path.current, numbers=self.get_buffer(NUMBERS))
-        recording, state = StepRecording(), StepState(module, self.reads)
+        observer = Observer(self.answers, path.current, numbers=self._vector)
+        recording = StepRecording()
+        state = self.state = StepState(module, self.reads)
         self.current = observer
         with (
             self._varying_numbers(),
@@ -190,7 +193,6 @@ class StepFunction(nn.Module):
         ):
             output = getattr(module, self.method)(self._batch(leaves), *self._arguments())
             output = with_loss(self.method, output)
-        self.unread = state.unread
         self.observers.append(observer)
         self.recordings.append(recording)
         loss = loss_of(module, self.method, output, may_skip=self.may_skip)
@@ -200,6 +202,16 @@ class StepFunction(nn.Module):
         guards = [wrong for wrong, _, _ in observer.guards]
         results = [*recording.results, *guards]
         return (*([] if loss is None else [loss]), *(tensor.detach().clone() for tensor in results))
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Track numbers and note what is read by Python of the step that runs after it: in its backward."""
+        with self._varying_numbers(), self.reads.recording(), tracking_mathematics():
+            yield
+
+    def observing(self) -> Observer:
+        """Return a watch on the torch calls of the step's Python that runs after it."""
+        return Observer((), lambda: "", numbers=self._vector)
 
     def _batch(self, leaves: tuple[torch.Tensor, ...]) -> Any:
         """Return the batch with tracked numbers."""

@@ -1,4 +1,4 @@
-"""What does a step leave behind, and does it depend on what earlier steps have left?
+"""State that a step leaves behind, and whether the step depends on what earlier steps have left.
 
 While a step is traced all state that it might change is as it was before, and is put back afterwards. What it has
 changed is one of
@@ -44,13 +44,17 @@ class StepState:
 
     Attributes:
         kept: what the run has left behind, with the values that the run has left.
-        unread: places of lists and dicts whose content the run has not looked at.
     """
 
     module: pl.LightningModule
     reads: Reads
-    kept: list[KeptState] = field(default_factory=list)
-    unread: list[Place] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    _unread: list[tuple[Place, KeptList | KeptDict]] = field(default_factory=list)
+
+    @property
+    def unread(self) -> list[Place]:
+        """List the places of lists and dicts whose content nobody has looked at so far, in the backward neither."""
+        return [slot for slot, collection in self._unread if not collection.is_read]
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -77,7 +81,7 @@ class StepState:
             if collection.is_changed:
                 self._refuse(slot)
             return
-        self.unread.append(slot)
+        self._unread.append((slot, collection))
         if not collection.is_changed:
             return
         if isinstance(collection, KeptList):

@@ -1,4 +1,4 @@
-"""What should stages that exceed memory not keep? As little as makes them fit, in the order of what it costs.
+"""Memory fitting: activation policies for stages that exceed memory, cheapest tensors first.
 
 After Capuchin (Peng et al., ASPLOS 2020) for which tensors, see `recompute_selection` and `offload_budget`, and after
 vPipe (Zhao et al., TPDS 2022) for what follows in a pipeline: early stages hold more micro-batches at once, so they
@@ -11,8 +11,8 @@ beginning of the list that fits is searched for:
     correction           all stages are judged together; what the judge finds shifts the estimate of each, within the
                          longest beginning known not to fit and the shortest known to fit
 
-A micro-batch that computes is not counted as at rest: what it dropped is made anew then. Where nothing else is in
-flight it counts all the same, since it is made anew piece by piece; the judge says how much that helps.
+A micro-batch that computes is not counted as at rest: what it dropped is recomputed then. Where nothing else is in
+flight it counts all the same, since it is recomputed piece by piece; the judge says how much that helps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the longest free copy: longer ones carry m
 def relieve(problem: Problem, judged: Judged, *, judge: Judge) -> Judged:
     """Choose what the stages that exceed memory recompute and offload, so that every rank fits at little added time.
 
-    Stages that fit are left alone. What an exceeding stage gave up before is chosen anew.
+    Stages that fit are left alone. What an exceeding stage gave up before is chosen again.
 
     Args:
         problem: memory of the devices, and which reliefs are wished.

@@ -1,4 +1,4 @@
-"""How does any schedule run on a row of devices? Drafts: the shape of its layout, with cuts that balance its stages.
+"""Candidates of any schedule on a row of devices: its layout's shape, with cuts that balance its stages.
 
 Planners look for 1F1B pipelines (`candidate`): for the devices in a row, replicas included, and the number of
 micro-batches. On such a row every other schedule makes a plan of its own, with its own shape and number of stages; the
@@ -70,7 +70,7 @@ class Draft:
 
 
 def asks_for_drafts(problem: Problem) -> bool:
-    """Say whether the wishes are for plans that are no outlines."""
+    """Return whether the wishes are for plans that are no outlines."""
     wishes = problem.wishes
     return bool(wishes.order) or wishes.schedule not in (None, *OUTLINED) or wishes.chunks not in (None, 1)
 
@@ -249,7 +249,7 @@ _PER_STAGE = 2  # micro-batches per stage that a row of single devices is tried 
 
 
 def _may_win(draft: Draft, best: Judged, problem: Problem, judge: Judge) -> bool:
-    """Say whether a draft may be quicker than the best plan, or smaller if that exceeds memory."""
+    """Return whether a draft may be quicker than the best plan, or smaller if that exceeds memory."""
     prices = judge.pricer.price(draft.cuts, draft.layout)
     if (excess := best.overflow(problem.cluster)) > 0:
         return _least_overflow(draft, prices, problem) < excess

@@ -1,4 +1,4 @@
-"""How many bytes does a call hold for itself while it runs, besides its arguments and its results?
+"""Workspace of a call: bytes that it holds while it runs, besides its arguments and results.
 
     gauge = gauge_of(device)
     with gauge:
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.allocations import Allocations, highest, span
+from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.capture.stages.operation_calls import OperatorCall
 from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.profiler.timing.arguments import bytes_of
@@ -70,7 +70,8 @@ class WorkspaceGauge:
         """Return a function that makes a call and watches it."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if self._allocations is None else span(str(len(self._watched))):
+            seen = self._allocations
+            with nullcontext() if seen is None else seen.span(str(len(self._watched))):
                 returned = call.target(*args, **kwargs)
             self._watched.append((call.signature, _made_bytes(call, returned, given=(args, kwargs))))
             return returned

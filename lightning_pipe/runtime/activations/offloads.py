@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import Compute, Evict, Fetch
 from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
 from lightning_pipe.runtime.record import Recorder
@@ -34,7 +35,7 @@ class Offloads:
         self._recorder = recorder
         self._parcels.clear()
 
-    def evict(self, evict: Evict, slices: Slices) -> None:
+    def evict(self, evict: OwnWork, slices: Slices) -> None:
         """Start the way out; `slices` is what the rank loaded of the micro-batch.
 
         Where memory is measured, this thread waits for the end and is the last to hold what has left: only releases of
@@ -47,7 +48,7 @@ class Offloads:
         while seen is not None and not parcel.left.wait(_PATIENCE_S):
             pass
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: OwnWork) -> None:
         """Start the way back."""
         self._stages[fetch.stage].fetch(fetch.microbatch)
 

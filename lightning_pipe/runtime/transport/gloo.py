@@ -1,4 +1,4 @@
-"""How do tensors travel over gloo? For CPU ranks, and for ranks that share a device (which NCCL refuses).
+"""Gloo transport, for CPU ranks and for ranks that share a device (which NCCL refuses).
 
 A transfer over gloo is only known to have ended by waiting for it, and a wait that times out breaks the connection. So
 every directed channel has a thread that waits for its transfers, oldest first; the rank's own thread never waits inside

@@ -1,4 +1,4 @@
-"""Which ranks run which stage? The shapes of layouts that schedules are made for, made and recognised.
+"""Layout shapes of schedules (which ranks run which stage), constructed and recognized.
 
 Devices stand in a row. A device is one rank, or several that are replicas of each other. With v chunks on each of p
 devices a layout has p v stages:
@@ -106,6 +106,6 @@ def _devices(layout: Layout, shape: Shape) -> tuple[Device, ...]:
 
 
 def _can_be(row: Sequence[Device], shape: Shape) -> bool:
-    """Say whether no rank is in two devices, and a shape can be made of them."""
+    """Return whether no rank is in two devices, and a shape can be made of them."""
     ranks = [rank for device in row for rank in device]
     return len(set(ranks)) == len(ranks) and (shape is not both_ways or len(row) % 2 == 0)

@@ -1,4 +1,4 @@
-"""Who loads which batch, and how do the other ranks know of it?
+"""Batch loading: which rank loads which batch, and how the other ranks learn of it.
 
 Ranks of the first stage load, each the whole batch in the order of a single device; the other ranks follow: they load
 nothing and get stand-ins. Until there is a plan every rank loads for itself.

@@ -1,4 +1,4 @@
-"""How are gradients clipped when no rank has all of them? With the norm that one device would compute.
+"""Gradient clipping where no rank has all gradients, with the norm that one device would compute.
 
 Every parameter's norm travels once, in its place in the optimizer's order (`norms`). A parameter that several ranks
 hold counts once. Clipping by value concerns every element for itself.

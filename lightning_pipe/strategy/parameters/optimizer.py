@@ -1,4 +1,4 @@
-"""How does the user's optimizer become that of one rank, and its state that of one device?
+"""Optimizer of one rank made from the user's, and its state made that of one device.
 
 Groups and their parameters stay as they are. Parameters that this rank does not hold are stand-ins, which never have a
 gradient, so that the optimizer passes over them. Learning-rate schedulers, callbacks that

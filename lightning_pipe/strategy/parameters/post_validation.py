@@ -1,4 +1,4 @@
-"""How does a rank step before it knows the norm of all gradients? On trust, and it looks later.
+"""Post-validation: a rank steps before it knows the norm of all gradients, and checks it later.
 
 Clipping by norm makes every rank wait for the last one before it may step, so a pipeline empties after every batch.
 With post-validation a rank steps as if nothing had to be clipped, keeps what it needs to take the step back, and begins

@@ -89,7 +89,7 @@ class Absence:
     kind: type = torch.Tensor
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
-        """Say that something reads or writes the values."""
+        """Raise an error: something reads or writes the values."""
         line = user_line(3)
         have = "rank " + ", ".join(map(str, self.ranks)) if self.ranks else "other ranks"
         raise AbsentError(

@@ -1,4 +1,4 @@
-"""Where does each parameter live? On the ranks whose stages use it; elsewhere it is a stand-in without memory.
+"""Weights of a rank: parameters live where stages use them; elsewhere they are stand-ins without memory.
 
     share()      every rank gets the values of rank 0, so that no seed is needed, or makes what rank 0 would
     place()      parameters that this rank does not need lose their memory and become stand-ins (`stand_ins`)

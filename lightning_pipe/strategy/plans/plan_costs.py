@@ -1,4 +1,4 @@
-"""What are plans judged by? Seconds and bytes of the step's operations, of the links and of the optimizer.
+"""Costs that plans are evaluated with: seconds and bytes of operations, of links and of the optimizer.
 
 Measured on all ranks together, once per fit, and once for validate, test or predict outside of one: ranks with the same
 kind of device share the operations among them, and measure at the same time, so that what they have in common (caches,
@@ -133,7 +133,7 @@ class PlanCosts:
         return replace(problem, profile=replace(problem.profile, optimizer=optimizer))
 
     def _measures(self) -> bool:
-        """Say whether anything is measured: not where there is nothing to plan."""
+        """Return whether anything is measured: not where there is nothing to plan."""
         config = self._config
         wanted = self._links.control.ranks > 1 or config.report is not None
         return wanted and config.costs == "measured"

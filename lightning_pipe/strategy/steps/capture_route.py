@@ -1,4 +1,4 @@
-"""By which route does a step become stages? As one graph where that is right, else by replaying its Python.
+"""Capture route of a step: one graph where that is right, else replay of its Python.
 
 joint     one graph of forward and backward (`capture.capture`); refuses what a graph would freeze
 replay    the Python of the step runs on every rank (`capture.replayed.replay`)
@@ -58,7 +58,7 @@ def captured_by(
 
 
 def told(capture: Capture | Replay) -> str:
-    """Say in a line by which route a step was captured, and why."""
+    """Return in a line by which route a step was captured, and why."""
     if isinstance(capture, Replay):
         return f"The Python of the step runs on every rank (replay). {capture.reason}"
     return "The step is one graph (joint): nothing was found that a graph would freeze."

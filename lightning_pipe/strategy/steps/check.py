@@ -1,4 +1,4 @@
-"""Does a captured step compute what the step computes? Once, before training, both run on the first micro-batch.
+"""Check of a captured step against the plain one: once, before training, on the first micro-batch.
 
 On rank 0, where the module is whole: the plain step, and the captured one as a single stage, with the same random
 numbers. The loss and the gradient of every parameter are compared. Sums may be made in another order, which costs the

@@ -1,4 +1,4 @@
-"""What has a replayed step said, over all micro-batches of a batch? One record, with values of the whole batch.
+"""Merge of what a replayed step logged over the micro-batches of a batch into one record.
 
 Calls of `self.log` and of metrics are matched over the micro-batches by name and occurrence; a call that only some of
 them made counts for those. Tensors and numbers in their arguments, and in what the step returned, are combined:

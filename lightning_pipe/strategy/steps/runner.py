@@ -1,4 +1,4 @@
-"""How does a captured step run on one batch? As a verified program, whose results every rank gets.
+"""Runner of a captured step on one batch: a verified program, whose results every rank gets.
 
 Where ranks run ahead (`post_validation`), a program may be given up because the optimizer step before was wrong; then
 that is taken again, and the batch begun again.
@@ -117,7 +117,7 @@ class Runner:
         )
 
     def _warn_of_denominators(self, capture: Replay) -> None:
-        """Say once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
+        """Warn once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
         if self._warned or not (line := capture.unequal_denominator()):
             return
         self._warned = True

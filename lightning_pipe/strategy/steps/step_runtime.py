@@ -1,4 +1,4 @@
-"""What does a rank need to run one captured step? Its stages, an executor, a program per way to cut a batch.
+"""Runtime of one captured step on a rank: stages, an executor, and a program per way to cut a batch.
 
 A forward-only step may read parameters in a stage that does not hold them (validation may use a module at another
 place than training does). Those are borrowed: copied from a rank that has them, again after every training step.
@@ -21,7 +21,7 @@ from lightning_pipe.capture.steps.batch import contents
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import Joined, Layout, Program, VerifiedProgram
+from lightning_pipe.core.program import AnyCompute, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.protocol import HostStore
@@ -237,7 +237,7 @@ def joined_samples(program: Program) -> list[int]:
             sum(len(flow.samples(one.stage, rank=rank, microbatch=m)) for m in one.microbatches)
             for rank, line in enumerate(program.ranks)
             for one in line
-            if isinstance(one, Joined)
+            if isinstance(one, AnyCompute) and one.is_joined
         }
     )
 

@@ -1,4 +1,4 @@
-"""What do micro-batches change? Measured once, before training: the whole first batch against its micro-batches.
+"""Whole batch against micro-batches: what cutting changes, measured once before training.
 
 On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a
 single stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def agrees(self) -> bool:
-        """Say whether rounding explains it."""
+        """Return whether rounding explains it."""
         return self.relative <= self.worst.allowed
 
 
@@ -115,7 +115,7 @@ def role_by_numbers(
 
 
 def warn_of_unknown_role(captured: Captured) -> None:
-    """Say what a loss is taken for whose operations do not tell, where it was not measured."""
+    """Warn of how a loss is combined whose operations do not tell, where it was not measured."""
     capture = captured.capture
     if isinstance(capture, Capture) and capture.flow.loss not in ("mean", "sum"):
         rank_zero_warn(
@@ -218,7 +218,7 @@ def _unweighable(captured: Replay, found: Measured) -> str:
 
 
 def places(captured: Capture | Replay) -> str:
-    """Say where a step does with its samples what micro-batches change, as far as that is known."""
+    """Return, in words and as far as known, where a step mixes its samples so that micro-batches change it."""
     if isinstance(captured, Replay):
         return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
     nodes = {node.name: node for node in captured.joint.module.graph.nodes}
