@@ -1,4 +1,4 @@
-"""Host memory allocated and released by a block of code, read from torch's profiler.
+"""When does a block of code allocate memory on the host, and when does it release it?
 
     with Allocations() as seen:
         with seen.span("first"):
@@ -96,18 +96,7 @@ class Allocations:
         self.changes = tuple(sorted(changes, key=itemgetter(0)))  # of the same time: in the order of their report
 
 
-<<<<<<< HEAD
-def highest(changes: Iterable[Change]) -> int:
-=======
-@contextmanager
-def span(name: str) -> Iterator[None]:
-    """Give what happens within a block of `Allocations` a name."""
-    with torch.profiler.record_function(_SPAN + name):
-        yield
-
-
 def highest(changes: Iterable[MemoryChange]) -> int:
->>>>>>> main
     """Return by how many bytes memory rises above what it is before these changes, at most."""
     return max(accumulate((change.bytes for change in changes), initial=0))
 

@@ -42,8 +42,8 @@ from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.runtime.activations.host import host_of
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.lightning_private import on_host
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plans.plan_costs import PlanCosts
 from lightning_pipe.strategy.plans.planning import (

@@ -36,13 +36,13 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.checkpoints.restoring import whole_ranks
+from lightning_pipe.strategy.gradients.clipping import Clipper
+from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
-from lightning_pipe.strategy.parameters.clipping import Clipper
-from lightning_pipe.strategy.parameters.gradient_hooks import GradientHooks
 from lightning_pipe.strategy.parameters.optimizer import Groups
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline

@@ -48,7 +48,7 @@ class StepState:
 
     module: pl.LightningModule
     reads: Reads
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptState] = field(default_factory=list)
     _unread: list[tuple[Place, KeptList | KeptDict]] = field(default_factory=list)
 
     @property

@@ -63,7 +63,7 @@ class Pending(StandIn):
             tape.load(first.absence.form, args[1].read)
             return first
         forms = apply_to_collection((args, kwargs), Pending, lambda parameter: parameter.absence.form)
-        with unguarded(), Taping(tape):
+        with unguarded(), PendingRecording(tape):
             func(*forms[0], **forms[1])
         return first
 
@@ -71,7 +71,7 @@ class Pending(StandIn):
 _OF_FLAGS = frozenset({"requires_grad_", "share_memory_"})
 
 
-class Taping(TorchDispatchMode):
+class PendingRecording(TorchDispatchMode):
     """Let operators on tensors that are not made yet be written down."""
 
     def __init__(self, tape: Tape) -> None:
@@ -115,7 +115,7 @@ def converting(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         if dtype != form.dtype:
             tape = parameter.absence.tape
             assert tape is not None, "given by `suspend`"
-            with Taping(tape):
+            with PendingRecording(tape):
                 parameter.absence = replace(parameter.absence, form=form.to(dtype))
 
 

@@ -35,7 +35,7 @@ _FILLS = frozenset(
 
 
 @dataclass(frozen=True)
-class StoragePlace:
+class TapePlace:
     """Where a tensor lies: in which storage of the tape, and how."""
 
     storage: int
@@ -70,7 +70,7 @@ class Act:
     """One operator that was written down.
 
     Attributes:
-        operator, args, kwargs: the call, with `StoragePlace`, `Given` and `Later` in the place of tensors.
+        operator, args, kwargs: the call, with `TapePlace`, `Given` and `Later` in the place of tensors.
         reads, writes: storages whose content it reads and changes.
         makes: its results that have a storage of their own.
         state: of the generator before it drew; None if it draws nothing.
@@ -81,7 +81,7 @@ class Act:
     kwargs: dict[str, Any]
     reads: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
-    makes: tuple[StoragePlace | None, ...] = ()
+    makes: tuple[TapePlace | None, ...] = ()
     state: torch.Tensor | None = None
 
     @property
@@ -91,9 +91,9 @@ class Act:
 
     def described(self) -> str:
         """Spell what every rank must have written down alike."""
-        kinds = (StoragePlace, Given, Later)
+        kinds = (TapePlace, Given, Later)
         args = apply_to_collection(
-            self.args, kinds, lambda at: str(at) if isinstance(at, StoragePlace) else type(at).__name__
+            self.args, kinds, lambda at: str(at) if isinstance(at, TapePlace) else type(at).__name__
         )
         return f"{self.operator} {args} {sorted(self.writes)} {self.makes} {self.state is not None}"
 
@@ -198,14 +198,14 @@ class Tape:
         for act, state in zip(drawing, states, strict=True):
             act.state = state
 
-    def _place(self, tensor: torch.Tensor) -> StoragePlace:
+    def _place(self, tensor: torch.Tensor) -> TapePlace:
         if tensor.is_conj() or tensor.is_neg():
             raise UnsupportedError("A lazily conjugated tensor cannot be made later. Call resolve_conj() on it.")
-        return StoragePlace(
+        return TapePlace(
             self.storage(tensor), tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
         )
 
-    def _register(self, tensor: torch.Tensor) -> StoragePlace | None:
+    def _register(self, tensor: torch.Tensor) -> TapePlace | None:
         """Return where a result lies if it has a storage that is new."""
         storage = tensor.untyped_storage()
         if id(storage) in self._numbers:
@@ -239,7 +239,7 @@ class Tape:
         if writes or any(place is not None for place in makes):
             self._add(Act(operator, *spoken, frozenset(reads), writes, makes, state))
 
-    def _spoken(self, tensor: torch.Tensor) -> StoragePlace | Given:
+    def _spoken(self, tensor: torch.Tensor) -> TapePlace | Given:
         return self._place(tensor) if self.holds(tensor) else Given(tensor, tensor._version)
 
     def _fills(self, operator: OpOverload, tensor: torch.Tensor) -> bool:
@@ -329,9 +329,9 @@ class Tape:
         return made[storage]
 
     def _play(self, act: Act, made: dict[int, torch.UntypedStorage]) -> None:
-        def real(spoken: StoragePlace | Given | Later) -> torch.Tensor:
+        def real(spoken: TapePlace | Given | Later) -> torch.Tensor:
             match spoken:
-                case StoragePlace():
+                case TapePlace():
                     return spoken.of(self._made(spoken.storage, made))
                 case Later():
                     return spoken.read()
@@ -343,7 +343,7 @@ class Tape:
                         )
                     return spoken.tensor
 
-        args, kwargs = apply_to_collection((act.args, act.kwargs), (StoragePlace, Given, Later), real)
+        args, kwargs = apply_to_collection((act.args, act.kwargs), (TapePlace, Given, Later), real)
         with _drawing_from(act):
             result = act.operator(*args, **kwargs)
         results = result if isinstance(result, (list, tuple)) else (result,)

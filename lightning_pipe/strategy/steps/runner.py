@@ -19,7 +19,7 @@ from lightning_pipe.runtime.exchanges.results import Collected
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.waiting import Walk, drive
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
