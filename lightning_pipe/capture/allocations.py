@@ -1,4 +1,4 @@
-"""When does a block of code allocate memory on the host, and when does it release it?
+"""Allocations and releases of host memory within a block of code, as torch's profiler sees them.
 
     with Allocations() as seen:
         with seen.span("first"):

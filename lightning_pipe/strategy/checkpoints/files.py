@@ -1,4 +1,4 @@
-"""Which tensors are in a file or directory of weights? Each is read when it is asked for, by the rank that needs it.
+"""Files and directories of weights, whose tensors are read one by one, by the rank that needs them.
 
     model.safetensors                      one file
     DIR/model.safetensors.index.json       several, with an index, as transformers writes them; or DIR/model.safetensors
