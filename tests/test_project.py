@@ -24,6 +24,7 @@ from lightning_pipe.cli.command_line import COMMANDS
 from lightning_pipe.cli.options import StepOptions, read_options
 from lightning_pipe.config import DappleConfig, conf_dir, read_config
 from lightning_pipe.core.cluster_file import preset_names
+from lightning_pipe.core.effects import OWN_WORK
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Bucket, Edge, Layout, Traffic
 from lightning_pipe.core.serial import from_yaml
@@ -96,7 +97,12 @@ def test_the_public_names_are_these():
 def test_python_blocks_run(code, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     names = {"pl": importlib.import_module("lightning.pytorch")}
-    exec(compile(code, "document", "exec"), names)
+    known = dict(OWN_WORK)
+    try:
+        exec(compile(code, "document", "exec", dont_inherit=True), names)
+    finally:
+        for code in OWN_WORK.keys() - known:
+            del OWN_WORK[code]
 
 
 @pytest.mark.parametrize("code", blocks("yaml"))
