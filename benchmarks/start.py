@@ -6,12 +6,14 @@
     python -m benchmarks.start phases --layers 12 24      # seconds of every phase between fit() and the first step
 
 `large` trains, saves a directory, is killed, resumes on fewer ranks, and makes the plain file. Every process has a
-limit on its private memory (RLIMIT_DATA). Peaks are those of the resident memory that is no file (RssAnon), sampled.
+limit on its private memory (RLIMIT_DATA). Peaks are those of the resident memory that is no file (RssAnon), looked at
+ten times a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,7 +23,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ from lightning_pipe.strategy.parameters.initial_values import make
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.units import format_bytes, parse_bytes
 
-VOCABULARY, CONTEXT, SAMPLES = 512, 16, 4
+VOCABULARY, SAMPLES = 512, 4
 MOMENTS = 20
 
 
@@ -108,19 +109,26 @@ class Told(pl.Callback):
         self.own_bytes = sum(p.nbytes for p in module.parameters() if type(p) is nn.Parameter)
 
 
-class Peak:
-    """The most anonymous memory of this process, looked at a hundred times a second."""
+class Peaks:
+    """The most anonymous memory of the processes of a session, looked at from outside (a step must open no files)."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        threading.Thread(target=self._watch, daemon=True).start()
+    def __init__(self, session: int) -> None:
+        self._session = session
+        self._bytes: dict[int, int] = {}
 
-    def _watch(self) -> None:
-        while True:
-            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-            now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-            self.bytes = max(self.bytes, now)
-            time.sleep(0.01)
+    def look(self) -> None:
+        """Look once."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, StopIteration, IndexError):
+                fields = (process / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+                if int(fields[3]) == self._session:
+                    lines = (process / "status").read_text(encoding="ascii", errors="replace").splitlines()
+                    now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+                    self._bytes[int(process.name)] = max(self._bytes.get(int(process.name), 0), now)
+
+    def of(self, process: int) -> int:
+        """Return the peak of a process."""
+        return self._bytes.get(process, 0)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -128,10 +136,10 @@ def train(options: argparse.Namespace) -> None:
     if options.limit:
         limit = parse_bytes(options.limit)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    peak, told = Peak(), Told()
+    told = Told()
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
-    batches = torch.randint(VOCABULARY, (16 * SAMPLES, CONTEXT + 1))
+    batches = torch.randint(VOCABULARY, (16 * SAMPLES, options.context + 1))
     strategy: Any = "auto"
     if options.ranks > 1:
         strategy = DappleStrategy(
@@ -139,7 +147,7 @@ def train(options: argparse.Namespace) -> None:
             microbatches=SAMPLES,
             costs="counted",
             planner="uniform",
-            schedule="gpipe" if options.ranks == 1 else "1f1b",
+            schedule="1f1b",
             restore="none",
             save_distributed_checkpoint=True,
             deadline_s=600.0,
@@ -160,7 +168,7 @@ def train(options: argparse.Namespace) -> None:
     trainer.fit(module, DataLoader(batches, batch_size=SAMPLES), ckpt_path=options.resume or None)
     if options.save:
         trainer.save_checkpoint(options.save)
-    found = {"losses": told.losses, "first_s": told.first_s, "own": told.own_bytes, "peak": peak.bytes}
+    found = {"losses": told.losses, "first_s": told.first_s, "own": told.own_bytes, "process": os.getpid()}
     Path(options.out, f"rank{trainer.global_rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if options.stay:
         trainer.strategy.barrier()
@@ -205,10 +213,13 @@ def _trained(
     command = [sys.executable, "-m", "benchmarks.start", "train", f"--ranks={ranks}", f"--steps={steps}"]
     command += [f"--limit={limit}", f"--save={save}", f"--resume={resume}", f"--out={out}", *["--stay"] * stay]
     command += [f"--width={options.width}", f"--layers={options.layers}", f"--precision={options.precision}"]
+    command += [f"--context={options.context}"]
     with (out / "errors").open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, start_new_session=True, stderr=errors)
+        peaks = Peaks(process.pid)
         while process.poll() is None and not (stay and (out / "saved").exists()):
-            time.sleep(0.2)
+            peaks.look()
+            time.sleep(0.1)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
@@ -216,6 +227,7 @@ def _trained(
     if code not in (0, -signal.SIGKILL) and not may_fail:
         raise RuntimeError((out / "errors").read_text(encoding="utf-8"))
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("rank*.json"))]
+    found = [{**one, "peak": peaks.of(one["process"])} for one in found]
     return found, f"exit code {code} {' '.join(said)[:160]}"
 
 
@@ -287,8 +299,7 @@ def phases(options: argparse.Namespace) -> None:
         module = GPT(options.width, layers)
         with _timed(seconds, "build without"), building():
             module.configure_model()
-        structure = flatten([torch.zeros(SAMPLES, CONTEXT + 1, dtype=torch.long)])[1]
-        structure = type(structure)(structure.leaves, structure.template[0])
+        structure = flatten(torch.zeros(SAMPLES, options.context + 1, dtype=torch.long))[1]
         with _timed(seconds, "capture"):
             capture_step(Request(module, "training_step", structure, samples=2))
         with _timed(seconds, "make a quarter"):
@@ -317,6 +328,7 @@ def main() -> None:
         add("--width", type=int, default=256 if name == "phases" else 3968)
         add("--layers", type=int, nargs="+" if name == "phases" else None, default=[12, 24] if name == "phases" else 8)
         add("--precision", default="bf16-true")
+        add("--context", type=int, default=16)
         add("--limit", default="3GiB")
         add("--wider", default="5GiB", help="limit where fewer ranks hold more each")
         add("--folder", default=None, help="where checkpoints are written")

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 import lightning_pipe
 from benchmarks.schedule_docs import own_schedules
 from benchmarks.site import DRAWN, schedule_pages
-from lightning_pipe.cli.command_line import COMMANDS
+from lightning_pipe.cli.command_line import COMMANDS, CONSOLIDATE
 from lightning_pipe.cli.options import StepOptions, read_options
 from lightning_pipe.config import DappleConfig, conf_dir, read_config
 from lightning_pipe.core.cluster_file import preset_names
@@ -120,6 +120,8 @@ def test_commands_exist(code, application):
         program, *words = shlex.split(line)
         if program == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+        elif program == "lightning-pipe" and words[0] == CONSOLIDATE:
+            assert len(words) == 3, line
         elif program == "lightning-pipe":
             options = read_options(COMMANDS[words[0]][0], words[1:])
             if isinstance(options, StepOptions):

@@ -282,3 +282,33 @@ def test_tensors_of_a_trace_are_recognised():
     _joint(Step(), torch.randn(5, 3))
     assert seen and all(map(private.is_traced, seen))
     assert not private.is_traced(torch.ones(1)) and not private.is_traced(nn.Parameter(torch.ones(1)))
+
+
+def test_contents_of_tensors_are_swapped_across_devices_and_their_objects_stay():
+    parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
+    parameter.mark = "kept"
+    other = nn.Parameter(torch.ones(4))
+    private.swap_contents(parameter, other)
+    assert (parameter.shape, parameter.device.type, parameter.mark) == ((4,), "cpu", "kept")
+    assert other.is_meta and not hasattr(other, "mark")
+
+
+class _Answers(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return "answered"
+
+
+class _Doubles(private.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) * 2
+
+
+def test_modes_are_left_out_where_torch_is_asked_itself():
+    with _Answers():
+        assert torch.ones(1) == "answered"
+        with private.without_overrides():
+            assert float(torch.ones(1)) == 1.0
+    with _Doubles():
+        assert torch.ones(1).item() == 4.0  # ones, and the number that is read
+        with private.without_modes():
+            assert torch.ones(1).item() == 1.0

@@ -139,7 +139,7 @@ class _Tape:
     given: Mapping[int, Tensors]
     loss: torch.Tensor | None
     parameters: dict[str, torch.Tensor]
-    spare: dict[str, torch.Tensor]
+    spare: Mapping[str, torch.Tensor]
 
 
 class StageReplayer:

@@ -270,6 +270,7 @@ class Weights:
                 occupy(self._real[name], value)
         self._share_moving()
         self.buffers.show()
+        self._moving = {}
         self._whole_on = frozenset(ranks)
         if len(ranks) == self._control.ranks:
             self._owners = {}
