@@ -1,4 +1,4 @@
-"""What does `lightning-pipe consolidate` do?"""
+"""The command `lightning-pipe consolidate`: a sharded checkpoint becomes one plain file."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.lightning_names import (
     Precision,
+    callbacks_of,
     is_overridden,
     is_param_in_hook_signature,
     isolate_rng,
@@ -36,12 +37,12 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.gradients.clipping import Clipper
+from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
-from lightning_pipe.strategy.parameters.clipping import Clipper
-from lightning_pipe.strategy.parameters.gradient_hooks import GradientHooks
 from lightning_pipe.strategy.parameters.optimizer import Groups
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
@@ -357,7 +358,7 @@ def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningMod
     """Return whether a step may fail because hooks that prepare it have not run."""
     if isinstance(error, PipeError) and not isinstance(error, StepError):
         return False
-    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith("lightning.pytorch.")]
+    callbacks = [c for c in callbacks_of(trainer) if not type(c).__module__.startswith("lightning.pytorch.")]
     return any(
         is_overridden(hook, owner, kind)
         for kind, owners in ((pl.LightningModule, [module]), (pl.Callback, callbacks))

@@ -1,4 +1,4 @@
-"""What does a rank write into a checkpoint that nobody gathers, and what does it take from one?"""
+"""Checkpoints that nobody gathers: what a rank writes into one, and what it takes from one."""
 
 from __future__ import annotations
 

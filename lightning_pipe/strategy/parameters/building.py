@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.torch_private import swap_contents, without_modes, without_overrides
-from lightning_pipe.strategy.parameters.pending import Recording, suspend
+from lightning_pipe.strategy.parameters.pending import PendingRecording, suspend
 from lightning_pipe.strategy.start.tape import Tape
 
 _FLAGS = {"device": torch.device("cpu"), "is_meta": False, "is_cpu": True}
@@ -33,7 +33,7 @@ _OF_VALUES = frozenset({"numpy", "tolist", "__array__", "__reduce_ex__", "__dlpa
 def building() -> Iterator[None]:
     """Build modules inside whose parameters have no values yet."""
     tape = Tape()
-    with _Pretending(tape), Recording(tape):
+    with _Pretending(tape), PendingRecording(tape):
         yield
     _settle(tape)
 

@@ -37,7 +37,7 @@ class NotYet(Absence):
     tape: Tape | None = None
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
-        """Say that something reads the values."""
+        """Raise an error: something reads the values."""
         line = user_line(3)
         raise AbsentError(
             f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which has none before "
@@ -63,7 +63,7 @@ class Pending(StandIn):
             tape.load(first.absence.form, args[1].read)
             return first
         forms = apply_to_collection((args, kwargs), Pending, lambda parameter: parameter.absence.form)
-        with unguarded(), Recording(tape):
+        with unguarded(), PendingRecording(tape):
             func(*forms[0], **forms[1])
         return first
 
@@ -71,11 +71,11 @@ class Pending(StandIn):
 _OF_FLAGS = frozenset({"requires_grad_", "share_memory_"})
 
 
-class Recording(TorchDispatchMode):
+class PendingRecording(TorchDispatchMode):
     """Let operators on tensors that are not made yet be written down."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ def converting(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         if dtype != form.dtype:
             tape = parameter.absence.tape
             assert tape is not None, "given by `suspend`"
-            with Recording(tape):
+            with PendingRecording(tape):
                 parameter.absence = replace(parameter.absence, form=form.to(dtype))
 
 

@@ -1,4 +1,4 @@
-"""On which ranks is the module whole after a fit? Where the user wants it, and where memory allows."""
+"""Where the module is whole after a fit: where the user wants it, and where memory allows."""
 
 from __future__ import annotations
 

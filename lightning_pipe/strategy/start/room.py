@@ -1,4 +1,4 @@
-"""How much memory may one process still take?"""
+"""Room: the memory that one process may still take."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _FILLS = frozenset(
 
 
 @dataclass(frozen=True)
-class Place:
+class TapePlace:
     """Where a tensor lies: in which storage of the tape, and how."""
 
     storage: int
@@ -47,7 +47,7 @@ class Place:
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor that lies so in a storage with values."""
         empty = torch.empty(0, dtype=self.dtype, device=_HOST)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Act:
     """One operator that was written down.
 
     Attributes:
-        operator, args, kwargs: the call, with `Place`, `Given` and `Later` in the place of tensors.
+        operator, args, kwargs: the call, with `TapePlace`, `Given` and `Later` in the place of tensors.
         reads, writes: storages whose content it reads and changes.
         makes: its results that have a storage of their own.
         state: of the generator before it drew; None if it draws nothing.
@@ -81,7 +81,7 @@ class Act:
     kwargs: dict[str, Any]
     reads: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
-    makes: tuple[Place | None, ...] = ()
+    makes: tuple[TapePlace | None, ...] = ()
     state: torch.Tensor | None = None
 
     @property
@@ -91,8 +91,10 @@ class Act:
 
     def described(self) -> str:
         """Spell what every rank must have written down alike."""
-        kinds = (Place, Given, Later)
-        args = apply_to_collection(self.args, kinds, lambda at: str(at) if isinstance(at, Place) else type(at).__name__)
+        kinds = (TapePlace, Given, Later)
+        args = apply_to_collection(
+            self.args, kinds, lambda at: str(at) if isinstance(at, TapePlace) else type(at).__name__
+        )
         return f"{self.operator} {args} {sorted(self.writes)} {self.makes} {self.state is not None}"
 
 
@@ -196,14 +198,18 @@ class Tape:
         for act, state in zip(drawing, states, strict=True):
             act.state = state
 
-    def _place(self, tensor: torch.Tensor) -> Place:
+    def _place(self, tensor: torch.Tensor) -> TapePlace:
         if tensor.is_conj() or tensor.is_neg():
             raise UnsupportedError("A lazily conjugated tensor cannot be made later. Call resolve_conj() on it.")
-        return Place(
-            self.storage(tensor), tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+        return TapePlace(
+            self.storage(tensor),
+            tensor.dtype,
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
         )
 
-    def _register(self, tensor: torch.Tensor) -> Place | None:
+    def _register(self, tensor: torch.Tensor) -> TapePlace | None:
         """Return where a result lies if it has a storage that is new."""
         storage = tensor.untyped_storage()
         if id(storage) in self._numbers:
@@ -229,15 +235,16 @@ class Tape:
         """Write down what was done; nothing where only a view was made."""
         writes = frozenset(self.storage(tensor) for tensor in written)
         results = result if isinstance(result, (list, tuple)) else (result,)
-        spoken = apply_to_collection((args, _with_device(args, kwargs, "cpu")), torch.Tensor, self._spoken)
+        call = (args, _with_device(args, kwargs, "cpu"))
+        spoken_args, spoken_kwargs = apply_to_collection(call, torch.Tensor, self._spoken)
         reads = {self.storage(t) for t in _tensors_in((args, kwargs)) if self.holds(t)}
         if written and self._fills(operator, args[0]):
             reads -= {self.storage(args[0])} - {self.storage(t) for t in _tensors_in(args[1:]) if self.holds(t)}
         makes = tuple(self._register(t) if isinstance(t, torch.Tensor) else None for t in results)
         if writes or any(place is not None for place in makes):
-            self._add(Act(operator, *spoken, frozenset(reads), writes, makes, state))
+            self._add(Act(operator, spoken_args, spoken_kwargs, frozenset(reads), writes, makes, state))
 
-    def _spoken(self, tensor: torch.Tensor) -> Place | Given:
+    def _spoken(self, tensor: torch.Tensor) -> TapePlace | Given:
         return self._place(tensor) if self.holds(tensor) else Given(tensor, tensor._version)
 
     def _fills(self, operator: OpOverload, tensor: torch.Tensor) -> bool:
@@ -327,9 +334,9 @@ class Tape:
         return made[storage]
 
     def _play(self, act: Act, made: dict[int, torch.UntypedStorage]) -> None:
-        def real(spoken: Place | Given | Later) -> torch.Tensor:
+        def real(spoken: TapePlace | Given | Later) -> torch.Tensor:
             match spoken:
-                case Place():
+                case TapePlace():
                     return spoken.of(self._made(spoken.storage, made))
                 case Later():
                     return spoken.read()
@@ -341,7 +348,7 @@ class Tape:
                         )
                     return spoken.tensor
 
-        args, kwargs = apply_to_collection((act.args, act.kwargs), (Place, Given, Later), real)
+        args, kwargs = apply_to_collection((act.args, act.kwargs), (TapePlace, Given, Later), real)
         with _drawing_from(act):
             result = act.operator(*args, **kwargs)
         results = result if isinstance(result, (list, tuple)) else (result,)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.waiting import Wait, Walk, drive
-from lightning_pipe.strategy.parameters.grad_norm import Norms
+from lightning_pipe.strategy.gradients.grad_norm import Norms
 
 
 @dataclass(frozen=True)

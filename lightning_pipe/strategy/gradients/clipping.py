@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from lightning_pipe.lightning_names import Precision
-from lightning_pipe.strategy.parameters.grad_norm import Norms
+from lightning_pipe.strategy.gradients.grad_norm import Norms
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.optimizer import Groups
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
