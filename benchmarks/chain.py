@@ -1,4 +1,4 @@
-"""What is a linear chain of stages that sleep? Prices, stage programs and everything that is needed to run it.
+"""Linear chain of stages that sleep: prices, stage programs and everything needed to run it.
 
 Every stage sleeps for the price of its compute instead of computing, and hands on tensors of the edge's size. The
 programs are those of the schedules, the executor is the real one.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
@@ -86,8 +87,11 @@ class ChainPrices:
     def offloaded_bytes(self, stage: int, samples: int) -> int:
         return 0
 
-    def swap_s(self, stage: int, rank: int, samples: int) -> float:
+    def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
         return 0.0
+
+    def own_work_bytes(self, work: OwnWork, rank: int, samples: int) -> int:
+        return self.offloaded_bytes(work.stage, samples)
 
     def kept_bytes(self, stage: int, samples: int) -> int:
         return self.bytes_per_sample * samples

@@ -1,14 +1,18 @@
-"""What becomes of a job when one of its ranks dies, is stopped, or is cut off?
+"""Death of a rank: what becomes of a job when one of its ranks dies, is stopped, or is cut off.
 
     python -m benchmarks.deaths                       # 60 SIGKILLs per way of launching, SIGSTOPs, a cut network
     python -m benchmarks.deaths --ways popen --kills 12 --stops 0 --cuts 0
 
-Every case is a whole job of two ranks with a fit, a validation and a checkpoint. A moment is drawn evenly between the
-start of the interpreter and the end of the job; then one rank (in turns) gets the signal. Counted are: how long it took
-until every process of the job had ended, guards and workers included, against `deadline_s` + 10 s; and whether the
-terminal named the rank and what it did last. A rank that is hit before it has begun a fit has done nothing that could
-be named: its number is asked for. Where nobody is left to speak (the only process of a job), or nothing was lost (the
-training was over), the case is listed but does not count.
+Every case is a whole job of two ranks with a fit, a validation and a checkpoint. Moments are spread evenly from the
+start of a rank's interpreter to its end, in processor seconds of that rank, so that a busy machine moves none of them
+into another phase; then the rank (they take turns) gets the signal.
+
+Counted are: how long it took until every process of the job had ended, guards and workers included, against
+`deadline_s` + 10 s; and whether the terminal named the rank and what it did last. A rank that still imports when the
+other is hit waits for nobody yet, so the clock starts when the last of those that are left has come to the fit, or at
+the signal if that is later. A rank that is hit before it has begun a fit has done nothing that could be named: its
+number is asked for. Where nobody is left to speak (the only process of a job), or nothing was lost (the training was
+over), the case is listed but does not count.
 
 Ways: `popen` (the script starts the other rank), `torchrun`, `bare` (both started by hand, with Lightning's variables),
 `slurm` (with those of SLURM), `fork` (ranks are children of the script, as in a notebook).
@@ -17,6 +21,7 @@ Ways: `popen` (the script starts the other rank), `torchrun`, `bare` (both start
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -28,12 +33,17 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 WAYS = ("popen", "torchrun", "bare", "slurm", "fork")
 RANKS = 2
 EXTRA_S = 10.0  # over the deadline
+LOOK_S = 0.5  # between two looks at all processes of the machine
+LOOKS = 25  # at a victim meanwhile
+GIVEN_UP_S = 600.0  # in which a job that nobody harms should have ended
+LATE_S = 60.0  # after the limit: what has not ended then is taken never to end
+STARTING_S = 120.0  # after which a rank that has not come to the fit is no longer taken to be importing
 MARK = "DEATHS_JOB"  # in the environment of every process of a job
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +63,13 @@ class Job:
     def phase(self, rank: int) -> str:
         """Return how far a rank has come: nowhere, script, fit, end."""
         file = self.folder / f"phase{rank}"
-        return file.read_text().split()[-1] if file.exists() else "nowhere"
+        return file.read_text().split()[-2] if file.exists() else "nowhere"
+
+    def began_s(self, rank: int) -> float:
+        """Return when a rank came to the fit, on the clock of `time.monotonic`; 0 if it has not."""
+        file = self.folder / f"phase{rank}"
+        words = file.read_text().split() if file.exists() else []
+        return next((float(at) for phase, at in zip(words[::2], words[1::2], strict=True) if phase == "fit"), 0.0)
 
     def pid(self, rank: int) -> int | None:
         """Return the process of a rank, once it runs the script."""
@@ -88,13 +104,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: seconds until its last process had ended, None if that took too long."""
+    """What became of a job: seconds until its last process had ended, None if it has not."""
 
     way: str
     rank: int
     at_s: float
     phase: str
     seconds: float | None
+    is_late: bool
     named: bool | None  # None: nobody is left, or nothing was lost
     line: str
 
@@ -145,61 +162,85 @@ def free_port() -> int:
 
 
 def seconds_of(way: str, deadline_s: float) -> float:
-    """Return how long a job takes that nobody harms."""
+    """Return how many processor seconds a rank takes that nobody harms, from the start of its interpreter."""
     job = start(way, deadline_s)
     begin = time.monotonic()
-    while job.members() and time.monotonic() - begin < 300:
-        time.sleep(0.1)
+    while job.members() and time.monotonic() - begin < GIVEN_UP_S:
+        time.sleep(LOOK_S)
         job.reap()
-    taken = time.monotonic() - begin
     text = job.output
     job.end()
     assert text.count("all went well") == RANKS, text
-    return taken
+    return max(float((job.folder / f"seconds{rank}").read_text()) for rank in range(RANKS))
 
 
 def hurt(way: str, number: signal.Signals, *, rank: int, at_s: float, deadline_s: float) -> Outcome:
-    """Send a signal to one rank of a job at a moment, and look what becomes of it."""
+    """Send a signal to one rank of a job after so many of its processor seconds, and look what becomes of it."""
     job = start(way, deadline_s)
-    begin = time.monotonic()
     try:
-        while time.monotonic() - begin < at_s:
-            time.sleep(0.02)
-        victim = job.pid(rank)
-        if victim is None and way in ("bare", "slurm"):
-            victim = job.processes[rank].pid
-        if victim is None and rank == 0 and way == "popen":
-            victim = job.processes[0].pid
-        while victim is None and job.members():  # it has not been started yet: wait until it is
-            time.sleep(0.02)
-            job.reap()
-            victim = job.pid(rank)
+        victim = reached(job, way, rank, at_s)
         phase = job.phase(rank)
         try:
-            assert victim is not None
+            if victim is None:
+                raise ProcessLookupError
             os.kill(victim, number)
-        except (ProcessLookupError, AssertionError):
+        except ProcessLookupError:
             phase = "end"
         return watched(job, way, rank, at_s, phase, deadline_s)
     finally:
         job.end()
 
 
+def reached(job: Job, way: str, rank: int, at_s: float) -> int | None:
+    """Wait until a rank has used so many processor seconds; return its process, None if it has ended before."""
+    begin, victim = time.monotonic(), None
+    if way in ("bare", "slurm"):
+        victim = job.processes[rank].pid
+    elif way == "popen" and rank == 0:
+        victim = job.processes[0].pid
+    while job.members() and time.monotonic() - begin < GIVEN_UP_S:
+        for _ in range(LOOKS):
+            victim = victim or job.pid(rank)  # others are started later
+            if victim is not None and processor_s(victim) >= at_s:
+                return victim
+            time.sleep(LOOK_S / LOOKS)
+        job.reap()
+    return None
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor seconds of a process; endless if it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return math.inf
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def watched(job: Job, way: str, rank: int, at_s: float, phase: str, deadline_s: float) -> Outcome:
     """Wait until a job has ended, and read what it printed."""
-    hit = time.monotonic()
+    hit = now = time.monotonic()
     limit = deadline_s + EXTRA_S
-    while job.members() and time.monotonic() - hit < limit:
-        time.sleep(0.05)
+    seconds: float | None = 0.0
+    while job.members():
+        time.sleep(LOOK_S)
         job.reap()
-    seconds = None if job.members() else time.monotonic() - hit
+        now = time.monotonic()
+        came = max(job.began_s(other) or min(now, hit + STARTING_S) for other in range(RANKS) if other != rank)
+        seconds = now - max(hit, came)
+        if seconds > limit + LATE_S:
+            seconds = None
+            break
+    if seconds == 0.0:  # those that are left ended before they had come to the fit
+        seconds = now - hit
     text = job.output
     (job.folder / "story").write_text(f"{way} rank {rank} at {at_s:.1f} s, {phase}, {seconds}")
     line = first_word(text, rank, had_begun=phase == "fit")
     named: bool | None = bool(line)
     if not line and (phase == "end" or (way == "popen" and rank == 0 and phase != "fit")):
         named = None
-    return Outcome(way, rank, at_s, phase, seconds, named, line or str(job.folder))
+    is_late = seconds is None or seconds > limit
+    return Outcome(way, rank, at_s, phase, seconds, is_late, named, line or str(job.folder))
 
 
 def first_word(text: str, rank: int, *, had_begun: bool) -> str:
@@ -218,12 +259,12 @@ def cut(at_s: float, deadline_s: float) -> list[Outcome]:
     with two_hosts(1e9) as hosts:
         job = start("bare", deadline_s, hosts=hosts.names)
         try:
-            time.sleep(at_s)
+            reached(job, "bare", 0, at_s)
             phase = job.phase(0)
             subprocess.run(["ip", "-n", hosts.names[0], "link", "set", CARD, "down"], check=True)
             first = watched(job, "cut", 0, at_s, phase, deadline_s)
             line = first_word(job.output, 1, had_begun=phase == "fit")
-            return [first, Outcome("cut", 1, at_s, phase, first.seconds, bool(line) or first.named, line)]
+            return [first, replace(first, rank=1, named=bool(line) or first.named, line=line)]
         finally:
             job.end()
 
@@ -233,11 +274,11 @@ def tell(cases: Iterable[Outcome]) -> None:
     outcomes = []
     for o in cases:
         outcomes.append(o)
-        ended = "NOT ENDED" if o.seconds is None else f"ended after {o.seconds:5.1f} s"
+        ended = "NOT ENDED" if o.seconds is None else f"ended after {o.seconds:5.1f} s" + " (LATE)" * o.is_late
         word = {True: "named", False: "NOT NAMED", None: "-"}[o.named]
         print(f"{o.way:9} rank {o.rank} at {o.at_s:5.1f} s ({o.phase:7}) {ended}, {word}: {o.line[:150]}", flush=True)
     counted = [o for o in outcomes if o.named is not None]
-    ended = sum(o.seconds is not None for o in outcomes)
+    ended = sum(not o.is_late for o in outcomes)
     named = sum(bool(o.named) for o in counted)
     slowest = max((o.seconds for o in outcomes if o.seconds is not None), default=0.0)
     phases = dict(Counter(o.phase for o in outcomes))
@@ -262,10 +303,10 @@ def main() -> None:
         return
     for way in options.ways:
         whole = seconds_of(way, options.deadline)
-        print(f"{way}: a job takes {whole:.1f} s; deadline_s={options.deadline:g}", flush=True)
+        print(f"{way}: a rank takes {whole:.1f} processor seconds; deadline_s={options.deadline:g}", flush=True)
         for number, count in ((signal.SIGKILL, options.kills), (signal.SIGSTOP, options.stops)):
             first = 0.0 if number == signal.SIGKILL else 0.4  # to stop an interpreter that starts says nothing new
-            moments = [whole * (first + (1 - first) * (k + 0.5) / count) for k in range(count)]
+            moments = [1.03 * whole * (first + (1 - first) * (k + 0.5) / count) for k in range(count)]
             if count:
                 print(number.name)
                 cases = enumerate(moments)
@@ -278,7 +319,7 @@ def main() -> None:
 
 def note(kind: str, text: str, rank: int) -> None:
     with Path(os.environ["FOLDER"], f"{kind}{rank}").open("a") as file:
-        file.write(text + "\n")
+        file.write(f"{text}\n" if kind != "phase" else f"{text} {time.monotonic()}\n")
 
 
 def train(deadline_s: float) -> None:
@@ -305,6 +346,10 @@ def train(deadline_s: float) -> None:
             if how == "fork":
                 note("pid", str(os.getpid()), self.trainer.global_rank)
                 note("phase", "fit", self.trainer.global_rank)
+
+        def teardown(self, stage: str) -> None:
+            if how == "fork":
+                note("seconds", str(time.process_time()), self.trainer.global_rank)
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -340,6 +385,7 @@ def train(deadline_s: float) -> None:
     trainer.fit(Chain(), DataLoader(data, 8), DataLoader(data, 8))
     if how != "fork":
         note("phase", "end", rank)
+        note("seconds", str(time.process_time()), rank)
     print("all went well\n" * (RANKS if how == "fork" else 1), flush=True, end="")
 
 

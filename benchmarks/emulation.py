@@ -1,4 +1,4 @@
-"""Does a program take as long as the simulator says? Stages that sleep, tensors that really travel.
+"""Emulation of programs against the simulator: stages that sleep, tensors that really travel.
 
     python -m benchmarks.emulation
 

@@ -1,4 +1,4 @@
-"""How does a benchmark fit a module on ranks that exist already? Call it on each of them (`benchmarks.ranks`)."""
+"""Fits of a module on ranks that exist already: to be called on each of them (`benchmarks.ranks`)."""
 
 from __future__ import annotations
 

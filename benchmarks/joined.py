@@ -1,4 +1,4 @@
-"""What does one W of several micro-batches save? Joined weight halves of a GPT's stages against single ones.
+"""Joined weight gradients of a GPT's stages against single ones: what one W of several micro-batches saves.
 
     python -m benchmarks.joined                         # the GPT of examples/, 8 micro-batches of 1, 2 and 4 samples
     python -m benchmarks.joined --width 512 --context 32

@@ -1,4 +1,4 @@
-"""What does a fit leave behind in its process? Many fits, one after another, on two ranks.
+"""Leaks: what many fits, one after another on two ranks, leave behind in their process.
 
     python -m benchmarks.leaks --fits 200
 

@@ -1,4 +1,4 @@
-"""Does the probe find the bandwidth that a network really has, and does the plan follow? Two shaped hosts, over gloo.
+"""Link probe and plan over gloo between two hosts whose network is shaped to a known bandwidth.
 
     python -m benchmarks.links          # as root; needs `ip` and `tc`
 

@@ -1,4 +1,4 @@
-"""Does a run give up the memory that its plan gives up, and what does that cost? One section per claim.
+"""Memory that a run gives up against what its plan gives up, and its cost. One section per claim.
 
     python -m benchmarks.memory                         # all sections
     python -m benchmarks.memory --sections saved cost   # some
@@ -42,8 +42,9 @@ from benchmarks.ranks import run_ranks
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import Layout, VerifiedProgram
+from lightning_pipe.core.program import Evict, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
@@ -352,8 +353,8 @@ class LanePrices(ChainPrices):
     def offloaded_bytes(self, stage: int, samples: int) -> int:
         return self.bytes_per_sample * samples
 
-    def swap_s(self, stage: int, rank: int, samples: int) -> float:
-        return self.offloaded_bytes(stage, samples) / LANE_BYTES_PER_S
+    def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
+        return self.offloaded_bytes(work.stage, samples) / LANE_BYTES_PER_S
 
 
 LANES = {  # bytes per sample: hidden behind computes, about as long as these, and longer; and whether they are copied
@@ -421,7 +422,7 @@ def lane(console: Console) -> None:
             name,
             *map(format_seconds, (simulated_s, measured_s)),
             f"{measured_s / simulated_s - 1:+.1%}",
-            format_seconds(prices.swap_s(0, 0, SAMPLES) if copies else 0.0),
+            format_seconds(prices.own_work_s(Evict(0, 0), 0, SAMPLES) if copies else 0.0),
             format_seconds(prices.latency_s),
         )
     console.print(table)

@@ -1,4 +1,4 @@
-"""Do predictions come true? Step time and memory of pipelines on two ranks, as predicted and as measured.
+"""Predictions against measurements: step time and memory of pipelines on two ranks.
 
     python -m benchmarks.prediction                     # GPT, CNN and encoder-decoder; 3 schedules x 3 micro-batches
     python -m benchmarks.prediction --models cnn --steps 9

@@ -1,4 +1,4 @@
-"""Does a profile predict stage functions, and what does it cost to measure one?
+"""Profiles against stage functions: accuracy of their predictions, and cost of measuring them.
 
     python -m benchmarks.profiling accuracy                  # predicted over measured F, I and W of stages, per model
     python -m benchmarks.profiling accuracy --models lstm --rounds 9 -v

@@ -1,4 +1,4 @@
-"""How does a benchmark run ranks on this host? `run_ranks(4, function, *args) -> [result of each rank]`.
+"""Ranks of a benchmark on this host: `run_ranks(4, function, *args) -> [result of each rank]`.
 
 Every rank is a forked process with torch.distributed (gloo) initialised; they meet in a file, so no port is chosen. The
 function need not be picklable, its results must be. Call it before this process has computed on several threads or run

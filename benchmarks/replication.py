@@ -1,4 +1,4 @@
-"""Does unequal replication pay? Three ranks, a module of which one part is twice as dear as the rest.
+"""Unequal replication on three ranks: a module of which one part is twice as expensive as the rest.
 
     python -m benchmarks.replication                      # 5 rounds of three fits, 10 steps each; about 10 minutes
     python -m benchmarks.replication --rounds 2 --steps 6
@@ -13,7 +13,7 @@ two replicas of the first part beside one of the second do neither. Nobody tells
     1-1-1       DappleStrategy(layout="1-1-1")      the best plan without replicas
     3           DappleStrategy(layout="3")          data parallel
 
-Every fit measures and plans anew (`cache="off"`), and fits of the three take turns, since machines change their speed;
+Every fit measures and plans again (`cache="off"`), and fits of the three take turns, since machines change their speed;
 a ratio is formed within each round. Measured is the time between the ends of two batches as the trainer sees it, the
 median over the steps of a fit; predicted is the program's time, without what Lightning does between two batches.
 

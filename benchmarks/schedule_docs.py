@@ -1,4 +1,4 @@
-"""What does docs/schedules.md say below its marker? A table of all schedules, and a section for each with its drawing.
+"""Generator of docs/schedules.md below its marker: a table of all schedules, a section and drawing for each.
 
     python -m benchmarks.schedule_docs
 
@@ -69,7 +69,7 @@ def own_schedules() -> list[str]:
 
 
 def page(text: str) -> str:
-    """Return the page with all that stands below its marker written anew."""
+    """Return the page with all that stands below its marker rebuilt."""
     prose, marker, _ = text.partition(MARKER)
     if not marker:
         raise ValueError(f"{PAGE} has no line {MARKER.strip()!r}, below which its tables and drawings are written")

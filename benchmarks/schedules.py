@@ -1,4 +1,4 @@
-"""Do all schedules keep their closed forms, and how long do long programs take?
+"""Schedules against their closed forms, and the time that long programs take.
 
     python -m benchmarks.schedules
 

@@ -1,4 +1,4 @@
-"""When is the collector of reference cycles only in the way? While many objects without cycles are made.
+"""Garbage collection paused while many objects without reference cycles are created.
 
 It would walk over all of them again and again, which takes longer than making them.
 """

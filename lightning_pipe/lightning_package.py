@@ -1,4 +1,4 @@
-"""Whose Trainer is it: that of `lightning`, or that of `pytorch_lightning`? The same code under two names.
+"""Lightning's two package names, `lightning` and `pytorch_lightning`: finding out whose Trainer it is.
 
 Classes of one are none of the other, so a process uses this package with one of them. A strategy that is asked for by
 name is for the package that asks. For an instance we look, before anything of Lightning is imported for it, at what the

@@ -1,4 +1,4 @@
-"""How does Lightning learn the name "dapple"?
+"""Registration of the strategy name "dapple" with Lightning.
 
 Lightning looks names up in its `StrategyRegistry` while the trainer is built, and knows no entry points for strategies.
 So the name is registered as soon as both this package and `lightning.pytorch.strategies` are imported, whichever comes

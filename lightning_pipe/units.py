@@ -1,4 +1,4 @@
-"""How are bytes, seconds and rates written for people? The only place where text becomes a number or a number text.
+"""Units: bytes, seconds and rates as people write them. The only place where text becomes a number or back.
 
 Numbers inside the package are bytes (int), seconds (float) and bytes per second (float). Bits and decimal prefixes are
 those of networks, binary prefixes (KiB) those of memory. Case matters only between `b` (bits) and `B` (bytes).

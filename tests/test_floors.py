@@ -1,4 +1,4 @@
-"""Which package may import which? Imports point down the floors; the pure packages never see torch.
+"""Import rules: imports point down the floors, and the pure packages never see torch.
 
     roof     __init__  registration  cli  examples  __main__
     floor 4  strategy, above config
@@ -141,6 +141,12 @@ def test_no_two_public_classes_share_a_name():
     assert not twice, f"name them apart: {twice}"
 
 
+def test_modules_open_with_a_statement():
+    openings = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in FILES}
+    titles = {str(path.relative_to(PACKAGE)): text.partition("\n\n")[0] for path, text in openings.items()}
+    assert {name: title for name, title in titles.items() if not title or "?" in title or "\n" in title} == {}
+
+
 def test_every_part_has_a_floor():
     parts = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in FILES}
     assert parts <= set(FLOOR_OF), f"give {parts - set(FLOOR_OF)} a floor in DESIGN and here"
@@ -183,7 +189,7 @@ def test_lightning_is_named_where_its_package_is_chosen():
 
 
 def is_private(found: Import) -> bool:
-    """Say whether a name of torch or Lightning is meant to be private: a leading underscore in its path."""
+    """Return whether a name of torch or Lightning is meant to be private: a leading underscore in its path."""
     path = [*found.module.split("."), *found.names]
     return found.of in HEAVY and any(name.startswith("_") and not name.startswith("__") for name in path)
 

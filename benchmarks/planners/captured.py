@@ -1,4 +1,4 @@
-"""Is there always a plan for a captured GPT, whatever was measured of it?
+"""Plans for captured GPTs, whatever was measured of them.
 
     python -m benchmarks.planners captured --depths 12,24 --devices 2,4 --times 20
 

@@ -1,4 +1,4 @@
-"""Does the DAPPLE planner find the plans of DAPPLE's Table 4?
+"""DAPPLE planner against the plans of DAPPLE's Table 4.
 
     python -m benchmarks.planners dapple
     python -m benchmarks.planners dapple --only vgg-19,bert-48 --with auto
@@ -177,7 +177,7 @@ def with_memory(cluster: Cluster, memory: int) -> Cluster:
 
 
 def matches(published: str, found: Ranked) -> bool:
-    """Say whether a plan is of the published kind, two stages with the published replicas but for one."""
+    """Return whether a plan is of the published kind, two stages with the published replicas but for one."""
     wanted, ours = published.split()[0], kind([len(group) for group in found.outline.ranks])
     if ":" not in wanted or ours.count(":") != 1:
         return wanted == ours

@@ -1,4 +1,4 @@
-"""How near does the planner `auto` come to the best plan of all? Random small problems, solved by both.
+"""Planner `auto` against the best plan of all: random small problems, solved by both.
 
     python -m benchmarks.planners exhaustive --problems 500
 

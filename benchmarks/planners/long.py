@@ -1,4 +1,4 @@
-"""Is there a plan for chains of any length, and what do time and memory of planning grow with?
+"""Long chains: whether they get a plan, and what time and memory of planning grow with.
 
     python -m benchmarks.planners long
     python -m benchmarks.planners long --nodes 300,1000 --devices 2,8
@@ -14,10 +14,6 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.planners.speed import MEMORY, PARAMETERS, problem
 from lightning_pipe.planner.registry import propose
@@ -49,12 +45,16 @@ def main(arguments: Sequence[str] = ()) -> None:
     for name, default in (("nodes", NODES), ("devices", DEVICES)):
         parser.add_argument(f"--{name}", type=_numbers, default=default, help="separated by commas")
     asked = parser.parse_args(arguments)
-    table = Table("nodes", "devices", "plan", "step", "planning", "memory", box=box.SIMPLE)
+    _print_row("nodes", "devices", "plan", "step", "planning", "memory")
     for nodes in asked.nodes:
         for devices in asked.devices:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                table.add_row(str(nodes), str(devices), *pool.apply(planned, (nodes, devices)))
-    Console(width=150).print(table)
+                _print_row(str(nodes), str(devices), *pool.apply(planned, (nodes, devices)))
+
+
+def _print_row(nodes: str, devices: str, plan: str, *figures: str) -> None:
+    """Print a row at once: the next one may take a while."""
+    print(f"{nodes:>6} {devices:>7}  {plan:<48}", *(f"{figure:>10}" for figure in figures), flush=True)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

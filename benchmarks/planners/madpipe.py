@@ -1,4 +1,4 @@
-"""How much longer is the period of a pipeline that was cut blind to memory? On published profiles, after MadPipe.
+"""MadPipe against cuts that ignore memory: the periods of pipelines on published profiles.
 
     python -m benchmarks.planners madpipe
 

@@ -1,4 +1,4 @@
-"""Which plans are possible with little memory? A published profile with large layers, with and without recompute.
+"""Plans with little memory: a published profile with large layers, with and without recompute.
 
     python -m benchmarks.planners memory
 
@@ -16,7 +16,7 @@ double it. What that means for numbers of devices:
     2 GB, 20 devices    2 layers at most, with room for two micro-batches; the first stage, with the embedding (0.4 GB
                         of state), has room for one layer, so that 16 devices are too few
     1 GB, 36 devices    one layer each needs 354 MB of state, 177 MB of gradients beside those that are summed, and
-                        606 MB of stash at once even when it is made anew, since a layer is one node here: 1.2 GB. So
+                        606 MB of stash at once even when it is recomputed, since a layer is one node here: 1.2 GB. So
                         no number of devices suffices without cutting layers, and plans say what is missing. Piper
                         counts what is kept between passes only (48 MB of a layer that is recomputed): by that count,
                         printed beside, 36 devices suffice
@@ -49,7 +49,7 @@ LINK = Link(latency_s=5e-6, bytes_per_s=25e9)
 SAMPLES = 32
 SETTINGS = ((8, 8), (4, 8), (2, 20), (2, 36), (1, 36))  # gigabytes, devices
 PLANNERS: dict[str, Callable[[Problem], list[Candidate]]] = {"dapple": dapple, "dawnpiper": dawnpiper}
-REMADE_GB = 0.9  # stash and gradients of one layer, and messages: what is there while a layer is made anew
+REMADE_GB = 0.9  # stash and gradients of one layer, and messages: what is there while a layer is recomputed
 _OUTLINES = 2  # of each planner
 _UNEVEN = 0.05  # of what a stage would save
 
@@ -112,7 +112,7 @@ def kept_bytes(judged: Judged) -> int:
 
 
 def is_falling(shares: Sequence[float]) -> bool:
-    """Say whether no share is larger than the one before, but for what the first stage cannot recompute."""
+    """Return whether no share is larger than the one before, but for what the first stage cannot recompute."""
     return all(b <= a + _UNEVEN for a, b in itertools.pairwise(shares))
 
 

@@ -1,4 +1,4 @@
-"""Does our PipeDream planner find the configurations that the paper prints? On the profiles of its repository.
+"""PipeDream planner against the configurations that the paper prints, on the profiles of its repository.
 
     python -m benchmarks.planners pipedream
 

@@ -1,4 +1,4 @@
-"""Does any planner beat `auto`, crash, or return what does not fit? Random small problems, planned by all.
+"""Planner `auto` against all others on random small problems: beaten, crashed, or a plan that does not fit.
 
     python -m benchmarks.planners rivals --problems 300
 

@@ -1,4 +1,4 @@
-"""How long does planning take, and how does it grow with nodes and devices?
+"""Planning time, and its growth with nodes and devices.
 
     python -m benchmarks.planners speed
 

@@ -1,4 +1,4 @@
-"""How fast are the plans of SPP's planner beside those of PipeDream and DAPPLE? By the simulator, on DAPPLE's profiles.
+"""SPP planner beside those of PipeDream and DAPPLE: simulated times of their plans on DAPPLE's profiles.
 
     python -m benchmarks.planners spp
     python -m benchmarks.planners spp --only vgg-19,bert-48 --on b,c

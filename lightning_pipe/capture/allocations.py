@@ -1,4 +1,4 @@
-"""When does a block of code allocate memory on the host, and when does it release it?
+"""Host memory allocated and released by a block of code, read from torch's profiler.
 
     with Allocations() as seen:
         with span("first"):

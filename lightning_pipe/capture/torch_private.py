@@ -1,4 +1,4 @@
-"""Which private or undocumented parts of torch does this package touch? All of them are named here, and only here.
+"""Private and undocumented names of torch that this package uses. All of them are here, and only here.
 
 `tests/capture/test_torch_private.py` holds one contract per name (checked on torch 2.11 and 2.13):
 
@@ -27,9 +27,11 @@
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
 * `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
-* `autograd._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
+* `grad_mode._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
 * `Tensor._version`: counts how often a tensor was written to.
-* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones.
+* `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones;
+  `torch._C.DisableTorchFunction`: and without modes that answer them.
+* `torch._C._swap_tensor_impl`: give the object of a tensor another tensor to be.
 * `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
 * `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
   hooks on the backward of modules.
@@ -122,9 +124,12 @@ __all__ = [
     "recorded_events",
     "reparametrize",
     "shares_memory_with",
+    "swap_contents",
     "tag_nodes",
     "unchecked_distributions",
     "unguarded",
+    "without_modes",
+    "without_overrides",
     "written_by",
 ]
 
@@ -225,7 +230,7 @@ def checkpoints_replaced(
 
 
 def is_backward(node: torch.fx.Node) -> bool:
-    """Say whether a node of a joint graph belongs to the backward."""
+    """Return whether a node of a joint graph belongs to the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
@@ -277,7 +282,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def has_hooks_on_saved_tensors() -> bool:
-    """Say whether autograd hands what it would keep to somebody, such as a checkpoint around this code."""
+    """Return whether autograd hands what it would keep to somebody, such as a checkpoint around this code."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -285,7 +290,7 @@ _UNDECLARED_WRITES = frozenset({torch.ops.aten.native_batch_norm.default, torch.
 
 
 def has_no_data(tensor: object) -> bool:
-    """Say whether a tensor stands for one while tracing, so that its values cannot be read."""
+    """Return whether a tensor stands for one while tracing, so that its values cannot be read."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not torch.Tensor:
         return True
     return torch._is_functional_tensor(tensor) or _is_wrapped(tensor)
@@ -296,7 +301,7 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_real(value: object) -> bool:
+def is_real(value: Any) -> bool:
     """Return whether a value is a tensor with content of its own while a step is traced: one from outside the step."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or torch._is_functional_tensor(value):
         return False
@@ -310,7 +315,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Let a tensor be written to inside without autograd's noticing; who has saved it must not need its content."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
 
 
 def outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +330,7 @@ def outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor belongs to a trace, and is of no use behind it."""
+    """Return whether a tensor belongs to a trace, and is of no use behind it."""
     return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 
@@ -369,7 +374,7 @@ def unchecked_distributions() -> Iterator[None]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Say whether a module was given to `torch.compile`, by function or by method."""
+    """Return whether a module was given to `torch.compile`, by function or by method."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
@@ -408,6 +413,7 @@ class RecordedEvent(NamedTuple):
 def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedEvent]:
     """Return what a profile has seen, allocations among it, in the order in which it was reported."""
     on_host = torch._C._autograd.DeviceType.CPU
+    results: Any = finished.kineto_results  # whose type knows of no bytes
     return [
         RecordedEvent(
             event.name(),
@@ -415,7 +421,7 @@ def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedE
             event.start_ns() + event.duration_ns(),
             event.nbytes() if event.name() == "[memory]" and event.device_type() == on_host else 0,
         )
-        for event in finished.kineto_results.events()
+        for event in results.events()
     ]
 
 
@@ -500,9 +506,27 @@ def unguarded() -> contextlib.AbstractContextManager[None]:
     return context
 
 
+def without_overrides() -> contextlib.AbstractContextManager[None]:
+    """Let torch treat tensors of all classes as plain ones, whatever function modes there are, inside."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Let torch do what it does without function modes and dispatch modes, inside."""
+    with without_overrides(), _disable_current_modes():
+        yield
+
+
+def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two objects be each other's tensor; their classes and attributes stay."""
+    torch._C._swap_tensor_impl(one, other)
+
+
 def is_profiling() -> bool:
-    """Say whether a profiler runs in this thread."""
-    return torch.autograd._profiler_enabled()
+    """Return whether a profiler runs in this thread."""
+    return torch._C._autograd._profiler_enabled()
 
 
 def version_of(tensor: torch.Tensor) -> int:

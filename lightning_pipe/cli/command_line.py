@@ -1,9 +1,10 @@
-"""How is the command line read, and what becomes of errors? One text on stderr, and exit status 2."""
+"""Parsing of the command line, and its errors: one text on stderr, and exit status 2."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -13,6 +14,7 @@ from rich.table import Table
 
 import lightning_pipe
 from lightning_pipe.cli.commands import run_compare, run_explain, run_plan, run_report, run_simulate
+from lightning_pipe.cli.consolidate import run_consolidate
 from lightning_pipe.cli.max_batch import MaxBatchOptions, run_max_batch
 from lightning_pipe.cli.options import (
     CompareOptions,
@@ -30,6 +32,8 @@ from lightning_pipe.report.table import WIDTH, text_of
 
 NAME = "lightning-pipe"
 _REFUSED = 2  # exit status, as that of argparse
+
+CONSOLIDATE = "consolidate"  # takes paths, which Hydra's grammar would not read
 
 COMMANDS: dict[str, tuple[type[Dataclass], Any]] = {
     "plan": (PlanOptions, run_plan),
@@ -49,16 +53,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command and overrides; by default those of the process.
     """
     found = _parser().parse_args(arguments)
-    kind, run = COMMANDS[found.command]
     console = Console(highlight=False, markup=False, soft_wrap=True)
     width = console.width if console.is_terminal else WIDTH
     try:
-        for text in run(read_options(kind, found.overrides), width):
+        for text in _texts(found, width):
             console.print(text, end="\n\n")
     except PipeError as error:
         Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"{NAME} {found.command}: {error}")
         return _REFUSED
     return 0
+
+
+def _texts(found: argparse.Namespace, width: int) -> Iterator[str]:
+    """Run a command, and yield what is to be printed."""
+    if found.command == CONSOLIDATE:
+        yield from run_consolidate(Path(found.directory), Path(found.out))
+        return
+    kind, run = COMMANDS[found.command]
+    yield from run(read_options(kind, found.overrides), width)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("overrides", nargs="*", metavar="key=value", help="options, in Hydra's grammar")
+    meaning = "Make the plain file of a checkpoint that was saved as a directory, with the memory of one tensor."
+    command = commands.add_parser(CONSOLIDATE, help=meaning, description=meaning)
+    command.add_argument("directory", help="which save_distributed_checkpoint=True has written")
+    command.add_argument("out", help="the file to write")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What do the commands do? Each plans or judges, and returns what is to be printed, piece by piece."""
+"""Commands of the command line. Each plans or evaluates, and returns its output piece by piece."""
 
 from __future__ import annotations
 

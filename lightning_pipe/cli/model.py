@@ -1,4 +1,4 @@
-"""How does a model that is named on the command line become a graph with costs? It is built, given a batch, captured.
+"""Models named on the command line: built, given a batch, and captured as a graph with costs.
 
 The model is built on the meta device, so that one that is larger than this machine can be planned. A model that needs
 values to be built, or whose step reads them, is built with real parameters instead, which is said.
@@ -152,5 +152,5 @@ def _called(function: Callable[..., Any], name: str, **arguments: Any) -> Any:
 
 
 def _is_of_user(file: str) -> bool:
-    """Say whether a file of a traceback is neither Python's own nor that of an installed package."""
+    """Return whether a file of a traceback is neither Python's own nor that of an installed package."""
     return not file.startswith("<") and not {"site-packages", "importlib"} & set(Path(file).parts)

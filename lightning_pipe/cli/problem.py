@@ -1,4 +1,4 @@
-"""What is a planner asked on the command line? A published profile or a captured model, on devices that may not exist.
+"""Planning problem of the command line: a profile or captured model, on devices that may not exist.
 
 With post_validation it is supposed that gradients are clipped by norm, so that ranks keep what takes a step back.
 

@@ -1,4 +1,4 @@
-"""How is a program given up in the middle, by all ranks together? Up to where it may be, and what must still be posted.
+"""Abort of a program on all ranks together: how far each rank may be, and which messages are still due.
 
 A rank that ran ahead learns before its first backward whether the step before was right (`runtime.ahead`). If it was
 not, every rank stops there. Some messages are then posted by one end only: forwards that the receiver has not asked

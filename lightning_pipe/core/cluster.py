@@ -1,4 +1,4 @@
-"""Which devices are there, and how fast do they reach each other?
+"""Cluster: devices, hosts and the links between them.
 
 Ranks are numbered host by host, in the order of the file. A host's devices reach each other over `inside`; hosts reach
 each other over their network cards, which all devices of a host share.

@@ -1,4 +1,4 @@
-"""How is a cluster written down by people? As YAML with units; what is saved is read back equal.
+"""Cluster files: YAML with units, written by people; what is saved is read back equal.
 
 hosts:
 - name: server

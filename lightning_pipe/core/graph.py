@@ -1,4 +1,4 @@
-"""What does a planner know about a captured step? Its forward nodes in order, with costs, bytes and parameters.
+"""Graph of a captured step as planners see it: forward nodes in order, with costs, bytes and parameters.
 
 The backward of a node belongs to the stage of the node, so planners cut the forward order only: a cut at position k
 puts nodes 0..k-1 before and k.. after. `Node` is what people see and cuts name; `Operation` and `Tensor` are what costs

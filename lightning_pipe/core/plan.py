@@ -1,4 +1,4 @@
-"""What does a planner decide? The plan: stages, ranks, micro-batches, schedule, and what becomes of saved tensors.
+"""Plan: stages, ranks, micro-batches, schedule, and what becomes of saved tensors.
 
 A plan is a small YAML file (`core.serial`): printed, saved, edited, reused. A stage begins `at` a forward node of the
 captured graph (`addmm_7`) or at the first node of a module (`model.blocks.3`); both are resolved against the graph by
@@ -28,7 +28,7 @@ class StagePlan:
         share: `samples`: replicas take slices of every micro-batch (after DAPPLE); `microbatches`: they take whole
             micro-batches in turn, which keeps batch statistics those of the micro-batch.
         weights: proportions in which replicas share the samples of a micro-batch, one integer each; () in equal parts.
-        recompute: places whose saved tensors F drops and the backward makes anew, just before it reads them.
+        recompute: places whose saved tensors F drops and the backward recomputes, just before it reads them.
         offload: places whose saved tensors are copied to the host's memory after F, and back before the backward.
     """
 
@@ -56,7 +56,7 @@ class Plan:
         options: options of the schedule, for example `{"warmup": "pb"}`.
         graph: fingerprint of the graph it was made for; "" in a hand-written plan fits any graph.
         order: computes of every rank in their order, such as "0F0 0F1 0B0", where they were decided with the plan; ()
-            where the schedule decides them anew. Batches with fewer micro-batches leave out those they do not have.
+            where the schedule decides them again. Batches with fewer micro-batches leave out those they do not have.
         shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them
             (`core.sharding`).
         ignore_checkpoints: whether what `torch.utils.checkpoint` in the module would not keep is kept, unless a stage

@@ -1,4 +1,4 @@
-"""What must a cost model be able to answer so that a program can be priced?
+"""Prices protocol: what a cost model answers so that a program can be priced.
 
 A protocol, so that `schedule` and `simulator` do not know `cost`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
+from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import AnyCompute, Message, Pass, Program
 
 
@@ -61,8 +62,20 @@ class Prices(Protocol):
         """Return the part of the saved bytes that is on the host from the end of `Evict` to the start of `Fetch`."""
         ...
 
-    def swap_s(self, stage: int, rank: int, samples: int) -> float:
-        """Return the seconds of copying what a stage offloads of a micro-batch to the host, or back."""
+    def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
+        """Return the seconds of own work that occupies something.
+
+        Raises:
+            PlanError: if it has no price.
+        """
+        ...
+
+    def own_work_bytes(self, work: OwnWork, rank: int, samples: int) -> int:
+        """Return the bytes that own work holds, or gives up.
+
+        Raises:
+            PlanError: if it has no price.
+        """
         ...
 
     def kept_bytes(self, stage: int, samples: int) -> int:

@@ -1,4 +1,4 @@
-"""How long does every operation take on one kind of device, with what memory, and what does an optimizer step cost?
+"""Profile: seconds and memory of every operation on one kind of device, and the cost of an optimizer step.
 
 A profile belongs to one graph (`Graph.operations`, same order) and one kind of device. Seconds and bytes are measured
 for few numbers of samples and read between them along straight lines, so slices of replicas and any number of

@@ -1,4 +1,4 @@
-"""What can a rank be told to do, and what is a program?
+"""Program: one list of instructions per rank, and the instructions there are.
 
 A program is one list of instructions per rank. An instruction is a frozen dataclass with only the fields it has; its
 `str()` is the notation of torch.distributed.pipelining (`2F0`, `1SEND_F3`) where that exists, and
@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+from lightning_pipe.core.effects import Effects, OwnWork, own_work
 
 Pass = Literal["F", "B"]
 ComputeKind = Literal["F", "B", "I", "W"]
@@ -36,8 +38,35 @@ class Samples:
         return f"[{self.start}:{self.stop}]"
 
 
+class AnyCompute:
+    """A compute: one pass of one stage, on one micro-batch or on several at once."""
+
+    if TYPE_CHECKING:  # fields of some computes, properties of others
+
+        @property
+        def stage(self) -> int:
+            """Return its stage."""
+
+        @property
+        def kind(self) -> ComputeKind:
+            """Return the pass, or the half of one, that it runs."""
+
+        @property
+        def direction(self) -> Pass | None:
+            """Return the direction of the messages that it waits for and makes; W has none."""
+
+        @property
+        def microbatches(self) -> tuple[int, ...]:
+            """Return the micro-batches that it runs, in their order."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Return whether it runs several micro-batches at once."""
+        return len(self.microbatches) > 1
+
+
 @dataclass(frozen=True, order=True)
-class Compute:
+class Compute(AnyCompute):
     """Run one pass of one stage on one micro-batch: F, I (input half of the backward), W (weight half), or B (both).
 
     F needs the stage's loaded or received values; I needs F and the received gradients; W needs I. B = I then W with
@@ -69,7 +98,7 @@ class Compute:
 
 
 @dataclass(frozen=True, order=True)
-class Joined:
+class Joined(AnyCompute):
     """Run the weight halves of several micro-batches of one stage as one W, on all their samples in this order.
 
     Counts as the W of each of them. Only programs hold it, of stages that `Traffic.joinable` lists; orders do not.
@@ -92,15 +121,19 @@ class Joined:
         return f"{self.stage}W{'+'.join(map(str, self.microbatches))}"
 
 
+@own_work
 @dataclass(frozen=True, order=True)
-class Load:
+class Load(OwnWork):
     """Take this rank's samples of one micro-batch from the batch. Paired with the F of the same stage."""
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}LOAD{self.microbatch}"
+    code: ClassVar[str] = "LOAD"
+    effects: ClassVar[Effects] = Effects(
+        law="inputs",
+        before=("F",),
+        stages=lambda program: program.traffic.loads,
+        demand="loads no such samples",
+        verb="loaded",
+    )
 
 
 @dataclass(frozen=True, order=True)
@@ -160,44 +193,68 @@ class Step:
         return "STEP"
 
 
+@own_work
 @dataclass(frozen=True, order=True)
-class Free:
+class Free(OwnWork):
     """Drop everything that the stage still holds of one micro-batch (a send in flight keeps its own buffer)."""
 
-    stage: int
-    microbatch: int
+    code: ClassVar[str] = "FREE"
+    effects: ClassVar[Effects] = Effects(
+        law="free",
+        ends=True,
+        stages=lambda program: range(len(program.layout.stages)),
+        demand="never held it",
+        verb="freed",
+    )
 
-    def __str__(self) -> str:
-        return f"{self.stage}FREE{self.microbatch}"
+
+def _offloading(program: Program) -> tuple[int, ...]:
+    return program.traffic.offloads if program.training else ()
 
 
+@own_work
 @dataclass(frozen=True, order=True)
-class Evict:
+class Evict(OwnWork):
     """Start copying what the stage offloads of one micro-batch to the host's memory; device memory is free afterwards.
 
     Does not block. Comes after F, and is paired with the `Fetch` of the same stage and micro-batch.
     """
 
-    stage: int
-    microbatch: int
+    code: ClassVar[str] = "EVICT"
+    effects: ClassVar[Effects] = Effects(
+        law="offload",
+        after=("F",),
+        resource="out",
+        bytes=-1,
+        stages=_offloading,
+        demand="offloads no such samples",
+        verb="evicted",
+        label="copy to the host",
+        colour="#0072B2",
+    )
 
-    def __str__(self) -> str:
-        return f"{self.stage}EVICT{self.microbatch}"
 
-
+@own_work
 @dataclass(frozen=True, order=True)
-class Fetch:
+class Fetch(OwnWork):
     """Start copying back what `Evict` took away; does not block, but I of the same micro-batch waits for its end."""
 
-    stage: int
-    microbatch: int
+    code: ClassVar[str] = "FETCH"
+    effects: ClassVar[Effects] = Effects(
+        law="offload",
+        after=("EVICT",),
+        before=("I",),
+        resource="back",
+        bytes=1,
+        stages=_offloading,
+        demand="offloads no such samples",
+        verb="fetched",
+        label="copy back",
+        colour="#F0E442",
+    )
 
-    def __str__(self) -> str:
-        return f"{self.stage}FETCH{self.microbatch}"
 
-
-AnyCompute: TypeAlias = Compute | Joined
-Instruction: TypeAlias = Compute | Joined | Load | Send | Recv | Reduce | Step | Free | Evict | Fetch
+Instruction: TypeAlias = AnyCompute | Send | Recv | Reduce | Step | OwnWork
 Order: TypeAlias = tuple[tuple[Compute, ...], ...]  # computes per rank
 
 

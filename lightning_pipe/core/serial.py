@@ -1,4 +1,4 @@
-"""How do frozen dataclasses become YAML and JSON, and back? By their types; every mistake is named by its path.
+"""Serialization of frozen dataclasses to YAML and JSON and back, by type; errors name the path of the mistake.
 
 Fields may be int, float, str, bool, None, Literal, unions of these, tuples, frozen sets, mappings with string keys, and
 other dataclasses. Tuples and sets are lists in the file. Keys with a default may be left out; unknown keys are errors.

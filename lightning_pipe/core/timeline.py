@@ -1,4 +1,4 @@
-"""When did (or will) each instruction run? One type for simulated and recorded runs.
+"""Timeline: when each instruction ran or will run. One type for simulated and recorded runs.
 
 `Timeline` times are seconds from a common zero. Bubble is defined once, here: idle time of a rank within its own span
 (start of its first compute to end of its last), as a share of that span. Makespan is measured with the flush: from the

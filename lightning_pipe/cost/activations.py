@@ -1,14 +1,14 @@
-"""What becomes of a stage that does not keep all that it could save? Recompute: less is saved, I runs more.
+"""Activation policies of a stage and their costs: with recompute, less is saved and I runs more.
 
     recompute   F drops a memory after its last use; I runs the forward operations again that make it, just before the
                 first backward operation that reads it (as AOTAutograd's partitioners place recomputed operations)
     offload     what F saves leaves the device until I; work and saved bytes stay as they are (`core.prices`)
 
 Running again goes back to what is there: what the stage keeps, what arrived for F (which then is kept for that), and
-state. What nobody saved on the way is made anew too. Random operations draw by key, so they give what they gave. Not to
-be made anew, so kept whatever is asked: what arrives from elsewhere, and what needs state that the step overwrites.
+state. What nobody saved on the way is recomputed too. Random operations draw by key, so they give what they gave. Never
+recomputed, so kept whatever is asked: what arrives from elsewhere, and what needs state that the step overwrites.
 
-Operations of W that read what is made anew run in I, in the order of the joint graph, with what they need, so that it
+Operations of W that read what is recomputed run in I, in the order of the joint graph, with what they need, so that it
 does not pile up until W. Those go along that then would be the only ones for which something waits: what reads nothing
 but what these read or make, while nothing that stays in W reads it (the gradient of a bias beside that of its weight,
 the transposition of that). All others stay in W.
@@ -33,7 +33,7 @@ class Reliefs:
     """What a stage does not keep on its device.
 
     Attributes:
-        recomputed: saved memories that F drops and I makes anew.
+        recomputed: saved memories that F drops and I recomputes.
         offloaded: saved memories that are on the host between F and I.
     """
 
@@ -107,7 +107,7 @@ def relieved(tables: GraphArrays, work: StageWork, reliefs: Reliefs) -> StageWor
 
 
 class Memories:
-    """In which memory lie the tensors of a stage, and which of what it saves can be made anew?
+    """In which memory lie the tensors of a stage, and which of what it saves can be recomputed?
 
     Args:
         graph: with its operations and tensors.
@@ -136,17 +136,17 @@ class Memories:
         return self._memory.get(tensor, tensor)
 
     def is_state(self, memory: int) -> bool:
-        """Say whether a memory is that of a parameter, a buffer or a constant, which nobody needs to hold."""
+        """Return whether a memory is that of a parameter, a buffer or a constant, which nobody needs to hold."""
         return self.graph.tensors[memory].of_state and memory in self._memory
 
     def is_repeated(self, tensor: int) -> bool:
-        """Say whether every half that reads a tensor makes it for itself."""
+        """Return whether every half that reads a tensor makes it for itself."""
         maker = self.graph.tensors[tensor].maker
         return maker >= 0 and self.graph.operations[maker].phase == "repeated"
 
     @cached_property
     def remakeable(self) -> frozenset[int]:
-        """Return the saved memories of which everything that F makes in them can be made anew."""
+        """Return the saved memories of which everything that F makes in them can be recomputed."""
         tensors, unsound = self.graph.tensors, self.forward - self._sound()
         lost = {memory for t, memory in self._memory.items() if tensors[t].maker in unsound}
         made = (m for m in self.work.saved if tensors[m].maker in self.forward)
@@ -166,7 +166,7 @@ class Memories:
 
 
 class _Relieved:
-    """One stage that drops some memories, all of which can be made anew."""
+    """One stage that drops some memories, all of which can be recomputed."""
 
     def __init__(self, tables: GraphArrays, memories: Memories, dropped: frozenset[int]) -> None:
         self._tables, self._memories, self._dropped = tables, memories, dropped
@@ -269,7 +269,7 @@ class _Relieved:
         return self._memories.of(tensor) in self._there
 
     def _forward_outputs(self) -> tuple[int, ...]:
-        """Return what F makes and leaves: what was left, without what nobody needs but I, which makes it anew."""
+        """Return what F makes and leaves: what was left, without what nobody needs but I, which recomputes it."""
         own = self._memories.own
         left = (
             t

@@ -1,4 +1,4 @@
-"""How long do messages and sums of gradients take on a cluster?
+"""Communication time of messages and gradient sums on a cluster.
 
 Message of b bytes over a link:
 

@@ -1,4 +1,4 @@
-"""How long would every operation take on a device that is not here? A profile without measurement.
+"""Analytic profile: seconds per operation on a device that is not here, counted instead of measured.
 
     seconds = start of an operation + flops / rate of their type of numbers + bytes touched / memory bandwidth
 

@@ -1,4 +1,4 @@
-"""How many bytes does a stage hold, and how many does a compute need beside them?
+"""Memory of a stage: the bytes that it holds, and those that a compute needs besides.
 
 The code of a half frees every value after its last use; what is given to it stays until it ends. So, with the memory
 of a view counted once, under its base:

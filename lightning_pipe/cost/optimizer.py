@@ -1,4 +1,4 @@
-"""How long does the optimizer step of a rank take, and how big is its state?
+"""Optimizer step of a rank: its seconds, and the size of its state.
 
     seconds = (fixed + bytes x seconds per byte + tensors x seconds per tensor) / speed of the device
     state   = bytes x held bytes per byte

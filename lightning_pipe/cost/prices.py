@@ -1,4 +1,4 @@
-"""What do the parts of a program cost on a cluster? One object that answers for one cut and one layout.
+"""Prices of the parts of a program on a cluster: one object for one cut and one layout.
 
     prices = price(graph, cuts, layout, profile=profile, cluster=cluster)
     simulate(program, prices)
@@ -7,7 +7,7 @@
     transfer    `cost.comm`: the flows of one exchange share network cards
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
     step        `cost.optimizer`; where holders share optimizer state, of what a rank steps, then `cost.comm`
-    swap        the link between a device and its host, both directions at once and beside all else
+    own work    `cost.own_work`; copies by the link between a device and its host, beside all else
     joined W    as W on the samples of all its micro-batches: one call, and the profiled seconds at (or beyond) them
     bytes       `cost.memory`; every rank holds all buffers
 
@@ -28,14 +28,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import AnyCompute, ComputeKind, Joined, Layout, Message, Pass, Program, Traffic
+from lightning_pipe.core.program import AnyCompute, ComputeKind, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.core.sharding import gather_bytes, owners
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Live, MemoryModel, StageMemory, StateBytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
+from lightning_pipe.cost.own_work import own_work_bytes, own_work_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.errors import PlanError
 
@@ -279,10 +281,18 @@ class PlanPrices:
         """Return the part of the saved bytes that leaves the device between F and I."""
         return self._offloaded[stage](samples)
 
-    def swap_s(self, stage: int, rank: int, samples: int) -> float:
-        """Return the seconds of copying what a stage offloads of a micro-batch to the host, or back."""
-        host = self._cluster.hosts[self._cluster.host_of(rank)]
-        return host.swap.seconds(self.offloaded_bytes(stage, samples))
+    @property
+    def cluster(self) -> Cluster:
+        """Return the devices and links."""
+        return self._cluster
+
+    def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
+        """Return the seconds of own work (`cost.own_work`)."""
+        return own_work_s(self, work, rank, samples)
+
+    def own_work_bytes(self, work: OwnWork, rank: int, samples: int) -> int:
+        """Return the bytes that own work holds, or gives up (`cost.own_work`)."""
+        return own_work_bytes(self, work, rank, samples)
 
     def kept_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes that a stage keeps from I to W, without results."""
@@ -294,25 +304,24 @@ class PlanPrices:
 
     def workspace_bytes(self, compute: AnyCompute, samples: int) -> int:
         """Return the most bytes that a compute needs beyond what its stages keep while it runs."""
-        is_joined = isinstance(compute, Joined)
-        key = (compute.stage, compute.kind, samples, is_joined)
+        key = (compute.stage, compute.kind, samples, compute.is_joined)
         if key not in self._workspace:
             self._workspace[key] = self._needed(compute, samples)
         return self._workspace[key]
 
     def _needed(self, compute: AnyCompute, samples: int) -> int:
         memory = self.memory(compute.stage)
-        if not isinstance(compute, Joined):
+        if not compute.is_joined:
             return memory.workspace(compute.kind, samples)
         return self._joined(compute, samples, memory.live[2])
 
-    def _joined(self, joined: Joined, samples: int, weight_grad: Live) -> int:
+    def _joined(self, joined: AnyCompute, samples: int, weight_grad: Live) -> int:
         return max(0, self._pricer.memory.joined(self.works[joined.stage], weight_grad).peak(samples))
 
     def gradient_bytes(self, compute: AnyCompute, samples: int) -> int:
         """Return the part of the workspace that the first compute of a batch does not need."""
         memory = self.memory(compute.stage)
-        if not isinstance(compute, Joined):
+        if not compute.is_joined:
             return memory.gradient_bytes(compute.kind, samples)
         return self.workspace_bytes(compute, samples) - self._joined(compute, samples, memory.first[1])
 

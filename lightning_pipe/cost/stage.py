@@ -1,4 +1,4 @@
-"""What does a cut of a graph make of its operations and tensors? Halves, messages, buckets, and what is held for whom.
+"""Stage costs of a cut: operations of each half, messages, gradient buckets, and tensors held.
 
 The same question as `capture.stages.split`, answered from `Graph.operations` without torch, for many cuts quickly:
 
@@ -184,7 +184,7 @@ class _Cut:
     def _memories(self) -> Numbers:
         """Return the tensor whose memory a tensor uses in its own stage: its furthest base there.
 
-        The furthest base may have come from elsewhere. A repeated base is made anew where its view is made.
+        The furthest base may have come from elsewhere. A repeated base is recomputed where its view is made.
         """
         base, home = self._tables.base, self._home
         has_base = base >= 0
@@ -344,7 +344,7 @@ class _Cut:
         return found
 
     def _is_state(self, memory: Numbers, stage: Numbers) -> Mask:
-        """Say whether the memory behind tensors of these stages is that of a parameter, a buffer or a constant."""
+        """Return whether the memory behind tensors of these stages is that of a parameter, a buffer or a constant."""
         home = self._home[memory]
         is_state: Mask = self._tables.of_state[memory] & ((home == stage) | (home == _NOWHERE))
         return is_state

@@ -1,4 +1,4 @@
-"""Where is kept what was measured of calls, and for what does it hold?
+"""Cache of measured timings, and the keys under which they stay valid.
 
 One JSON file for every kind of device and version of torch, in a directory that the caller names:
 
@@ -90,7 +90,7 @@ def load_timings(directory: Path, device: torch.device) -> dict[str, Timing]:
     except FileNotFoundError:
         return {}
     except _UNREADABLE as error:
-        log.warning("%s with measured times cannot be read (%r); it will be written anew.", path, error)
+        log.warning("%s with measured times cannot be read (%r); the file will be rebuilt.", path, error)
         return {}
 
 

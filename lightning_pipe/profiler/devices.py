@@ -1,4 +1,4 @@
-"""What are the devices of the ranks, and which cluster do they and the measured links make?
+"""Devices of the ranks, and the cluster that they and the measured links make.
 
     facts = every rank's describe_device(...), by rank
     measured = probe_links(transport, hosts=hosts_of(facts), ...)
@@ -67,7 +67,7 @@ def describe_device(device: torch.device, *, host: str) -> DeviceFacts:
     """
     benchmark_s = benchmark(device)
     if device.type != "cuda":
-        return DeviceFacts(host, device_kind(device), "host", _available_bytes(), benchmark_s)
+        return DeviceFacts(host, device_kind(device), "host", available_bytes(), benchmark_s)
     properties = torch.cuda.get_device_properties(device)
     free, _ = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
@@ -205,7 +205,7 @@ def _slowest(swaps: Iterable[Link]) -> Link:
 
 
 def _differs(pair: PairLink, cluster: Cluster) -> bool:
-    """Say whether a message over a measured pair takes another time than the hosts say."""
+    """Return whether a message over a measured pair takes another time than the hosts say."""
     expected_s = cluster.link(pair.sender, pair.receiver).seconds(_TYPICAL_BYTES)
     return abs(pair.link.seconds(_TYPICAL_BYTES) / expected_s - 1) > NOISE
 
@@ -226,7 +226,7 @@ def _cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return the memory that programs can still get on this host, or in this container."""
     info = Path("/proc/meminfo")
     lines = info.read_text(encoding="ascii").splitlines() if info.is_file() else []

@@ -1,4 +1,4 @@
-"""What does a step of the user's optimizer cost? Measured on another one of its kind, over parameters made up for it.
+"""Optimizer step profile, measured on another optimizer of the same kind over made-up parameters.
 
     seconds of a step = fixed_s + seconds_per_tensor * parameters + seconds_per_byte * their bytes
 

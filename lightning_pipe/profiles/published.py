@@ -1,4 +1,4 @@
-"""How does a published profile of layers become a graph and a profile, as if its model had been captured?
+"""Published layer profiles read as a graph and a profile, as if their model had been captured.
 
     graph, profile = load_published("bert-48-pbs-2.txt")
     judge(plan, Problem(graph, profile, cluster, samples=64))

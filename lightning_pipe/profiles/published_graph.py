@@ -1,4 +1,4 @@
-"""What graph and profile would a capture have made of published layers?
+"""Graph and profile of published layers, as a capture would have made them.
 
 Every layer is one node with two operations, forward and backward; backward makes the gradients of its inputs and of its
 parameters at once. So a stage has no weight half (W) except where no gradient leaves it, as in the first.
@@ -169,5 +169,5 @@ def _parameters(layer: Layer) -> tuple[str, ...]:
 
 
 def _is_module(layer: Layer) -> bool:
-    """Say whether the description can stand for a module in a plan: a word that is not the name already."""
+    """Return whether the description can stand for a module in a plan: a word that is not the name already."""
     return layer.description != layer.name and re.fullmatch(r"[\w-]+", layer.description) is not None

@@ -1,4 +1,4 @@
-"""What do published profiles have in common? Layers with times and bytes, and who reads whose output.
+"""Layers of published profiles: their times and bytes, and who reads whose output.
 
 The readers of file formats make `Layers`; `published_graph` makes a graph of them. Indices of layers are positions
 in `Layers.layers`.
@@ -47,7 +47,7 @@ class Layer:
 
     @property
     def works_backward(self) -> bool:
-        """Say whether it has parameters or takes time in backward; a first layer that does not is an input."""
+        """Return whether it has parameters or takes time in backward; a first layer that does not is an input."""
         return self.parameter_bytes > 0 or self.backward_s > 0
 
 
@@ -75,7 +75,7 @@ class Layers:
 
     @property
     def differentiated(self) -> tuple[bool, ...]:
-        """Say for every layer whether its outputs have a gradient.
+        """Return for every layer whether its outputs have a gradient.
 
         They have one where the layer, or one that it depends on, has parameters or takes time in backward: as autograd
         decides it, so that no gradient flows to inputs and masks.

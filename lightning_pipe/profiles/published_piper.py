@@ -1,4 +1,4 @@
-"""How are the profiles of Piper (Tarnawski et al., NeurIPS 2021) written down? As JSON, with variants of every layer.
+"""Piper profiles (Tarnawski et al., NeurIPS 2021): JSON, with variants of every layer.
 
     {"nodes": [{"id": 0, "name": "Embedding", "TMPCs": {"1": [{"id": "vanilla", "timePerSample": 0.001,
       "parameterSize": 8, "memoryUsageA": 64, "memoryUsageB": 16, ...}, {"id": "activation recomp", ...}], "2": ...}}],
@@ -38,7 +38,7 @@ _DECIMALS = 9  # more than files state, so that beyond is what a subtraction has
 
 
 def is_piper(content: object) -> bool:
-    """Say whether the content of a JSON file looks like such a profile."""
+    """Return whether the content of a JSON file looks like such a profile."""
     return isinstance(content, dict) and "nodes" in content and "edges" in content
 
 

@@ -1,4 +1,4 @@
-"""How are the profiles of PipeDream and DAPPLE written down? As text, a line for every layer and every edge.
+"""PipeDream and DAPPLE profiles: text, with a line for every layer and every edge.
 
     node4 -- Conv -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=8.0
     <tab>node4 -- node5
@@ -48,12 +48,12 @@ class _Entry:
 
     @property
     def is_input(self) -> bool:
-        """Say whether it is described as a field of the batch."""
+        """Return whether it is described as a field of the batch."""
         return self.description.lower().startswith("input")
 
 
 def is_graph_text(text: str) -> bool:
-    """Say whether a text looks like such a profile."""
+    """Return whether a text looks like such a profile."""
     return any(f"{field}=" in text for field in _FIELDS)
 
 

@@ -1,4 +1,4 @@
-"""Where does the time of a rank go? Every moment of a step is computing, waiting for something, or the step itself.
+"""Account of a rank's time: every moment is computing, waiting for something, or the step itself.
 
 Before a compute a rank may stand still, since its compute before (or since the step began):
 
@@ -29,7 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_pipe.core.program import AnyCompute, Compute, ComputeKind, Fetch, Message, Pass, Recv, Step
+from lightning_pipe.core.effects import OwnWork, effects_of
+from lightning_pipe.core.program import AnyCompute, Compute, ComputeKind, Message, Pass, Recv, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.units import format_seconds, format_share
 
@@ -178,7 +179,7 @@ class _Messages:
                 case Recv(message, _):
                     use = (event.rank, message.target, message.direction, message.microbatch)
                     self._received[use].append(event)
-                case Fetch(stage, microbatch):
+                case OwnWork(stage, microbatch) as work if "I" in effects_of(work).before:
                     self._fetched[event.rank, stage, microbatch] = event.end
                 case _:
                     pass
@@ -199,12 +200,12 @@ class _Messages:
         """Return when what a compute needs from the host was back; minus infinity if it needs nothing from there."""
         if compute.direction != "B":
             return -math.inf
-        return self._fetched.get((rank, compute.stage, compute.microbatch), -math.inf)
+        return self._fetched.get((rank, compute.stage, compute.microbatches[0]), -math.inf)
 
     def _needed_by(self, compute: AnyCompute, rank: int) -> list[Event]:
         if compute.direction is None:
             return []
-        return self._received.get((rank, compute.stage, compute.direction, compute.microbatch), [])
+        return self._received.get((rank, compute.stage, compute.direction, compute.microbatches[0]), [])
 
     def made_at(self, receive: Event) -> float:
         """Return when the compute that made a message ended; a message of a rank without events was made on arrival."""

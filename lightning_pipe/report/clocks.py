@@ -1,4 +1,4 @@
-"""By how much do the clocks of hosts differ? Read off the messages and sums that the ranks recorded.
+"""Clock offsets between hosts, read off the messages and sums that the ranks recorded.
 
 A message cannot arrive before it was sent. Between the clocks of two hosts a and b, with d(a>b) the least "arrival on
 b's clock minus sending on a's clock" over all their messages:

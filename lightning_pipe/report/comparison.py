@@ -1,4 +1,4 @@
-"""How well was a step predicted? Every quantity of the simulated timeline beside that of the recorded ones.
+"""Comparison of prediction and measurement: quantities of the simulated and the recorded timelines.
 
 Quantities are those of `report.account`, in seconds per step, by the same definitions on both sides; of several
 recorded steps the (lower) median is taken, each quantity for itself (so medians need not add up). Seconds and bubble of

@@ -1,4 +1,4 @@
-"""Was the step as long as predicted, and if not, where? A table, and a sentence that names the largest difference."""
+"""Comparison table: step time as predicted and measured, and a sentence on the largest difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why this plan? What it gains and costs against one device, data parallel training and other plans, in plain words.
+"""Explanation of a plan in plain words: gains and costs against one device, data parallel and other plans.
 
 All times are predictions of the same judge, so only their ratios are worth a sentence. The text is as ready to advise
 against a pipeline as for it.
@@ -144,7 +144,7 @@ def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
 
 
 def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterator[str]:
-    """Say what more or fewer micro-batches would do: the next larger and the next smaller number that was judged."""
+    """Yield sentences on the next smaller and the next larger number of micro-batches that was evaluated."""
     ordered = sorted(variants, key=lambda variant: variant.microbatches)
     fewer = [variant for variant in ordered if variant.microbatches < plan.microbatches][-1:]
     more = [variant for variant in ordered if variant.microbatches > plan.microbatches][:1]
@@ -160,7 +160,7 @@ def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterato
 
 
 def _losses(timeline: Timeline) -> Iterator[str]:
-    """Say on what the ranks spend their time, and which of them computes longest."""
+    """Yield sentences on what the ranks spend their time on, and on which of them computes longest."""
     found = accounts(timeline)
     shares = _shares(found)
     parts = [f"{format_share(share, 0)} {what}" for what, share in shares if share >= NOTICEABLE]

@@ -55,7 +55,7 @@ function timeline() {
   place.append(make("h2", {}, "Timeline"), ...data.runs.map(run => make("div", { class: "note" }, run.heading)), tools);
   place.append(make("div", { class: "canvas" }, canvas, tip));
   const used = new Set(data.runs.flatMap(run => run.bars.map(bar => bar[1])));
-  const names = { ...data.meanings, sum: "sum of gradients", step: "optimizer step", out: "copy to the host", back: "copy back" };
+  const names = { ...data.meanings, sum: "sum of gradients", step: "optimizer step", ...data.own_work };
   place.append(legend([...Object.keys(names).filter(kind => used.has(kind)).map(kind => [data.meanings[kind] ? `${kind}  ${names[kind]}` : names[kind], data.colours[kind]]), ["message on its way", data.colours.message]]));
   if (data.left_out) place.append(make("p", { class: "note" }, `${data.left_out} more ranks are not drawn.`));
 
@@ -103,7 +103,7 @@ function timeline() {
       };
       for (const [rank, , start, long, text] of run.messages) paint(rank, start, long, top(rank) + LANE - 4, 2.5, data.colours.message, "", text);
       for (const [rank, kind, start, long, both] of run.bars) {
-        const cut = both.indexOf("|"), thin = { sum: 3, out: 0, back: 0 }[kind] !== undefined;
+        const cut = both.indexOf("|"), thin = data.thin.includes(kind);
         pen.globalAlpha = run.name === "predicted" && data.runs.length > 1 ? 0.75 : 1;
         paint(rank, start, long, thin ? top(rank) + (kind === "sum" ? LANE - 7 : 2) : top(rank) + 3, thin ? 3 : LANE - 8, data.colours[kind], both.slice(0, cut), both.slice(cut + 1));
         pen.globalAlpha = 1;

@@ -17,12 +17,13 @@ from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
-from lightning_pipe.core.program import AnyCompute, Evict, Fetch, Instruction, Reduce, Step
+from lightning_pipe.core.effects import OWN_WORK, OwnWork, effects_of
+from lightning_pipe.core.program import AnyCompute, Instruction, Reduce, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report.account import flights, mean_bubble, mean_computing, run_facts, step_interval, step_seconds
 from lightning_pipe.report.comparison import Comparison
 from lightning_pipe.report.comparison_table import verdict
-from lightning_pipe.report.plot import COLOURS, EVICT, FETCH, MEANINGS, MESSAGE, REDUCE, STEP
+from lightning_pipe.report.plot import COLOURS, MEANINGS, MESSAGE, REDUCE, STEP
 from lightning_pipe.report.trace import Curve
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 
@@ -167,12 +168,21 @@ def _data(page: Page) -> dict[str, Any]:
     ranks = _drawn_ranks([run for _, run in runs if run is not None])
     everyone = sorted({rank for _, run in runs if run is not None for rank in run.ranks})
     names = page.ranks or {}
+    drawn = {code: kind.effects for code, kind in OWN_WORK.items() if kind.effects.label}
     return {
         "runs": [_run(name, run, ranks) for name, run in runs if run is not None],
         "ranks": [names.get(rank, str(rank)) for rank in ranks],
         "left_out": len(everyone) - len(ranks),
-        "colours": {**COLOURS, "sum": REDUCE, "step": STEP, "out": EVICT, "back": FETCH, "message": MESSAGE},
+        "colours": {
+            **COLOURS,
+            "sum": REDUCE,
+            "step": STEP,
+            **{code.lower(): effects.colour for code, effects in drawn.items()},
+            "message": MESSAGE,
+        },
         "meanings": MEANINGS,
+        "own_work": {code.lower(): effects.label for code, effects in drawn.items()},
+        "thin": ["sum", *(code.lower() for code, effects in drawn.items() if effects.resource in ("out", "back"))],
         "memory": [_stack(stack) for stack in page.memory],
         "kinds": STACK,
         "candidates": [{**asdict(one), **_written(one, page.candidates[0])} for one in page.candidates],
@@ -238,7 +248,9 @@ def _row(instruction: Instruction) -> str:
     """Return how an instruction is drawn; "" for what is drawn as a message, or not at all."""
     if isinstance(instruction, AnyCompute):
         return instruction.kind
-    kinds: tuple[tuple[type, str], ...] = ((Reduce, "sum"), (Step, "step"), (Evict, "out"), (Fetch, "back"))
+    if isinstance(instruction, OwnWork):
+        return instruction.code.lower() if effects_of(instruction).label else ""
+    kinds: tuple[tuple[type, str], ...] = ((Reduce, "sum"), (Step, "step"))
     return next((row for kind, row in kinds if isinstance(instruction, kind)), "")
 
 

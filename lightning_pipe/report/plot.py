@@ -1,4 +1,4 @@
-"""How do a step and its memory look? Pictures (PNG) of timelines and memory curves.
+"""Plots (PNG) of timelines and memory curves.
 
 Needs matplotlib (`pip install 'lightning-pipe[plots]'`), which is imported where it is used. Figures are made and
 written without pyplot, so that a notebook's or script's own figures and backend stay as they are.
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Joined, Recv, Reduce, Step
+from typing_extensions import assert_never
+
+from lightning_pipe.core.effects import OWN_WORK, OwnWork, effects_of
+from lightning_pipe.core.program import AnyCompute, Recv, Reduce, Send, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report.account import flights, run_facts, step_interval
@@ -27,7 +30,6 @@ COLOURS = {"F": "#56B4E9", "I": "#E69F00", "W": "#009E73", "B": "#D55E00"}
 MEANINGS = {"F": "forward", "I": "backward, inputs", "W": "backward, weights", "B": "backward"}
 REDUCE, STEP = "#CC79A7", "#7F7F7F"
 MESSAGE = "#999999"
-EVICT, FETCH = "#0072B2", "#F0E442"
 MEASURED, PREDICTED = "#0072B2", "#D55E00"
 INK, PALE = "#333333", "#F2F2F2"
 DPI = 150
@@ -190,19 +192,21 @@ def _bars(events: Sequence[Event], stages: Sequence[int], *, start: float, scale
     for event in events:
         left, width = (event.start - start) * scale, (event.end - event.start) * scale
         match event.instruction:
-            case Compute() | Joined() as compute:
+            case AnyCompute() as compute:
                 colour = _paler(COLOURS[compute.kind], stages.index(compute.stage))
                 yield _Bar(left, width, colour, "+".join(map(str, compute.microbatches)))
             case Step():
                 yield _Bar(left, width, STEP)
             case Reduce():
                 yield _Bar(left, width, REDUCE, row="sum")
-            case Evict():
-                yield _Bar(left, width, EVICT, row="out")
-            case Fetch():
-                yield _Bar(left, width, FETCH, row="back")
-            case _:
-                pass
+            case OwnWork() as work:
+                effects = effects_of(work)
+                if effects.label:
+                    yield _Bar(left, width, effects.colour, row=effects.resource or "compute")
+            case Send() | Recv():
+                pass  # drawn as messages on their way
+            case other:
+                assert_never(other)
 
 
 def _number(axes: Axes, bars: Sequence[_Bar], lane: int) -> None:
@@ -248,9 +252,9 @@ def _legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> None:
         patches.append(Patch(color=REDUCE, label="sum of gradients"))
     if any(isinstance(instruction, Recv) for instruction in instructions):
         patches.append(Patch(color=MESSAGE, label="message on its way"))
-    if any(isinstance(instruction, Evict) for instruction in instructions):
-        patches.append(Patch(color=EVICT, label="copy to the host"))
-        patches.append(Patch(color=FETCH, label="copy back"))
+    kinds_of_work = {type(instruction) for instruction in instructions if isinstance(instruction, OwnWork)}
+    drawn = [kind.effects for _, kind in sorted(OWN_WORK.items()) if kind in kinds_of_work and kind.effects.label]
+    patches += [Patch(color=effects.colour, label=effects.label) for effects in drawn]
     if any(isinstance(event.instruction, Step) and event.end > event.start for t in timelines for event in t.events):
         patches.append(Patch(color=STEP, label="optimizer step"))
     if any(len(_stages(timeline, rank)) > 1 for timeline in timelines for rank in timeline.ranks):

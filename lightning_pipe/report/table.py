@@ -1,4 +1,4 @@
-"""What did the planner decide, and where does the time go? Tables in plain text."""
+"""Tables of a plan and of where the time goes, in plain text."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _samples(plan: Plan, stage: int, samples: int) -> str:
 
 
 def _not_kept(stage: StagePlan) -> str:
-    """Say of how many places a stage recomputes or offloads what is saved."""
+    """Return in words at how many places a stage recomputes or offloads what is saved."""
     counts = {"recompute": len(stage.recompute), "offload": len(stage.offload)}
     return ", ".join(f"{word} {count}" for word, count in counts.items() if count) or "-"
 

@@ -1,4 +1,4 @@
-"""How does a timeline look? As a trace for Perfetto or Chrome, and as a drawing in plain text."""
+"""Traces of a timeline for Perfetto or Chrome, and drawings in plain text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TypeAlias
 
+from typing_extensions import assert_never
+
+from lightning_pipe.core.effects import OwnWork, effects_of
 from lightning_pipe.core.program import (
     AnyCompute,
-    Compute,
-    Evict,
-    Fetch,
-    Free,
     Instruction,
-    Joined,
-    Load,
     Recv,
     Reduce,
     Send,
@@ -35,7 +32,7 @@ MICROSECONDS = 1e6  # the trace format counts in microseconds
 INSIDE_US = 0.01  # by so much an arrow begins and ends before the end of its bars
 MIDDLE = 0.5  # of a column of a drawing
 # Overlapping kinds of one rank lie on lanes of their own.
-LANES = ("compute", "send", "receive", "reduce", "evict", "fetch")
+LANES = ("compute", "send", "receive", "reduce", "out", "back")
 MOST_ABREAST = 1000  # threads per lane: what overlaps within a lane lies side by side
 PREDICTED_PID = 1_000_000  # process of rank 0 as predicted; as measured, a rank is the process of its number
 
@@ -163,10 +160,8 @@ def _threads(events: Sequence[Event]) -> list[list[Event]]:
 def _category(instruction: Instruction) -> tuple[str, str]:
     """Return the category of an instruction and the lane that it is drawn on."""
     match instruction:
-        case Compute() | Joined():
+        case AnyCompute():
             return instruction.kind, "compute"
-        case Load():
-            return "load", "compute"
         case Send():
             return "send", "send"
         case Recv():
@@ -175,12 +170,10 @@ def _category(instruction: Instruction) -> tuple[str, str]:
             return "reduce", "reduce"
         case Step():
             return "step", "compute"
-        case Free():
-            return "free", "compute"
-        case Evict():
-            return "evict", "evict"
-        case Fetch():
-            return "fetch", "fetch"
+        case OwnWork():
+            return instruction.code.lower(), effects_of(instruction).resource or "compute"
+        case _:
+            assert_never(instruction)
 
 
 def draw(timeline: Timeline, *, unit: float = 1.0) -> str:

@@ -3,7 +3,9 @@
     transport = process_group_transport(device, deadline_s=300)            transport/process_group.py
     agree({"plan": ..., "graph": ..., "program": ...})                     agree.py
     connect(transport, [program, ...])                                     groups.py
-    watch = watch_default_group("fit0", peers=peers([program], rank), abort=transport.abort)       store_watch.py
+    guard = guard_of_this_process()                                        guard/client.py
+    guard.begin(rank, PATIENCE.limits)                                     guard/, a process that watches over this one
+    watch = GuardedWatch(guard, rank=rank, ranks=ranks)                    guarded_watch.py
     state = State(parameters, buffers, device)                             stage.py
     executor = Executor(split, layout, state=state, transport=transport, loss=..., step=...)
     outcome = executor.run(program, Job(leaves, cut, offsets, weight, seed, step), watch=watch)    executor.py, job.py

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Everything that must be equal is compared before the first transfer.
+"""Agreement of ranks: everything that must be equal is compared before the first transfer.
 
 Ranks that disagree about the plan, the graph or the program would hang, or train something else; so each says a short
 text (a hash, a version) under a name, and all of them raise the same error if one differs.
@@ -37,7 +37,7 @@ def agree(what: Mapping[str, str]) -> None:
 
 
 def disagreements(said: Sequence[Mapping[str, str]]) -> list[str]:
-    """Say for every thing that differs which ranks say what; `said` has one entry per rank."""
+    """Return, for everything that differs, which ranks say what; `said` has one entry per rank."""
     names = dict.fromkeys(name for texts in said for name in texts)
     return [f"{name} is {_spread(name, said)}" for name in names if len({texts.get(name) for texts in said}) > 1]
 

@@ -1,4 +1,4 @@
-"""What does a rank do differently that begins a batch before all others have ended theirs?
+"""Run-ahead: how a rank runs a batch that it begins before all others have ended theirs.
 
 It learns late whether the optimizer step before was right, and says early what its forwards gave, so that nobody waits
 for the end of its program:

@@ -1,4 +1,4 @@
-"""How does a rank run its part of a program? It walks its list and hands every instruction to its owner.
+"""Executor: walks the instructions of one rank and hands each to its owner.
 
     executor = Executor(split, layout, state=State(parameters, buffers, device), transport=..., loss="loss", step=...)
     groups.connect(transport, programs)            on all ranks together, before the first program
@@ -22,16 +22,12 @@ from typing_extensions import assert_never
 
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.core.abort_program import after_forwards, first_backward, left_over
+from lightning_pipe.core.effects import OwnWork, effects_of
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
-    Evict,
-    Fetch,
-    Free,
     Instruction,
-    Joined,
     Layout,
-    Load,
     Recv,
     Reduce,
     Send,
@@ -47,6 +43,7 @@ from lightning_pipe.runtime.exchanges.exchange import Exchange
 from lightning_pipe.runtime.exchanges.gradients import Gradients
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.runtime.guard.watch import Unwatched, Watch
+from lightning_pipe.runtime.handlers import RankParts, handler_of
 from lightning_pipe.runtime.job import BatchInput, ProgramResult, ResultSlice
 from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
 from lightning_pipe.runtime.record import Recorder, clock_of
@@ -63,6 +60,7 @@ class _Course:
     recorder: Recorder
     at: Callable[[Instruction], None]
     results: dict[str, list[ResultSlice]]
+    parts: RankParts
 
 
 class Executor:
@@ -99,6 +97,7 @@ class Executor:
         self._state = state
         self._step = step
         self._slices: dict[int, Slices] = defaultdict(dict)
+        self._checked: VerifiedProgram | None = None
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
         self._offloads = Offloads(self.stages, host or host_of(state.device))
@@ -147,7 +146,10 @@ class Executor:
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
         self._begin(program, recorder)
-        course = _Course(job, recorder, at, results=defaultdict(list))
+        parts = RankParts(
+            self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
+        )
+        course = _Course(job, recorder, at, defaultdict(list), parts)
         line = program.ranks[self.rank]
         asked = first_backward(line)
         told = max(asked, after_forwards(line))
@@ -171,9 +173,6 @@ class Executor:
             course.at(instruction)
             started = recorder.mark()
             match instruction:
-                case Load():
-                    self._load(instruction, course.job)
-                    recorder.add(instruction, started)
                 case Recv():
                     self._exchange.receive(instruction)
                 case Compute():
@@ -184,7 +183,7 @@ class Executor:
                     recorder.add(instruction, started)
                     recorder.note_memory()
                     self._exchange.hand_over(instruction)
-                case Joined():
+                case AnyCompute():
                     self._join(instruction, course.job)
                     recorder.add(instruction, started)
                     recorder.note_memory()
@@ -196,16 +195,13 @@ class Executor:
                     self._gradients.start(instruction)
                 case Step():
                     yield from self._finish_batch(recorder)
-                case Free():
-                    self.stages[instruction.stage].free(instruction.microbatch)
-                    recorder.add(instruction, started)
-                    recorder.note_memory()
-                case Evict():
-                    self._offloads.evict(instruction, self._slices[instruction.microbatch])
-                    recorder.note_memory()
-                case Fetch():
-                    self._offloads.fetch(instruction)
-                    recorder.note_memory()
+                case OwnWork():
+                    handler_of(instruction)(course.parts, instruction)
+                    effects = effects_of(instruction)
+                    if effects.resource in (None, "compute"):  # copies are recorded when they have run
+                        recorder.add(instruction, started)
+                    if effects.bytes or effects.ends or effects.resource is not None:
+                        recorder.note_memory()
                 case _:
                     assert_never(instruction)
 
@@ -230,15 +226,20 @@ class Executor:
             )
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
+        if program is not self._checked:
+            for work in program.ranks[self.rank]:
+                if isinstance(work, OwnWork):
+                    handler_of(work)  # which it must have, before anything runs
+            self._checked = program
 
-    def _load(self, load: Load, job: BatchInput) -> None:
-        stage = self.stages[load.stage]
-        samples = self._exchange.local(load.stage, load.microbatch)
-        first = job.offsets[load.microbatch] + samples.start
+    def _load(self, number: int, microbatch: int, job: BatchInput) -> None:
+        stage = self.stages[number]
+        samples = self._exchange.local(number, microbatch)
+        first = job.offsets[microbatch] + samples.start
         indices = set(stage.program.leaves.values())
         leaves = {index: _leaf(job, index, first=first, count=len(samples)) for index in indices}
-        stage.load(load.microbatch, leaves)
-        self._slices[load.microbatch] |= slices_of(leaves.values())
+        stage.load(microbatch, leaves)
+        self._slices[microbatch] |= slices_of(leaves.values())
 
     def _compute(self, compute: Compute, job: BatchInput, results: dict[str, list[ResultSlice]]) -> None:
         stage = self.stages[compute.stage]
@@ -248,7 +249,7 @@ class Executor:
         for name, content in stage.results(compute.microbatch).items():
             results[name].append(ResultSlice(compute.microbatch, samples, content))
 
-    def _join(self, joined: Joined, job: BatchInput) -> None:
+    def _join(self, joined: AnyCompute, job: BatchInput) -> None:
         with _named(f"Rank {self.rank} failed at {joined}"):
             self.stages[joined.stage].join(joined.microbatches, self._slice(joined, job))
 
@@ -306,7 +307,7 @@ def _leaf(job: BatchInput, index: int, *, first: int, count: int) -> Content:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Say in an error where it happened."""
+    """Add to an error where it happened."""
     try:
         yield
     except Exception as error:

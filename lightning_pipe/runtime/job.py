@@ -1,4 +1,4 @@
-"""What does one run of a program take, and what does it give?"""
+"""Inputs and outcome of one run of a program."""
 
 from __future__ import annotations
 

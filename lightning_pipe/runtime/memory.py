@@ -1,4 +1,4 @@
-"""How much memory does this process take for tensors? Its peak during a block, and the state that stays.
+"""Tensor memory of this process: its peak during a block, and the state that stays.
 
     with PeakMemory(device) as peak:
         step()

@@ -1,4 +1,4 @@
-"""When did each instruction of this rank run? A recorder that costs two clock reads per instruction.
+"""Recorder of the instructions of this rank: two clock reads per instruction.
 
 A receive lasts from its posting until the compute that needs it has seen it arrive, a reduction from its posting until
 `Step` has seen it end; computes, loads and the step itself last as long as they run, waiting excluded. A send is only
@@ -129,4 +129,4 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)

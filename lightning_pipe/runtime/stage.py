@@ -1,4 +1,4 @@
-"""What does a rank hold of one stage, and for how long?
+"""Stage at run time: the values that a rank holds of it, and for how long.
 
 Live values are kept by name per micro-batch. A value is dropped at its last use:
 

@@ -1,4 +1,4 @@
-"""How does a rank wait? As a coroutine that yields what it waits for, so that one walk of a program serves two drivers.
+"""Waiting of a rank: a coroutine yields what it waits for, so that one walk of a program serves two drivers.
 
     drive(walk, wait=...)     one process per rank: wait for each handle in turn (`watch` adds deadline and alarms)
     drive_together(walks)     all ranks in one thread (local transport): resume whichever rank's handle is done

@@ -1,4 +1,4 @@
-"""What must be there before a compute runs, and who gets what it makes?
+"""Rules of data flow: what must be there before a compute runs, and who gets what it makes.
 
 The answer is a pure function of the compute's identity, the rank, and the frame of the program (layout, sizes and
 traffic); it is stated here only. Lowering places instructions by it and `verify` demands them by it.
@@ -8,7 +8,7 @@ traffic); it is stated here only. Lowering places instructions by it and `verify
     I(s, m) | F(s, m)                                   | every B edge's gradients    | its gradients on every B edge
     W(s, m) | I(s, m)                                   |                             |
     B(s, m) | as I; counts as I followed by W           | as I                        | as I
-    Joined  | as W(s, m) of each of its micro-batches   |                             |
+    joined  | as W(s, m) of each of its micro-batches   |                             |
 
 A replica needs exactly the samples that it computes, so an edge between stages with unequal replicas is one message per
 overlapping pair (producer replica, consumer replica). Where both are the same rank there is no message: the producing
@@ -30,7 +30,6 @@ from lightning_pipe.core.program import (
     Bucket,
     Compute,
     ComputeKind,
-    Joined,
     Layout,
     Load,
     Message,
@@ -176,13 +175,9 @@ def _grouped(triples: Iterable[tuple[int, int, Samples]]) -> Peers:
 
 
 def halves(compute: AnyCompute) -> Iterator[Compute]:
-    """Yield the computes that one counts as: B is I, then W; `Joined` the W of each micro-batch; others are itself."""
-    if isinstance(compute, Joined):
-        yield from (Compute(compute.stage, "W", microbatch) for microbatch in compute.microbatches)
-    elif compute.kind == "B":
-        yield from (Compute(compute.stage, half, compute.microbatch) for half in HALVES)
-    else:
-        yield compute
+    """Yield the computes that one counts as: B is I, then W; a joined one that of each micro-batch."""
+    kinds = HALVES if compute.kind == "B" else (compute.kind,)
+    yield from (Compute(compute.stage, kind, microbatch) for microbatch in compute.microbatches for kind in kinds)
 
 
 def holders(bucket: Bucket, *, layout: Layout) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""How long does a step take if ranks run ahead? The time from step to step once steps follow each other evenly.
+"""Step time of ranks that run ahead: from step to step, once steps follow each other evenly.
 
 Every rank steps when its own gradients are complete, and begins the next batch at once. So a rank that began a batch
 early ends it early, and the time of a step is no longer that from the first begin to the last end: zero-bubble

@@ -1,8 +1,9 @@
-"""How much memory do the ranks use, and when? The bytes of a timeline, by what they are for.
+"""Memory curves of a timeline: bytes per rank over time, by what they are for.
 
     state       parameters, their gradients, optimizer state, buffers of the module: always
-    held        saved, from the start of F to the end of I (or B), except what is offloaded from the end of Evict until
-                the rank's list posts Fetch, which allocates it; kept, from the end of I to Free
+    held        saved, from the start of F to the end of I (or B); kept, from the end of I to Free; what own work holds
+                or gives up by its effects (`core.effects`), until the end of I (or B): offloaded bytes are away from
+                the end of Evict until the rank's list posts Fetch, which allocates them
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; gradients being
@@ -29,16 +30,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from typing_extensions import assert_never
+
+from lightning_pipe.core.effects import OwnWork, effects_of
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
     AnyCompute,
-    Compute,
     ComputeKind,
-    Evict,
-    Fetch,
     Free,
     Instruction,
-    Joined,
     Message,
     Pass,
     Program,
@@ -172,7 +172,6 @@ class _Amounts:
 
     saved: int
     kept: int
-    offloaded: int
     results: int
 
 
@@ -195,7 +194,7 @@ class _Rank:
         self._others: dict[Instruction, Event] = {}
         for event in events:
             match event.instruction:
-                case Compute() | Joined() as compute:
+                case AnyCompute() as compute:
                     self._computes |= {(compute.stage, compute.kind, m): event for m in compute.microbatches}
                 case other:
                     self._others[other] = event
@@ -214,7 +213,7 @@ class _Rank:
         sent: dict[tuple[int, Pass, int], list[tuple[int, _Use]]] = defaultdict(list)
         for instruction in self._line:
             match instruction:
-                case Compute() | Joined():
+                case AnyCompute():
                     stage, kind, microbatch = instruction.stage, instruction.kind, instruction.microbatches[0]
                     event = self._computes[stage, kind, microbatch]
                     if kind == "F":
@@ -231,11 +230,6 @@ class _Rank:
                     size = self._prices.message_bytes(message)
                     use = _Use("buffers", now, gone, size)
                     sent[message.source, message.direction, message.microbatch].append((message.target, use))
-                case Fetch(stage, microbatch):
-                    offloaded = self._amounts_of(stage, len(self._samples(stage, microbatch))).offloaded
-                    user = self._find(stage, _BACKWARD, microbatch)
-                    assert user is not None, f"a verified program uses what it fetches: {instruction}"
-                    yield _Use("held", now, user.end, offloaded)
                 case Reduce(bucket):
                     step = self._others.get(Step())
                     end = step.start if step is not None else self._last
@@ -244,8 +238,10 @@ class _Rank:
                     step = self._others[instruction]
                     end = max(step.end, math.nextafter(step.start, math.inf))  # steps count where they take no time
                     yield _Use("workspace", step.start, end, self._prices.step_bytes(self._rank))
+                case OwnWork():
+                    yield from self._own_work(instruction, now)
                 case _:
-                    pass
+                    assert_never(instruction)
         for values, uses in sent.items():
             yield from self._shared(*values, uses)
         yield from self._handed_over()
@@ -263,6 +259,18 @@ class _Rank:
             counted += shared[-1].amount
         return shared
 
+    def _own_work(self, instruction: OwnWork, now: float) -> Iterator[_Use]:
+        """Yield what own work holds from its place in the list on, or gives up from its end on, until the backward."""
+        sign = effects_of(instruction).bytes
+        if not sign:
+            return
+        stage, microbatch = instruction.stage, instruction.microbatch
+        samples = len(self._samples(stage, microbatch))
+        user = self._find(stage, _BACKWARD, microbatch)
+        assert user is not None, f"a verified program has a backward after own work that changes memory: {instruction}"
+        begin = now if sign > 0 else self._others[instruction].end
+        yield _Use("held", begin, user.end, sign * self._prices.own_work_bytes(instruction, self._rank, samples))
+
     def _held(self, stage: int, microbatch: int, forward: Event) -> Iterator[_Use]:
         """Yield what a forward leaves."""
         amounts = self._amounts_of(stage, len(self._samples(stage, microbatch)))
@@ -270,10 +278,6 @@ class _Rank:
         end = self._others[Free(stage, microbatch)].start
         backward = self._find(stage, _BACKWARD, microbatch)
         change = backward.end if backward is not None else end
-        if amounts.offloaded and backward is not None:
-            evict = self._others[Evict(stage, microbatch)]
-            yield _Use("held", forward.start, evict.end, amounts.offloaded)
-            saved -= amounts.offloaded
         yield _Use("held", forward.start, end, min(saved, kept))
         yield _Use("held", forward.start, change, saved - min(saved, kept))
         yield _Use("held", change, end, kept - min(saved, kept))
@@ -283,11 +287,10 @@ class _Rank:
     def _amounts_of(self, stage: int, samples: int) -> _Amounts:
         key = (stage, samples)
         if key not in self._amounts:
-            prices, offloads = self._prices, stage in self._program.traffic.offloads
+            prices = self._prices
             self._amounts[key] = _Amounts(
                 prices.saved_bytes(stage, samples),
                 prices.kept_bytes(stage, samples),
-                prices.offloaded_bytes(stage, samples) if offloads else 0,
                 prices.result_bytes(stage, samples),
             )
         return self._amounts[key]

@@ -1,4 +1,4 @@
-"""When will each instruction run? The time of a verified program under given prices.
+"""Simulation of a verified program under given prices: the start and end of each instruction.
 
 Assumptions:
 
@@ -12,9 +12,9 @@ Assumptions:
                is not slowed down. (Really, what started earlier is slowed down too, and what comes waits less.)
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
                computes and messages
-    Evict      copies to the host, Fetch back; every rank moves one copy at a time in each of the two directions, in the
-               order of its list and beside everything else. A copy starts when it is posted, a Fetch also after the end
-               of its Evict; I (or B) waits for the end of the Fetch
+    own work   takes no time, keeps its rank busy, or moves a copy: one at a time in each of the two directions, in the
+               order of its list and beside everything else. It starts when it is posted, and after the end of the own
+               work that it follows; computes that come after it by its effects wait for its end (`core.effects`)
     Send       keeps its rank busy while it posts (`Prices.post_s`)
     Step       waits for the computes and reductions of all ranks, since the results of a batch (loss, logged values)
                are exchanged before any optimizer steps; for those of its own rank where ranks run ahead
@@ -34,14 +34,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias
 
+from typing_extensions import assert_never
+
+from lightning_pipe.core.effects import OwnWork, Resource, effects_of
 from lightning_pipe.core.prices import Cards, Prices
 from lightning_pipe.core.program import (
     AnyCompute,
-    Compute,
-    Evict,
-    Fetch,
     Instruction,
-    Joined,
     Message,
     Pass,
     Recv,
@@ -53,7 +52,7 @@ from lightning_pipe.core.program import (
 from lightning_pipe.core.timeline import Event, Timeline
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
-Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
+Use: TypeAlias = tuple[int, int, Pass | None, int]  # rank, stage, direction, micro-batch: who uses it
 Exchange: TypeAlias = tuple[Pass, int, int, int]  # direction, source, target, micro-batch
 Work: TypeAlias = tuple[int, int, int]  # rank, stage, micro-batch
 
@@ -102,9 +101,9 @@ class _Run:
         self._position = [0] * len(program.ranks)
         self._channels: dict[Channel, _Channel] = defaultdict(_Channel)
         self._arrivals: dict[Use, list[tuple[_Channel, int]]] = defaultdict(list)
-        self._lanes: dict[tuple[int, type[Evict | Fetch]], float] = defaultdict(float)  # rank, direction -> free from
-        self._evicted: dict[Work, float] = {}  # end of the copy
-        self._fetched: dict[Work, float] = {}
+        self._lanes: dict[tuple[int, Resource], float] = defaultdict(float)  # rank, direction -> free from
+        self._ended: dict[tuple[Work, str], float] = {}  # with the code of own work: its end
+        self._gates: dict[tuple[Work, str], float] = {}  # with the kind of a compute: the end of what it waits for
         self._posted: dict[int, dict[int, float]] = defaultdict(dict)  # bucket -> rank -> time
         self._replica = {(s, r): i for s, ranks in enumerate(program.layout.stages) for i, r in enumerate(ranks)}
         self._cards = cards
@@ -129,10 +128,8 @@ class _Run:
         """Run one instruction; return whether it could run."""
         now = self._clock[rank]
         match instruction:
-            case Compute():
+            case AnyCompute():
                 return self._compute(instruction, rank)
-            case Joined():
-                self._run(instruction, rank, now)
             case Send(message, peer):
                 channel = self._channels[rank, peer]
                 channel.sends.append((now, instruction))
@@ -146,45 +143,55 @@ class _Run:
                 self._move(channel, (peer, rank))
             case Reduce(bucket):
                 self._posted[bucket][rank] = now
-            case Evict(stage, microbatch):
-                self._evicted[rank, stage, microbatch] = self._copy(instruction, rank, now)
-            case Fetch(stage, microbatch):
-                ready = max(now, self._evicted[rank, stage, microbatch])
-                self._fetched[rank, stage, microbatch] = self._copy(instruction, rank, ready)
             case Step():
                 pass  # timed after the reductions
+            case OwnWork():
+                self._own_work(instruction, rank)
             case _:
-                self.events[rank].append(Event(rank, instruction, now, now))
+                assert_never(instruction)
         return True
 
-    def _compute(self, compute: Compute, rank: int) -> bool:
+    def _compute(self, compute: AnyCompute, rank: int) -> bool:
         start = self._clock[rank]
         direction = compute.direction
-        if direction is not None:
-            for channel, number in self._arrivals.get((rank, compute.stage, direction, compute.microbatch), ()):
+        works = [(rank, compute.stage, microbatch) for microbatch in compute.microbatches]
+        for _, stage, microbatch in works if direction is not None else ():
+            for channel, number in self._arrivals.get((rank, stage, direction, microbatch), ()):
                 if len(channel.ends) <= number:
                     channel.waiting = True
                     return False
                 start = max(start, channel.ends[number])
-        if direction == "B":
-            start = max(start, self._fetched.get((rank, compute.stage, compute.microbatch), start))
-        self._run(compute, rank, start)
-        return True
-
-    def _run(self, compute: AnyCompute, rank: int, start: float) -> None:
-        samples = sum(self._samples(compute.stage, rank, microbatch) for microbatch in compute.microbatches)
+        if self._gates:
+            kinds = ("I", "W") if compute.kind == "B" else (compute.kind,)
+            start = max(start, *(self._gates.get((work, kind), start) for work in works for kind in kinds))
+        samples = sum(self._samples(stage, rank, microbatch) for _, stage, microbatch in works)
         end = start + self._prices.compute_s(compute, rank, samples)
         self._clock[rank] = end
         self.events[rank].append(Event(rank, compute, start, end))
+        return True
 
-    def _copy(self, swap: Evict | Fetch, rank: int, ready: float) -> float:
-        """Move a copy to the host or back once its lane is free; return when it ends."""
-        lane = (rank, type(swap))
-        start = max(ready, self._lanes[lane])
-        end = start + self._prices.swap_s(swap.stage, rank, self._samples(swap.stage, rank, swap.microbatch))
-        self._lanes[lane] = end
-        self.events[rank].append(Event(rank, swap, start, end))
-        return end
+    def _own_work(self, instruction: OwnWork, rank: int) -> None:
+        """Time what a rank does for itself, on what it occupies."""
+        effects = effects_of(instruction)
+        start = end = self._clock[rank]
+        if effects.resource is None:
+            self.events[rank].append(Event(rank, instruction, start, end))
+            return
+        work = (rank, instruction.stage, instruction.microbatch)
+        start = max(start, *(self._ended.get((work, code), start) for code in effects.after or ("",)))
+        samples = self._samples(instruction.stage, rank, instruction.microbatch)
+        seconds = self._prices.own_work_s(instruction, rank, samples)
+        if effects.resource == "compute":
+            end = start + seconds
+            self._clock[rank] = end
+        else:
+            start = max(start, self._lanes[rank, effects.resource])
+            end = start + seconds
+            self._lanes[rank, effects.resource] = end
+        self.events[rank].append(Event(rank, instruction, start, end))
+        self._ended[work, instruction.code] = end
+        for kind in effects.before:
+            self._gates[work, kind] = max(end, self._gates.get((work, kind), end))
 
     def _samples(self, stage: int, rank: int, microbatch: int) -> int:
         size = self._program.sizes[microbatch]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_pipe.core.effects import OwnWork, effects_of
 from lightning_pipe.core.program import AnyCompute, Message, Pass, Program
+from lightning_pipe.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,23 @@ class UnitPrices:
         """Return the bytes of one micro-batch that are copied to the host."""
         return self.offloaded
 
-    def swap_s(self, stage: int, rank: int, samples: int) -> float:
-        """Return the seconds of a copy."""
+    def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
+        """Return the seconds of a copy.
+
+        Raises:
+            PlanError: if it is none: these prices know no other own work.
+        """
+        _check_copy(work)
         return self.swap
+
+    def own_work_bytes(self, work: OwnWork, rank: int, samples: int) -> int:
+        """Return the bytes of a copy.
+
+        Raises:
+            PlanError: if it is none.
+        """
+        _check_copy(work)
+        return self.offloaded
 
     def kept_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes of one micro-batch: W keeps what F saved."""
@@ -104,3 +120,8 @@ class UnitPrices:
     def state_bytes(self, rank: int) -> int:
         """Return nothing."""
         return 0
+
+
+def _check_copy(work: OwnWork) -> None:
+    if effects_of(work).resource not in ("out", "back"):
+        raise PlanError(f"The instruction {type(work).__name__} ({work}) is no copy, so it has no unit price.")

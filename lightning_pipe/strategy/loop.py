@@ -1,4 +1,4 @@
-"""How does one batch become one optimizer step? As in Lightning, except that the program is forward and backward.
+"""Training loop of one batch: one optimizer step as in Lightning, with the program as forward and backward.
 
     1. on_before_zero_grad, optimizer_zero_grad     at the first batch of an accumulation
     2. training_step of the strategy                runs the program: loss and gradients

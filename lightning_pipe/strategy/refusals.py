@@ -1,4 +1,4 @@
-"""What cannot work in a pipeline? Refuse it before anything starts, with the reason and the way out."""
+"""Refusals of what cannot work in a pipeline, before anything starts, with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
-from lightning_pipe.capture import Capture
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture import Route
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
 from lightning_pipe.errors import CaptureError, UnsupportedError
 from lightning_pipe.lightning_names import (
     MixedPrecision,
     OnExceptionCheckpoint,
+    callbacks_of,
     is_overridden,
     is_param_in_hook_signature,
     pl,
     rank_zero_warn,
 )
 from lightning_pipe.lightning_package import name_in_use
+from lightning_pipe.strategy.parameters.meta_modules import without_origin
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -56,7 +57,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _refuse_synchronised_norms(trainer, module)
     _refuse_compiled(module)
     _refuse_hooks(module)
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         _refuse_callback(callback, ranks=trainer.world_size)
 
 
@@ -66,19 +67,22 @@ def refuse_parameters(module: pl.LightningModule) -> None:
     Raises:
         UnsupportedError: naming a parameter without values.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta or isinstance(parameter, UninitializedTensorMixin):
-            raise UnsupportedError(
-                f"The parameter {name} of {type(module).__name__} has no values (it is on the meta device, or lazy). "
-                "Initialize it in __init__ or configure_model."
-            )
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    for name in [*lazy, *without_origin(module)]:
+        raise UnsupportedError(
+            f"{name} of {type(module).__name__} has no values (it is on the meta device, or lazy), and nothing says "
+            "which. Build it in configure_model or inside `with trainer.init_module(empty_init=True)`; or call "
+            "save_hyperparameters() in its __init__, so that it can be built again; or give all values by weights= or "
+            "ckpt_path=."
+        )
 
 
 def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     """Return which hooks of the user look at gradients, and say once what they see."""
     hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
-    hooks += [f"{type(c).__name__}.{n}" for c in trainer.callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
-    zeroing = [type(c).__name__ for c in trainer.callbacks if _is_by_user(c, _BEFORE_ZEROING)]
+    callbacks = callbacks_of(trainer)
+    hooks += [f"{type(c).__name__}.{n}" for c in callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
+    zeroing = [type(c).__name__ for c in callbacks if _is_by_user(c, _BEFORE_ZEROING)]
     if is_overridden(_BEFORE_ZEROING, module, pl.LightningModule) or zeroing:
         rank_zero_warn(
             f"{_BEFORE_ZEROING} is called before the forward of a batch and not after it, because a program is forward "
@@ -93,7 +97,7 @@ def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> lis
 
 
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:
-    """Say whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
+    """Return whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
     kind = type(callback)
     is_lightnings = kind.__module__.startswith(name_in_use("pytorch") + ".")
     own = not is_lightnings and getattr(kind, hook) is not getattr(pl.Callback, hook)
@@ -146,14 +150,14 @@ def refuse_post_validation(module: pl.LightningModule) -> None:
             )
 
 
-def check_written(capture: Capture | Replay, module: pl.LightningModule, *, microbatches: int) -> None:
+def check_written(capture: Route, module: pl.LightningModule, *, microbatches: int) -> None:
     """Check the parameters that a training step writes to itself, which it does once per micro-batch.
 
     Raises:
         CaptureError: naming a parameter that is trained.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    names = capture.trace.writes if isinstance(capture, Replay) else frozenset(capture.joint.mutations)
+    names = capture.writes
     written = [name for name in parameters if name in names]
     if not written or microbatches == 1:
         return

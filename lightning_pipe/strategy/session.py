@@ -1,4 +1,4 @@
-"""What lives from setup to teardown of one fit (or validate, test, predict)?
+"""Session of one fit (or validate, test, predict): all that lives from setup to teardown.
 
 Weights, data, the pipeline and the optimizer's groups of one rank. In a fit the plan is made in setup, from a look at
 the first batch; elsewhere by the first batch itself, which every rank loads.
@@ -26,6 +26,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.lightning_names import (
     Precision,
+    callbacks_of,
     is_overridden,
     is_param_in_hook_signature,
     isolate_rng,
@@ -36,12 +37,13 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.gradients.clipping import Clipper
+from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
-from lightning_pipe.strategy.parameters.clipping import Clipper
-from lightning_pipe.strategy.parameters.gradient_hooks import GradientHooks
 from lightning_pipe.strategy.parameters.optimizer import Groups
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
@@ -268,8 +270,8 @@ class Session:
 
     def _plainly(self, method: str, batch: Any, arguments: tuple[int, ...]) -> Any:
         """Run a step on this rank alone, which has the whole module and the whole batch until there is a plan."""
-        self.weights.move(self._device)
-        with private.located(self._module, self._device), self._contexts[method]():
+        with self.weights.everywhere(), private.located(self._module, self._device), self._contexts[method]():
+            self.weights.move(self._device)
             return getattr(self._module, method)(batch, *arguments)
 
     def end(self, *, healthy: bool) -> None:
@@ -283,7 +285,7 @@ class Session:
         self._recording = None
         if healthy:
             self.settle()
-            self.weights.restore()
+            self.weights.restore(whole_ranks(self._config, self.weights, self._links.control))
         else:
             self.weights.forget()
         for groups in self.groups:
@@ -356,7 +358,7 @@ def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningMod
     """Return whether a step may fail because hooks that prepare it have not run."""
     if isinstance(error, PipeError) and not isinstance(error, StepError):
         return False
-    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith("lightning.pytorch.")]
+    callbacks = [c for c in callbacks_of(trainer) if not type(c).__module__.startswith("lightning.pytorch.")]
     return any(
         is_overridden(hook, owner, kind)
         for kind, owners in ((pl.LightningModule, [module]), (pl.Callback, callbacks))
@@ -369,13 +371,14 @@ _PREPARING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_trai
 
 
 def _is_last_batch(trainer: pl.Trainer) -> bool:
-    """Say whether something else follows than the next training batch: the end of the epoch, or of the training."""
+    """Return whether something else follows than the next training batch: the end of the epoch, or of the training."""
     return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1
 
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:
-    """Say whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
-    return config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
+    """Return whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
+    wanted = config.trace is not None or config.report is not None or config.measure_memory
+    return wanted or (ranks > 1 and config.costs == "measured")
 
 
 def _contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
@@ -408,7 +411,7 @@ def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...
 
 
 def _warn_of_backward_hooks(module: pl.LightningModule) -> None:
-    """Say which backward hooks run more often than on one device."""
+    """Warn of backward hooks that run more often than on one device."""
     if hooked := hooked_modules(module):
         rank_zero_warn(
             f"The hook on the backward of {hooked[0]} runs once for each micro-batch, on the ranks that have it. One "

@@ -1,10 +1,10 @@
-"""What does Lightning see of a pipeline? A strategy: `Trainer(strategy="dapple", devices=n)`.
+"""Strategy of Lightning for pipelines: `Trainer(strategy="dapple", devices=n)`.
 
     setup_environment    processes find each other; everything that connects them is opened
     setup                refuse what cannot work, create optimizers, look at the first batch, capture, plan, place
     training_step        run the program of the batch: loss and gradients
     validation_step, ... run a forward-only program
-    teardown             every rank gets the whole trained module back
+    teardown             every rank gets the whole trained module back, where memory allows
 
 `optimizer.step`, hooks, callbacks, loggers and loops are Lightning's; see `loop` for the one that is ours.
 """
@@ -12,10 +12,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,9 @@ from lightning_pipe.lightning_names import (
     ClusterEnvironment,
     ParallelStrategy,
     Precision,
+    TorchCheckpointIO,
     TrainerFn,
+    callbacks_of,
     pl,
     rank_zero_only,
     rank_zero_warn,
@@ -43,10 +48,19 @@ from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.checkpoints.commit import existing
+from lightning_pipe.strategy.checkpoints.files import give
+from lightning_pipe.strategy.checkpoints.saving import load, save_plain, save_sharded
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
+from lightning_pipe.strategy.parameters.building import building
+from lightning_pipe.strategy.parameters.initial_values import make
+from lightning_pipe.strategy.parameters.meta_modules import adopt
+from lightning_pipe.strategy.parameters.pending import converting
 from lightning_pipe.strategy.parameters.separable import check_separable
+from lightning_pipe.strategy.parameters.stand_ins import bare
+from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plans.plan_report import make_room
 from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks
 from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, GuardedScriptLauncher
@@ -64,6 +78,7 @@ from lightning_pipe.strategy.refusals import (
 from lightning_pipe.strategy.session import Session
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class DappleStrategy(ParallelStrategy):
@@ -97,7 +112,7 @@ class DappleStrategy(ParallelStrategy):
         planner: str = "auto",
         layout: str | int | list[int] | None = None,
         schedule: str | os.PathLike[str] | None = None,
-        chunks: int | None = None,
+        stages_per_device: int | None = None,
         warmup: str | int | list[int] | None = None,
         microbatches: int | None = None,
         costs: str = "measured",
@@ -118,6 +133,9 @@ class DappleStrategy(ParallelStrategy):
         trace: str | os.PathLike[str] | None = None,
         timeline_steps: int = 5,
         start_method: str = "popen",
+        weights: str | os.PathLike[str] | None = None,
+        save_distributed_checkpoint: bool = False,
+        restore: str = "auto",
         **unknown: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
@@ -128,7 +146,7 @@ class DappleStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.config = chosen_config(config, {**options, **unknown})
+        self.config = chosen_config(config, {**options, **unknown}, warn=rank_zero_warn)
         self._backend = process_group_backend
         self._num_nodes = 1
         self._links: Connections | None = None  # from setup to teardown
@@ -141,9 +159,11 @@ class DappleStrategy(ParallelStrategy):
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._world_size_reads = WorldSizeReads()
+        self._is_resumed = False  # whether a checkpoint gives this run its weights
+        self._initialised: Callable[[], pl.LightningModule | None] = lambda: None  # that has got the weights of a file
 
     def __repr__(self) -> str:
-        """Say for whose Trainer this is: Lightning shows it where a Trainer of the other package is given it."""
+        """Return the package of its Trainer: Lightning shows this where it is given to one of the other package."""
         return f"<DappleStrategy for a Trainer of the package `{package_in_use()}`>"
 
     @property
@@ -162,6 +182,8 @@ class DappleStrategy(ParallelStrategy):
     @outcome.setter
     def outcome(self, outcome: FitOutcome) -> None:
         self._session, self._outcome = None, outcome
+        if self.lightning_module is not None:  # which was loaded from what the other processes have trained
+            make(self.lightning_module.parameters(), device=torch.device("cpu"))
 
     @property
     def plan(self) -> Plan | None:
@@ -220,7 +242,7 @@ class DappleStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # of the function, as Lightning sets it
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
@@ -244,8 +266,9 @@ class DappleStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
         assert self.lightning_module is not None, "connected by the trainer"
-        self._failed, self._session = False, None
+        self._failed, self._session, self._is_resumed = False, None, False
         refuse(self.lightning_module.trainer, self.lightning_module)
+        adopt(self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
@@ -257,7 +280,7 @@ class DappleStrategy(ParallelStrategy):
             device=self.root_device,
             watch=self._links.watch,
         )
-        callbacks = self.lightning_module.trainer.callbacks
+        callbacks = callbacks_of(self.lightning_module.trainer)
         self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
     def _connect(self) -> Connections:
@@ -307,8 +330,10 @@ class DappleStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         measure_whole_batches(trainer, ranks=self.world_size)
         private.make_loaders_inside(trainer, self._feed.data.while_loading)
+        self._give_weights(module)
         refuse_parameters(module)
-        self.model = self.precision_plugin.convert_module(module)
+        with converting(module.parameters()):
+            self.model = self.precision_plugin.convert_module(module)
         self._session = Session(
             module,
             config=self.config,
@@ -335,6 +360,21 @@ class DappleStrategy(ParallelStrategy):
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
 
+    def _give_weights(self, module: pl.LightningModule) -> None:
+        """Let a module that comes here first have the weights that the user names, unless a checkpoint gives some."""
+        if self.config.weights is None or self._initialised() is module:
+            return
+        self._initialised = weakref.ref(module)
+        if self._is_resumed:
+            log.info("weights=%r is not read, because a checkpoint gives the module its weights.", self.config.weights)
+            return
+        give(module, Path(self.config.weights), reads=self.global_rank == 0)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state from a checkpoint."""
+        self._is_resumed = True
+        super().load_model_state_dict(checkpoint, strict=strict)
+
     def _check_optimizers(self) -> None:
         for optimizer in self.optimizers:
             check_separable(optimizer)
@@ -353,7 +393,7 @@ class DappleStrategy(ParallelStrategy):
         self._undo.append(undo)
 
     def _any_rank_stops(self, stops: bool) -> bool:
-        """Say whether a rank is asked to stop: as the results of the last batch said, if they did."""
+        """Return whether a rank is asked to stop: as the results of the last batch said, if they did."""
         if self._session is not None and self._session.stop is not None:
             return self._session.stop
         return self.reduce_boolean_decision(stops, all=False)
@@ -432,13 +472,15 @@ class DappleStrategy(ParallelStrategy):
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole module on rank 0; the same names elsewhere."""
+        """Return the state of the whole module on rank 0, the same names elsewhere; or each rank's part."""
         assert self.lightning_module is not None
         if self._session is None:
             return self.lightning_module.state_dict()
         self._session.settle()
-        with self._session.weights.whole():
+        if self.config.save_distributed_checkpoint:
             return self._session.weights.state_dict()
+        with self._reached_weights() as weights, weights.whole():
+            return weights.state_dict()
 
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[None]:
@@ -456,8 +498,17 @@ class DappleStrategy(ParallelStrategy):
             yield
             return
         self._session.settle()
-        with self._session.weights.everywhere():
+        with self._reached_weights() as weights, weights.everywhere():
             yield
+
+    @contextlib.contextmanager
+    def _reached_weights(self) -> Iterator[Weights]:
+        """Have weights inside that other ranks can be asked for, after the fit too."""
+        assert self._session is not None, "set up before"
+        with self._connected() as links:
+            if links is not None:
+                self._session.weights.reach(links.control)
+            yield self._session.weights
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of the gradients of all parameters, on every rank; called by hooks that all ranks run.
@@ -480,7 +531,40 @@ class DappleStrategy(ParallelStrategy):
                 return super().optimizer_state(optimizer)
             self._session.settle()
             groups = self._session.groups[self.optimizers.index(optimizer)]
+            if self.config.save_distributed_checkpoint:
+                return groups.part(links.control.rank)
             return groups.gather(links.control)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint: rank 0 a file, or every rank its part of a directory; the one before is never lost."""
+        session = self._session
+        if session is not None and self.config.save_distributed_checkpoint:
+            with self._reached_weights() as weights:
+                control = weights.control
+                path = Path(control.broadcast(os.fspath(filepath), source=0, what="where the checkpoint is written"))
+                save_sharded(path, checkpoint, weights=weights, groups=session.groups, control=control)
+        elif self.is_global_zero and storage_options is None and self._writes_files(filepath):
+            save_plain(Path(filepath), checkpoint)
+        else:
+            super().save_checkpoint(checkpoint, cast("str", filepath), storage_options)  # it takes what is like a path
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, file or directory; weights and optimizer states are read where they are needed."""
+        path = Path(checkpoint_path)
+        if "://" in os.fspath(checkpoint_path) or not existing(path).exists():
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            found: dict[str, Any] = super().load_checkpoint(cast("str", checkpoint_path), **options)
+            return found
+        is_plain = self._writes_files(checkpoint_path)
+        return load(path, self.checkpoint_io, is_plain=is_plain, weights_only=weights_only)
+
+    def _writes_files(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether checkpoints are plain files of torch on this host."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in os.fspath(path)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the parameters that are here from those of all."""
@@ -492,12 +576,12 @@ class DappleStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create tensors on the device and with values: whether a checkpoint will give them some is not known yet."""
-        if empty_init:
-            rank_zero_warn(
-                "empty_init=True is ignored: parameters are initialised as usual. Without a checkpoint to load, "
-                "training would begin with whatever is in memory."
-            )
+        """Build a module without its values where they are made later: in configure_model, and by `empty_init=True`."""
+        configures = self._links is not None and self._session is None
+        if self.num_nodes * self.num_processes > 1 and (configures or empty_init):
+            with building():
+                yield
+            return
         with super().tensor_init_context(empty_init=False):
             yield
 
@@ -541,7 +625,7 @@ class DappleStrategy(ParallelStrategy):
             self._watch.report(exception)
 
     def teardown(self) -> None:
-        """Give every rank the whole trained module, and let go of the others; whatever has happened."""
+        """Give ranks the whole trained module, as `restore` says, and let go of the others; whatever has happened."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._end_watch)
             undo.callback(self._disconnect)
@@ -549,7 +633,8 @@ class DappleStrategy(ParallelStrategy):
             if self._session is not None:
                 self._session.end(healthy=not self._failed)
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
-        with contextlib.suppress(*impossible):
+        module = self.lightning_module
+        with contextlib.suppress(*impossible), bare(module.parameters() if module is not None else ()):
             super().teardown()
 
     def _disconnect(self) -> None:

@@ -355,12 +355,12 @@ def test_recomputing_a_layer_of_pipers_bert_runs_its_forward_again_and_keeps_its
     stages = StagePlan("", (0,)), StagePlan(layers[0], (1,))
     relieved = StagePlan(layers[0], (1,), recompute=stashes)
     problem = Problem(graph, profile, TWO, samples=4)
-    plain, anew = (judge(Plan((stages[0], last), microbatches=4), problem) for last in (stages[1], relieved))
+    plain, recomputed = (judge(Plan((stages[0], last), microbatches=4), problem) for last in (stages[1], relieved))
     forward_s = sum(profile.seconds[middle + k][0] for k in range(16))
     backward = Compute(1, "B", 0)
-    added = anew.prices.compute_s(backward, 1, 1) - plain.prices.compute_s(backward, 1, 1)
+    added = recomputed.prices.compute_s(backward, 1, 1) - plain.prices.compute_s(backward, 1, 1)
     assert added == pytest.approx(forward_s)
-    dropped = plain.prices.saved_bytes(1, 1) - anew.prices.saved_bytes(1, 1)
+    dropped = plain.prices.saved_bytes(1, 1) - recomputed.prices.saved_bytes(1, 1)
     assert dropped == sum(tensor.size(1) for tensor in graph.tensors if tensor.name in stashes)
 
 

@@ -1,4 +1,4 @@
-"""What does a pipeline have to train exactly as one device does? Modules and loaders, the same for the same seed.
+"""Modules and loaders that a pipeline has to train exactly as one device does; equal for equal seeds.
 
     module = make_module("gpt_tied", dropout=0.1)
     pl.Trainer(strategy=..., max_epochs=2).fit(module, make_loader("gpt_tied"), make_loader("gpt_tied", seed=1))

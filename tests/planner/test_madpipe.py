@@ -57,7 +57,7 @@ def stages(chain: Chain, cuts) -> list[tuple[int, int]]:
 
 
 def loads(chain: Chain, cuts, dropped) -> list[float]:
-    """Return the loads of stages, with what they make anew."""
+    """Return the loads of stages, with what they recompute."""
     placed = zip(chain.processors, stages(chain, cuts), dropped, strict=True)
     return [float(p.load_s[a, b] + share * p.forward_s[a, b]) for p, (a, b), share in placed]
 
@@ -67,7 +67,7 @@ def links(chain: Chain, cuts) -> list[float]:
 
 
 def fits(chain: Chain, cuts, dropped, period: float) -> bool:
-    """Say by the schedule's own rule whether stages that drop these shares sustain a period within memory."""
+    """Return, by the schedule's own rule, whether stages that drop these shares sustain a period within memory."""
     times, messages = loads(chain, cuts, dropped), links(chain, cuts)
     if max(*times, *messages) > period:
         return False

@@ -133,7 +133,7 @@ def test_an_offloading_plan_is_copied_out_and_back_and_holds_less_in_between():
     assert less.prices.saved_bytes(2, 4) == plain.prices.saved_bytes(2, 4)
     assert less.prices.offloaded_bytes(2, 4) == 2 * WIDTH * 4
     assert less.prices.offloaded_bytes(1, 4) == 0
-    assert less.prices.swap_s(2, 2, 4) == SWAP.seconds(2 * WIDTH * 4)
+    assert less.prices.own_work_s(swaps[0], 2, 4) == SWAP.seconds(2 * WIDTH * 4)
     assert less.step_s > plain.step_s, "the only stage after it, with nothing to hide the copies behind"
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import profile
 
 from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.exchanges.results import Results
@@ -124,6 +125,36 @@ def peak_of_many_messages() -> int:
             del tensor, handle
     transport.close()
     return peak.bytes
+
+
+def threads_that_a_profiler_records() -> int:
+    """Return of how many threads a profiler hears, also one that is stopped with messages and sums under way."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    transport = process_group_transport(CPU, deadline_s=20)
+    transport.open(channels=[(0, 1), (1, 0)], groups=[(0, 1)])
+    threads: set[int] = set()
+    for finishes in (True, False):
+        mine, theirs, summed, told = (torch.full((64,), float(rank)) for _ in range(4))
+        with profile(use_cpu=True, profile_memory=True) as seen:
+            handles = [transport.receive([theirs], peer=peer), transport.all_reduce(summed, group=(0, 1))]
+            handles += [transport.send([mine], peer=peer), transport.broadcast(told, source=0, group=(0, 1))]
+            if finishes:
+                settle_all(handles)
+        settle_all(handles)
+        assert theirs.eq(peer).all() and summed.eq(1).all() and told.eq(0).all()
+        threads |= {event.start_thread_id() for event in seen.kineto_results.events()}
+    transport.close()
+    return len(threads)
+
+
+def settle_all(handles: list[Handle]) -> None:
+    for handle in handles:
+        settle(handle)
+
+
+def test_what_other_threads_do_for_a_message_is_kept_from_profilers() -> None:
+    """Fits with memory=True ended by std::bad_alloc or a segmentation fault: gloo told a profiler that had stopped."""
+    assert World(2).run(threads_that_a_profiler_records) == [1, 1]
 
 
 def test_memory_of_messages_is_seen_to_be_let_go() -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lightning_pipe.core.program import Compute
+from lightning_pipe.core.program import Compute, Evict, Fetch
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report import Curves, plot_memory, plot_timeline
-from lightning_pipe.report.plot import COLOURS, EVICT, FETCH, MEASURED, PREDICTED
+from lightning_pipe.report.plot import COLOURS, MEASURED, PREDICTED
 from report.runs import Shaped, run_of
 
 RUN = run_of(((0,), (1,)), Shaped(1.0, 1.5, 0.5, latency=0.1, step=0.7))
@@ -41,8 +41,11 @@ def test_copies_to_the_host_and_back_are_drawn(tmp_path):
     plot_timeline(run_of(((0,), (1,)), Shaped(swap=0.7), offloads=(0,)), tmp_path / "swaps.png")
     plot_timeline(run_of(((0,), (1,)), Shaped()), tmp_path / "none.png")
     found, none = pixels(tmp_path / "swaps.png"), pixels(tmp_path / "none.png")
-    assert found[EVICT] == pytest.approx(found[FETCH], rel=0.3) and found[EVICT] > 100
-    assert none[EVICT] == none[FETCH] == 0
+    assert (
+        found[Evict.effects.colour] == pytest.approx(found[Fetch.effects.colour], rel=0.3)
+        and found[Evict.effects.colour] > 100
+    )
+    assert none[Evict.effects.colour] == none[Fetch.effects.colour] == 0
 
 
 def test_predicted_and_measured_are_drawn_on_one_scale(tmp_path):

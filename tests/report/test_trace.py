@@ -71,8 +71,8 @@ def test_copies_to_the_host_and_back_have_a_lane_each():
     trace = chrome_trace(run_of(((0,), (1,)), UnitPrices(swap=0.5), offloads=(0,)))
     threads = names(trace, "thread_name")
     lanes = {event["name"]: (event["cat"], threads[event["pid"], event["tid"]]) for event in slices(trace)}
-    assert lanes["0EVICT1"] == ("evict", "evict") and lanes["0FETCH1"] == ("fetch", "fetch")
-    assert "evict" not in {name for (rank, _), name in threads.items() if rank == 1}, "lanes are there if needed"
+    assert lanes["0EVICT1"] == ("evict", "out") and lanes["0FETCH1"] == ("fetch", "back")
+    assert "out" not in {name for (rank, _), name in threads.items() if rank == 1}, "lanes are there if needed"
 
 
 def test_categories_are_kinds():

@@ -72,7 +72,7 @@ def random_order(layout: Layout, microbatches: int, draw: random.Random, *, spli
 
 
 def is_ready(left: dict[tuple[int, int], int], stage: int, microbatch: int, kind: str) -> bool:
-    """Say whether the same pass of the stage before (or behind) has run; stages that are through are not in `left`."""
+    """Return whether the neighbor stage has run the same pass; stages that are through are not in `left`."""
     if kind == "W":
         return True
     source = (stage - 1 if kind == "F" else stage + 1, microbatch)

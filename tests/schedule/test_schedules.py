@@ -55,12 +55,12 @@ def test_every_stage_runs_every_microbatch_once_forward_and_once_backward(name):
 def test_every_number_of_microbatches_makes_a_program_that_is_proved(name, m):
     """Also fewer than stages, and numbers that do not divide; `verify` demands every pass once."""
     for p in (2, 4):
-        for chunks in SCHEDULES[name].chunks:
+        for chunks in SCHEDULES[name].stages_per_device:
             program_of(Row(name, p, m, chunks))
 
 
 def ascending(order: Order) -> bool:
-    """Say whether every rank runs each kind of each stage in the order of the micro-batches."""
+    """Return whether every rank runs each kind of each stage in the order of the micro-batches."""
     last: dict[tuple[int, int, str], int] = {}
     for rank, line in enumerate(order):
         for compute in line:

@@ -30,7 +30,7 @@ def rows(names=SCHEDULES) -> list:
     return [
         pytest.param(Row(name, P, M, chunks), id=f"{name}-{chunks}")
         for name in names
-        for chunks in SCHEDULES[name].chunks
+        for chunks in SCHEDULES[name].stages_per_device
     ]
 
 
@@ -86,7 +86,7 @@ def test_torch_takes_what_we_write(row, kind, tmp_path):
 
 
 def timed(action) -> bool:
-    """Say whether torch's dry run knows an action; of parameters it knows none."""
+    """Return whether torch's dry run knows an action; of parameters it knows none."""
     return action.computation_type.value not in ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 

@@ -26,5 +26,5 @@ def torch_order(name: str, p: int, v: int, m: int) -> Order:
 
 
 def torch_takes(p: int, m: int) -> bool:
-    """Say whether torch's schedules with rounds accept so many micro-batches."""
+    """Return whether torch's schedules with rounds accept so many micro-batches."""
     return m % max(1, m // p) == 0

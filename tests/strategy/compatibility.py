@@ -1,4 +1,4 @@
-"""Does a feature of Lightning work in a pipeline? One row each: equal to one device, or refused with this text.
+"""Compatibility with features of Lightning: a row each, equal to one device or refused with this text.
 
 python -m strategy.compatibility    (in tests) writes docs/compatibility.md from the rows that the tests hold.
 """

@@ -93,7 +93,7 @@ def test_the_page_of_a_run_has_the_figures_of_its_comparison(reported):
 
 
 def compared(options: dict[str, object]) -> bool:
-    """Say whether a fit with measured costs compared its first steps."""
+    """Return whether a fit with measured costs compared its first steps."""
     strategy = DappleStrategy(**options)
     make_trainer(strategy, max_epochs=1).fit(make_module(NAME), make_loader(NAME))
     return strategy.comparison is not None

@@ -1,4 +1,4 @@
-"""What is an animal of the zoo? A module in the style of real projects, a batch, and what capture makes of it."""
+"""Entry of the zoo: a module in the style of real projects, a batch, and what capture makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the samples of a batch flow through a joint graph?
+"""Sample dimensions of the values of a joint graph, and how values of slices make those of the whole batch.
 
 For every value: along which dimension its samples lie, and how the values of slices of the batch make the value of the
 whole batch. Nodes that mix samples (batch statistics, contrastive losses) are found on the way: there micro-batches
@@ -24,7 +24,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_roles import GUARDS, LINEAR, Role, combined, reduced, sized_inputs
-from lightning_pipe.capture.steps.stage_program import Value
+from lightning_pipe.capture.steps.stage_program import Combine, Value
 from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 
 _ALONG = frozenset(
@@ -121,9 +121,17 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         size=size_function(meta, joint),
         batch_dim=found.dim if found else None,
         rows=found.rows if found else 1,
-        combine="mean" if role in ("mixed", "linear") else role,
+        combine=_combining(role),
         order=_memory_order(meta, joint),
     )
+
+
+def _combining(role: Role) -> Combine:
+    match role:
+        case "mixed" | "linear":
+            return "mean"
+        case _:
+            return role
 
 
 def _memory_order(meta: Any, joint: JointGraph) -> tuple[int, ...]:
@@ -141,7 +149,7 @@ def _at_capture(size: torch.SymInt, joint: JointGraph) -> Any:
 
 def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ...]]:
     """Return the shape of a value as a function of the number of samples."""
-    sizes = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
+    sizes: tuple[Any, ...] = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
     fixed = tuple(size if isinstance(size, int) else None for size in sizes)
     expressions = [size.node.expr for size in sizes if not isinstance(size, int)]
 
@@ -182,7 +190,8 @@ def _has_samples(node: fx.Node, joint: JointGraph) -> bool:
 
 def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
     meta = node.meta.get("val")
-    if (weighed := node.meta.get("role")) is not None:  # by capture.totals or capture.terms
+    weighed: Role | None = node.meta.get("role")  # by `denominator_totals` or `loss_terms`
+    if weighed is not None:
         return weighed
     if isinstance(meta, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
         return "same"
@@ -238,7 +247,7 @@ def _leaf_samples(node: fx.Node, joint: JointGraph) -> SampleRows | None:
 
 
 def _outermost(source: tuple[fx.Node, SampleRows], shape: tuple[Any, ...], dim: int) -> bool:
-    """Say whether a view keeps the samples outermost: equally many elements lie before them on both sides."""
+    """Return whether a view keeps the samples outermost: equally many elements lie before them on both sides."""
     node, where = source
 
     def elements(sizes: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""How is a step traced into one graph of forward and backward?
+"""Tracing of a step into one graph of forward and backward.
 
 AOTAutograd's joint graph of `StepFunction` under fake tensors of the target device: nothing is computed, nothing is
 allocated, parameters may live on the meta device. The batch dimension is symbolic where the step allows it. Every truth
@@ -62,7 +62,7 @@ class Request:
             into samples: it is traced as it is, and the graph holds for its shapes only.
         batch_dim: dimension of the samples.
         device: device on which the step will run.
-        context: made anew for every run of the step (autocast of the precision plug-in).
+        context: created for every run of the step (autocast of the precision plug-in).
         answers: runs the step on real tensors and returns its truth values; None where no real run is possible.
         symbolic: whether the number of samples is a symbol of the graph.
         lengths: (tensor of the batch, dimension) of sizes that are symbols, too (`capture.graphs.lengths`).
@@ -288,7 +288,7 @@ def _fake_leaves(request: Request, mode: Any) -> tuple[torch.Tensor, ...]:
             for dim in (dim for index, dim in request.lengths if index == i):
                 dynamic[dim] = private.DimDynamic.DYNAMIC
         tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        context = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
+        context: Any = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
         fake = mode.from_tensor(tensor, symbolic_context=context)
         leaves.append(_on(fake, request.device, mode))
     return tuple(leaves)
@@ -351,7 +351,7 @@ def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples:
 
 
 class _SizeDependent(CaptureError):
-    """Say that a graph holds for one number of samples only."""
+    """The graph of a step holds for one number of samples only."""
 
 
 def _compare_runs(step: StepFunction) -> None:

@@ -1,4 +1,4 @@
-"""What is a value without a sample dimension of the values of slices of the batch? By the operation that makes it.
+"""Roles of values without a sample dimension: mean, sum or linear in the values of the slices of a batch.
 
 Reductions over samples begin a role, linear operations keep it or turn it into `linear` (a combination of means, sums
 and values that do not depend on the samples), anything else makes it `mixed`.
@@ -48,7 +48,7 @@ def sized_inputs(node: fx.Node, joint: JointGraph) -> int:
 
 
 def _is_size(node: fx.Node, joint: JointGraph) -> bool:
-    """Say whether a node is a Python number proportional to the number of samples."""
+    """Return whether a node is a Python number proportional to the number of samples."""
     meta = node.meta.get("val")
     if joint.symbol is None or not isinstance(meta, (torch.SymInt, torch.SymFloat)):
         return False
@@ -57,10 +57,11 @@ def _is_size(node: fx.Node, joint: JointGraph) -> bool:
 
 
 def _varies_unlike_samples(node: fx.Node, joint: JointGraph) -> bool:
-    """Say whether a node is a Python number that depends on the number of samples, but is not proportional to it."""
+    """Return whether a node is a Python number that depends on the number of samples, but is not proportional to it."""
     meta = node.meta.get("val")
-    is_number = joint.symbol is not None and isinstance(meta, (torch.SymInt, torch.SymFloat))
-    return is_number and joint.symbol in meta.node.expr.free_symbols and not _is_size(node, joint)
+    if joint.symbol is None or not isinstance(meta, (torch.SymInt, torch.SymFloat)):
+        return False
+    return joint.symbol in meta.node.expr.free_symbols and not _is_size(node, joint)
 
 
 def reduced(operation: Any, node: fx.Node) -> Role:
@@ -121,7 +122,7 @@ def _added(node: fx.Node, inputs: list[Role]) -> Role:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Say whether a node is made of zeros, as those that a loop starts to add to."""
+    """Return whether a node is made of zeros, as those that a loop starts to add to."""
     while operator_name(node) in _KEEP and node.all_input_nodes:
         node = node.all_input_nodes[0]
     name = operator_name(node)

@@ -1,4 +1,4 @@
-"""How big is a value of a joint graph, as a function of the number of samples?
+"""Sizes of the values of a joint graph, as functions of the number of samples.
 
 Sizes are taken at two numbers of samples and read as a straight line. A size that is none (every sample meets every
 other) is taken to be in proportion to the samples, from the captured number on. In a graph of constant size, which says

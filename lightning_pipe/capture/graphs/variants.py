@@ -1,4 +1,4 @@
-"""What if a step fixes the number of samples? It is traced once per number, and every slice runs the graph of its size.
+"""Graph variants of a step that fixes the number of samples: one trace per number, chosen by the slice's size.
 
 A step that turns a size into a Python integer (`range(len(x))`, `int(0.1 * x.size(0))`) has no symbolic graph. Its
 graphs for two sizes can stand for each other where they are the same operations under the same names with other
@@ -20,7 +20,7 @@ _PROBED = range(2, 66)  # a graph that holds for no other of these sizes is one 
 
 
 def is_fixed(joint: JointGraph) -> bool:
-    """Say whether a graph holds for one number of samples only."""
+    """Return whether a graph holds for one number of samples only."""
     return all(joint.fits(samples) for samples in _PROBED if samples != joint.samples)
 
 

@@ -1,4 +1,4 @@
-"""Does a graph still hold for the Python that it was traced from? Compared before every batch.
+"""Guards that tell, before every batch, whether a graph still holds for the Python it was traced from.
 
 Guards hold what the step read while it was traced: places and what is behind them (`python_state`), values of
 expressions over tracked numbers (`tracked_number`), the versions of tensors from outside of the step, and settings of

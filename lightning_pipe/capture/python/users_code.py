@@ -1,4 +1,4 @@
-"""Which code is the user's, and which names does it read?
+"""User code told from library code, and the names that it reads.
 
 Files of Python, torch, Lightning, torchmetrics, NumPy and this package are libraries; those of other packages are
 installed; all else is the user's, among it what a notebook defines, which has no file.

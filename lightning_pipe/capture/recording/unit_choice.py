@@ -1,4 +1,4 @@
-"""Which calls of sub-modules are the units of a step?
+"""Choice of the calls of sub-modules that become the units of a step.
 
 Large, so that little glue is repeated and few values travel, but small enough to be spread evenly over the parts. A
 module is a unit wherever it is called (outside of other units), or nowhere; what is said of it holds for its longest

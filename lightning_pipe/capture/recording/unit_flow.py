@@ -1,4 +1,4 @@
-"""What is a tensor made of? Follow every operation of a step's glue; between two units nothing else can make values.
+"""Data flow between units: the units that each tensor derives from, by following every operation of the glue.
 
 Sources belong to memory: what shares memory shares sources, and writing in place adds some. Inside a unit nothing is
 followed; its outputs are marked with its number. Memory that a unit has made and did not return (a tensor that it keeps
@@ -42,12 +42,12 @@ class Provenance:
         return _NOTHING.union(*(self._sources.get(self._memory(tensor), _NOTHING) for tensor in tensors))
 
     def add(self, tensor: torch.Tensor, sources: Sources) -> None:
-        """Say that a tensor is made of these too."""
+        """Record that a tensor is made of these too."""
         memory = self._memory(tensor)
         self._sources[memory] = self._sources.get(memory, _NOTHING) | sources
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Say whether glue has seen this memory."""
+        """Return whether glue has seen this memory."""
         return self._memory(tensor) in self._sources
 
     def note_maker(self, tensor: torch.Tensor, unit: int) -> None:
@@ -90,7 +90,7 @@ class Follower(TorchDispatchMode):
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.made_of = Provenance()
         self.inside: int | None = None
         self.begun = 0
@@ -123,7 +123,7 @@ class Follower(TorchDispatchMode):
         self._outputs.setdefault(self.made_of.memory(tensor), []).append((unit, number))
 
     def is_state(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor is memory of a parameter, a buffer or an attribute."""
+        """Return whether a tensor is memory of a parameter, a buffer or an attribute."""
         return self.made_of.memory(tensor) in self._names
 
     def mutated_names(self) -> dict[int, tuple[str, ...]]:
@@ -217,7 +217,7 @@ def _leaves(sources: Sources) -> Sources:
 
 
 def _needs_values(func: Any, args: Any) -> bool:
-    """Say whether Python, or a shape, depends on the values of an operation's arguments."""
+    """Return whether Python, or a shape, depends on the values of an operation's arguments."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in _MASKS for index in args[1])
     needs = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

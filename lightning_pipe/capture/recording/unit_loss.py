@@ -1,4 +1,4 @@
-"""How do the losses of micro-batches make the loss of the batch? Read off the last operations of the loss.
+"""Loss weighting of micro-batches (mean or sum), read from the last operations of the loss.
 
 The graph of autograd is walked from the loss back through sums of terms and factors to the first reductions. The loss
 is a sum if all of them are sums, and if what they are multiplied with does not depend on the samples (a sum that is
@@ -63,7 +63,7 @@ def _factors(node: Any) -> Iterator[float]:
 
 
 def _joins_terms(name: str, inputs: Sequence[Any]) -> bool:
-    """Say whether a reduction only adds terms that were stacked before."""
+    """Return whether a reduction only adds terms that were stacked before."""
     stacked = ("StackBackward0", "CatBackward0")
     return name == "SumBackward" and any(i is not None and i.name() in stacked for i in inputs)
 

@@ -1,4 +1,4 @@
-"""What does a module keep from one call of its step to the next, what has a step changed of it, and how is it put back?
+"""State that a module keeps between calls of its step: how changes are found, and how they are undone.
 
 What is looked at: attributes of all sub-modules, what lists, dicts, sets and queues among them hold, buffers, and the
 memory and content of parameters, and attributes and collections of helpers that are no modules. What objects without
@@ -191,7 +191,7 @@ class _Keeper(TorchDispatchMode):
     """Keep the content of parameters that are about to be written to."""
 
     def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._parameters = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

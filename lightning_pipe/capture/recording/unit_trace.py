@@ -1,4 +1,4 @@
-"""What are the units of a step, and what flows between them? Found by running the step on real tensors.
+"""Unit trace of a step: its units and the values between them, recorded by running it on real tensors.
 
 1  The tree of its calls of sub-modules is recorded, twice (the first run warms up), and units are chosen from it
    (`unit_choice`).

@@ -1,4 +1,4 @@
-"""What is known of a step whose Python runs every time? Its units, and what flows between them.
+"""Units of a step whose Python runs every time, and the values that flow between them.
 
 A *unit* is a call of a sub-module; what the step does between units is *glue*. Ranks run the whole Python of the step,
 but of the units only those that they own (replay). One run of the step on real tensors (`unit_trace`) finds out

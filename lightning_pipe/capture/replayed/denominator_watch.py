@@ -1,4 +1,4 @@
-"""What does a replayed loss divide by? Watched while the step is played, to tell where micro-batches weigh wrongly.
+"""Denominators of a replayed loss, watched to detect micro-batches that would be weighted wrongly.
 
 A graph reads what it divides by from totals of the whole batch (`denominator_totals`). A replayed step runs as is, so
 its micro-batches divide by their own counts. `Denominators` notes these, per call and relative to the number of

@@ -1,4 +1,4 @@
-"""What is set up around a play, and put back after it? Parameters, buffers and random numbers.
+"""Module state swapped in around a replay and restored after it: parameters, buffers and random generators.
 
 Torch's, Python's and NumPy's generators are seeded before the step and after every unit with the key of the
 micro-batch and a number, so that every rank draws in glue what one device would, whatever it skips. Python's and

@@ -1,4 +1,4 @@
-"""How do units look to planners? As published layers do, with the names of the module's own parameters."""
+"""Graph of units for planners, in the form of published layers with the module's own parameter names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which units can be separated, and what must a stage be given to run its own? Pure functions of a unit trace.
+"""Cut positions between units, and the inputs that each stage of units needs. Pure functions of a unit trace.
 
 A stage owns the units from `begin` to `end`. It runs the step's Python until the next unit is called (the last stage:
 to the end), so it meets all glue before that. It must be given

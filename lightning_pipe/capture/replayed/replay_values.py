@@ -1,4 +1,4 @@
-"""What do units return? Tensors in a structure, whose shapes follow from the number of samples."""
+"""Structure of the values that units return: tensors whose shapes follow from the number of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a rank run its part of a step whose Python runs every time? It plays the step, with its own units only.
+"""Replay of a step on one rank: the Python of the whole step runs, with only the rank's own units.
 
 Calls of sub-modules are intercepted. Of the units of the trace, in the order in which the step calls them,
 

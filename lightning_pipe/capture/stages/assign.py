@@ -1,4 +1,4 @@
-"""Which stage does each node of a joint graph belong to?
+"""Assignment of the nodes of a joint graph to stages.
 
 Forward nodes are cut by position. Three kinds of nodes have no stage, they are repeated wherever they are used: sizes,
 constants, and cheap values that depend on nothing but parameters or buffers (views and casts of parameters; masks,
@@ -81,7 +81,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _is_cheap(node: fx.Node, joint: JointGraph, from_parameters: set[str]) -> bool:
-    """Say whether a node on parameters, buffers and constants is worth repeating."""
+    """Return whether a node on parameters, buffers and constants is worth repeating."""
     if is_random(node):
         return False
     inputs = [n.name for n in node.all_input_nodes]
@@ -130,7 +130,7 @@ def unsliceable(joint: JointGraph, kinds: Kinds, flow: Flow) -> frozenset[int]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Say whether a node draws random numbers."""
+    """Return whether a node draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

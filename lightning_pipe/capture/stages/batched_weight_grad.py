@@ -1,4 +1,4 @@
-"""Which weight halves can run once for several micro-batches, on all their samples?
+"""Batched weight gradients: which weight halves can run once on the samples of several micro-batches.
 
 The weight half of a stage is part of the joint graph, and gradients of slices add up to the gradient of the whole. So W
 of several micro-batches is one W of all their samples if the values that it reads are those that the graph would have
@@ -116,7 +116,7 @@ class _Search:
         return max((self._depends[n.name] for n in node.all_input_nodes), default=_Depends.SAME)
 
     def _is_counting(self, node: fx.Node) -> bool:
-        """Say whether a value may say which sample of a micro-batch it belongs to."""
+        """Return whether a value may say which sample of a micro-batch it belongs to."""
         if not self._has_samples(node):
             return False
         inputs = node.all_input_nodes
@@ -148,7 +148,7 @@ class _Search:
         return all(dims_with_samples(output, self._joint) for output in outputs) or name in _SUMS
 
     def _is_linear(self, node: fx.Node, name: str) -> bool:
-        """Say whether an operation on sums over samples gives of their sum the sum of its results."""
+        """Return whether an operation on sums over samples gives of their sum the sum of its results."""
         varying = [n for n in node.all_input_nodes if self._depends[n.name] is not _Depends.SAME]
         if any(self._has_samples(n) for n in varying) or (len(varying) > 1 and name not in _TERMS):
             return False
@@ -159,7 +159,7 @@ class _Search:
         return name in _LINEAR or name.endswith(("_backward", "_backward_data"))
 
     def _is_homogeneous(self, node: fx.Node, name: str, varying: list[fx.Node]) -> bool:
-        """Say whether sums are divided, not divided by, and put among zeros, not among other numbers."""
+        """Return whether sums are divided, not divided by, and put among zeros, not among other numbers."""
         first = node.args[0]
         return first in varying if name == "div" else isinstance(first, fx.Node) and "zeros" in operator_name(first)
 

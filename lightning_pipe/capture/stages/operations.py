@@ -1,4 +1,4 @@
-"""What do costs see of a joint graph? Its operations and tensors, forward and backward, without torch.
+"""Operations and tensors of a joint graph as cost models see them: forward and backward, without torch.
 
 `core.graph` says what the fields mean. Outputs of an operation with several outputs are tensors of that operation.
 Gradients of a parameter that several stages use are taken to be added once per step (`Splitter` without `exact_ties`).

@@ -1,4 +1,4 @@
-"""How does a graph that is cut at some positions become stage programs?
+"""Split of a graph, cut at given positions, into stage programs.
 
 For every stage: what its forward and backward nodes read from elsewhere decides what crosses. A forward value travels
 from its producer straight to every stage that uses it, forward or backward; batch fields travel from stage 0 in the
@@ -228,7 +228,7 @@ class Splitter:
         return self._emitter.inputs_of(names) - set(names)
 
     def _is_joinable(self, half: Half, names: list[str], own: _Needs) -> bool:
-        """Say whether W of several micro-batches can be one: see `joining`."""
+        """Return whether W of several micro-batches can be one: see `joining`."""
         joining, run = self._joining, {*names, *self._emitter.repeated_by(names)}
         early = {parameter for name, parameter in own.gradients.items() if name not in half.outputs}
         waits = early & {own.gradients[name] for name in half.outputs}  # for another term, made by I

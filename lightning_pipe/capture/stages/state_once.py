@@ -1,4 +1,4 @@
-"""Which buffers that a step writes to change once per batch, whatever the number of micro-batches?
+"""Buffers that a step updates once per batch, whatever the number of micro-batches.
 
 A step that counts its calls in a buffer, or takes a step of a power iteration on a weight, does so once per batch on
 one device. Its new content is the same for every micro-batch that begins with the old one, so it is written once, after

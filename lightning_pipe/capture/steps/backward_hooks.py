@@ -3,7 +3,7 @@
     hook on a sub-module (`register_full_backward_hook`, ...)    replay, if the sub-module is in one stage as a whole
     hook on a tensor, registered by the step, that returns one   joint: a part of the graph, which reads what it reads
     the same without a result                                    replay, inside a unit only
-    on a parameter, registered by the step                       refused: it would be registered anew every time
+    on a parameter, registered by the step                       refused: it would be registered again every time
 
 On the gradient of a parameter see `strategy.parameters.gradient_hooks`.
 """
@@ -77,7 +77,8 @@ def backward_followed(
     Raises:
         CaptureError: if a backward changes Python state, which a graph would not.
     """
-    differentiate, apply = torch.autograd.grad, BackwardCFunction.apply
+    differentiate = torch.autograd.grad
+    apply: Callable[..., Any] = BackwardCFunction.apply
 
     def followed(*args: Any, **kwargs: Any) -> Any:
         with state_put_back(module) as state:
@@ -138,7 +139,7 @@ def _watched_registration(
     module: nn.Module, checked: Callable[[Callable[[torch.Tensor], Any], str], Any]
 ) -> Iterator[None]:
     """Let `checked` see, and replace, every hook that the user's code registers on a tensor."""
-    register = torch.Tensor.register_hook
+    register: Callable[..., Any] = torch.Tensor.register_hook
 
     def register_checked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
         if is_library(sys._getframe(1).f_code.co_filename):

@@ -1,4 +1,4 @@
-"""What is a batch made of? Tensor leaves, and everything else.
+"""Batch structure: tensor leaves, and everything else.
 
 Any nesting that Lightning moves to a device is understood (dict, list, tuple, named tuple, dataclass, `UserDict`).
 Tensors are leaves; other objects are part of the structure, and constants of the graph that is captured for it.
@@ -55,7 +55,7 @@ class Structure:
         return self.fill([make(leaf) for leaf in self.leaves])
 
     def cut(self, batch_dim: int = 0) -> tuple[bool, ...]:
-        """Say of each leaf whether it lies along the samples; 0-dimensional ones do not.
+        """Return for each leaf whether it lies along the samples; 0-dimensional ones do not.
 
         Raises:
             BatchError: if the leaves disagree about the number of samples.

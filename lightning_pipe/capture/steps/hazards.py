@@ -1,6 +1,6 @@
-"""What would a frozen graph get wrong? Find it, and name the user's line.
+"""Hazards of a frozen graph: what it would get wrong, with the user's line that causes it.
 
-A graph repeats what the step did once. Anything that Python decides anew on every call must therefore be seen:
+A graph repeats what the step did once. Anything that Python decides again on every call must therefore be seen:
 
 * Python values that change: counters and learning rates are tracked (`tracked_number`), everything else that the step
   reads is guarded (`python_reads`). Besides, the tracer runs the step twice, and the two sequences of torch calls must
@@ -86,7 +86,7 @@ class TracedNumber:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __pow__ = __rpow__ = __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = _refuse  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = _refuse
     __hash__ = object.__hash__
 
 

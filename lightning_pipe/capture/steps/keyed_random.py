@@ -1,4 +1,4 @@
-"""Which random numbers does a random node draw? Those of its key, whatever the layout.
+"""Keyed random numbers: every random node draws by its key, so that draws do not depend on the layout.
 
 The key is (seed, step, micro-batch, first sample of the slice, number of the node among the graph's random nodes), so
 stages, schedule and recomputation do not change what is drawn, and the surrounding random stream stays as it was.

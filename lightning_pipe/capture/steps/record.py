@@ -1,4 +1,4 @@
-"""What did the step say besides its loss? Calls of `self.log`, of torchmetrics, and the returned value.
+"""Record of what a step reports besides its loss: calls of `self.log`, of torchmetrics, the returned value.
 
 While a step is captured these calls are recorded instead of made. Tensors in them become results of the graph and are
 named here by `Ref`; after the pipeline has run, `strategy.steps.metrics` makes the calls again, on every rank, with the

@@ -1,4 +1,4 @@
-"""What is one stage, as functions? The result of `split`, the input of `runtime.stage`.
+"""Stage program: one stage as pure functions. The result of `split`, the input of `runtime.stage`.
 
 A stage program holds up to three pure functions over named values (names are those of the joint graph's nodes):
 

@@ -1,4 +1,4 @@
-"""What does a step leave behind, and does it depend on what earlier steps have left?
+"""State that a step leaves behind, and whether the step depends on what earlier steps have left.
 
 While a step is traced all state that it might change is as it was before, and is put back afterwards. What it has
 changed is one of

@@ -1,4 +1,4 @@
-"""Where is a graph worth cutting, and what crosses a cut?
+"""Cut positions worth trying in a graph, and the values that cross them.
 
 A cut position is an index into the forward order (`core.graph`), so every cut is convex: all nodes before it, all
 others behind. Planners look at few positions: at all of a small graph, else in every slice of the work at the one that

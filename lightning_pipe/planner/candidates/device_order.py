@@ -1,4 +1,4 @@
-"""In which order should a pipeline visit devices, so that fast links join neighbours and slow ones are crossed once?
+"""Device order of a pipeline: fast links join neighbors, slow links are crossed once.
 
 After the recursive device ordering (RDO) of Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN
 Training" (INFOCOM 2022), reconstructed:

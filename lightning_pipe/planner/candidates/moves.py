@@ -1,4 +1,4 @@
-"""Which outlines are near this one? Moves that a local search tries, small ones first.
+"""Moves of the local search: candidates near a given one, small changes first.
 
     count       more or fewer micro-batches
     shift       a cut to a position nearby

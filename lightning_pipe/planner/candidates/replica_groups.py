@@ -1,4 +1,4 @@
-"""Which devices make a stage if all stages get as many? Neighbours in rank order, in any number that divides all."""
+"""Replica groups of equal size: neighbors in rank order, in any number that divides all devices."""
 
 from __future__ import annotations
 

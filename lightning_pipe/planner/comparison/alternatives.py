@@ -1,4 +1,4 @@
-"""What else could be done with these devices? One device, data parallel training, other plans: by the same judge.
+"""Alternatives to a plan: one device, data parallel training and other plans, evaluated by the same simulator.
 
 Data parallel training is priced as one stage on all ranks with one micro-batch. DDP sums gradients in buckets of 25 MiB
 while the backward goes on (Li et al., PyTorch Distributed, VLDB 2020), which the stage's single sum does not: what can

@@ -1,4 +1,4 @@
-"""Where do given stages begin so that the slowest of them is quickest? The partition problem, by dynamic programming.
+"""Balanced partition: where stages begin so that the slowest is fastest, by dynamic programming.
 
     W[s, b] = min over a < b of max(W[s-1, a], cost[s, a, b])
 

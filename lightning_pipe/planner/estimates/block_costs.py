@@ -1,4 +1,4 @@
-"""What do stages cost on blocks of a row of devices? For all cut positions at once, as in `StageCostTable`.
+"""Costs of stages on blocks of a row of devices, for all cut positions at once as in `StageCostTable`.
 
 Planners that fix the order of the devices give every stage a block of it. Devices are taken in units: one by one, or,
 where there are many, by equal parts of hosts. A block of replicas with different speeds shares samples in proportion
@@ -116,7 +116,7 @@ class DeviceRow:
         return float(self._speeds[self._ends[first + count]] - self._speeds[self._ends[first]])
 
     def is_even(self, first: int, count: int) -> bool:
-        """Say whether all devices of a block are equally fast."""
+        """Return whether all devices of a block are equally fast."""
         return bool(self._changes[self._ends[first] + 1] == self._changes[self._ends[first + count]])
 
     def memory_bytes(self, first: int, count: int) -> int:
@@ -167,7 +167,7 @@ class DeviceRow:
 
     @cached_property
     def _depends_on_place(self) -> bool:
-        """Say whether devices of one host differ in their links."""
+        """Return whether devices of one host differ in their links."""
         return bool(self.cluster.links or self.cluster.reductions)
 
     def _meet_in_a_host(self, border: int) -> bool:
@@ -333,7 +333,7 @@ class BlockCosts:
 
     @cached_property
     def _is_coupled(self) -> NDArray[np.bool_]:
-        """Say of every stage whether its replicas take whole micro-batches in turn."""
+        """Return for every stage whether its replicas take whole micro-batches in turn."""
         graph = self._problem.graph
         coupled = set(graph.coupled)
         before = np.cumsum([0, *(node.name in coupled for node in graph.nodes)])[self.segments.bounds]

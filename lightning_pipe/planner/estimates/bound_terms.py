@@ -1,4 +1,4 @@
-"""What do the parts of plans cost? Computes, messages and sums of many plans of one problem, each priced once.
+"""Terms of the lower bounds: computes, messages and sums of many plans of one problem, each priced once.
 
 The prices are the judge's (`cost.prices`). Plans share most of their parts: a stage costs the same wherever else the
 graph is cut and whatever ranks run the others, and so do equal messages between the same ranks.

@@ -1,4 +1,4 @@
-"""What can no plan be quicker than, or hold less than? Lower bounds of what the judge says, for many plans at once.
+"""Lower bounds of a plan's step time and memory, for many plans at once.
 
 Plans that differ in cuts and ranks only, with equally many replicas on their stages and equally many micro-batches, run
 their computes in the same order. So the recursions below are walked once for all of them, by arrays. They take the

@@ -1,4 +1,4 @@
-"""How good is an outline, roughly? Stages as single machines in a row; good enough to rank thousands of outlines.
+"""Step time of a candidate by recurrence over its stages; a rough rank order for thousands of candidates.
 
 Every stage runs its 1F1B order; a replica's share of a micro-batch decides its time; the exchange between neighbours
 takes both directions' own FIFO link; a network card that several edges share is busy with all of them; sums of

@@ -1,4 +1,4 @@
-"""What would a stage from here to there cost? Answered for all pairs of cut positions at once, as matrices.
+"""Stage cost table: costs of stages between all pairs of cut positions, as matrices.
 
 A stage from bound a to bound b runs and holds what `cost.stage` says, nearly: sums over its positions, where what
 several positions share (parameters, saved tensors, repeated operations) counts once per stage. It is counted where a
@@ -104,7 +104,7 @@ class StageCostTable:
 
     @cached_property
     def coupled(self) -> NDArray[np.bool_]:
-        """Say which units have nodes that mix samples."""
+        """Return which units have nodes that mix samples."""
         names = set(self.problem.graph.coupled)
         found = np.zeros(self.units, dtype=bool)
         mixing = [position for position, node in enumerate(self.problem.graph.nodes) if node.name in names]

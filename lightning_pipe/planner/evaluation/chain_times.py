@@ -1,4 +1,4 @@
-"""What does a schedule that looks at times get to see of a plan? The prices of its chain, per micro-batch.
+"""Stage times of a plan for schedules that look at times: the prices of its chain, per micro-batch.
 
 Of replicas the slowest counts, of messages between two stages the longest, and of micro-batches the largest. Left out
 (`schedule.construct.stage_times`): values that skip stages, sums of gradients, the posting of messages.

@@ -1,4 +1,4 @@
-"""How good is a plan? The simulator says: the same program that would run, priced with the problem's costs.
+"""Evaluation of a plan: the program that would run, simulated with the problem's costs.
 
     judged = judge(plan, problem)
     judged.step_s, judged.bubble, judged.peak_bytes, judged.overflow()

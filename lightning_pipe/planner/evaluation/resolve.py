@@ -1,4 +1,4 @@
-"""How does a plan meet a graph? Names become cut positions and saved tensors, and cuts of one graph those of another.
+"""Resolution of a plan against a graph: names become cut positions and saved tensors, also across graphs.
 
 Cut position k puts nodes 0..k-1 before and k.. after (core.graph).
 """
@@ -211,7 +211,7 @@ class _Places:
         raise PlanError(f"{where}, which is no tensor, no node and no module of the graph. {hint}")
 
     def check_remakeable(self, memories: frozenset[int]) -> None:
-        """Check that the backward can make all of these anew."""
+        """Check that the backward can recompute all of these."""
         remakeable = {c.memory for c in candidates(self._graph, self._work) if c.is_remakeable}
         if memories - remakeable:
             raise PlanError(

@@ -1,4 +1,4 @@
-"""Which ranks do the same at the same time? Of equal groups of replicas, few stand for all.
+"""Symmetry reduction: of equal groups of replicas, few are simulated in place of all.
 
     stage 0   0 1 | 2 3 | 4 5 | 6 7      four groups: group k holds the k-th quarter of the replicas of every stage
     stage 1    8  |  9  |  10 | 11       and computes the k-th quarter of the samples of every micro-batch
@@ -82,7 +82,7 @@ def fold(sizes: tuple[int, ...], *, prices: PlanPrices, cluster: Cluster) -> Sym
 
 
 def _weights_repeat(layout: Layout, count: int) -> bool:
-    """Say whether the weights of every stage are those of its first group, again and again."""
+    """Return whether the weights of every stage are those of its first group, again and again."""
     return all(weights == weights[: len(weights) // count] * count for weights in layout.weights)
 
 

@@ -1,4 +1,4 @@
-"""Can anything fit into memory? Where devices are too small, no search is needed to say so.
+"""Least memory of any plan: devices that are too small are recognized without a search.
 
 Whatever a plan is, somebody holds every parameter with its gradient and its optimizer state, and while a micro-batch
 turns round its stages hold what they save of it, its replicas their shares; what may be recomputed or offloaded counts
@@ -33,7 +33,7 @@ _SURE = 0.9  # of the saved bytes of segments, which count the memory behind vie
 
 
 class LeastMemory:
-    """Say what can fit.
+    """Lower bounds on the memory of any plan: what can fit at all.
 
     Args:
         problem: graph, devices and wishes.

@@ -1,4 +1,4 @@
-"""How much can a rank copy to its host and back without waiting? What lies between F and I of a micro-batch is free.
+"""Offload budget: the bytes that a rank can copy to its host and back without waiting, between F and I.
 
 After Capuchin (Peng et al., ASPLOS 2020), where a tensor is swapped for free while
 

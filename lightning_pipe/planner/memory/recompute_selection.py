@@ -1,4 +1,4 @@
-"""Which of the tensors that a stage saves should it give up first? Those that save most bytes per second.
+"""Recompute selection: the saved tensors of a stage, ranked by bytes freed per second of recomputation.
 
 After Capuchin (Peng et al., ASPLOS 2020): tensors are ranked by MSPS, the memory they save per second of recomputing,
 and sources are updated after every choice:
@@ -8,12 +8,12 @@ and sources are updated after every choice:
     dependants            a choice takes its own sources, and its seconds, to all that have it as a source
     bytes of a choice     its own, less those of arrived values that the stage has to hold for it and does not yet
 
-A stage makes a tensor anew once per backward (`cost.activations`), so chains take less time than that; but what is made
+A stage recomputes a tensor once per backward (`cost.activations`), so chains take less time than that; but what is made
 in one go is in memory together, and the dearer figure keeps choices apart that would be.
 
-Offloading enters as a price: within the free time of the copies it costs nothing and what is dearest to make anew goes;
-beyond, every byte costs one period a byte's copy, compared with MSPS choice by choice. Three micro-batches or so are
-on their way or about to be used, so where memory is tightest what was offloaded is recomputed after all, in the end.
+Offloading enters as a price: within the free time of the copies it costs nothing and takes what is most expensive to
+recompute; beyond, every byte costs one period a byte's copy, compared with MSPS choice by choice. Three micro-batches
+or so are on their way or about to be used, so where memory is tightest what was offloaded is recomputed after all.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Chooser:
         self._remakeable = np.array([m in remakeable for m in work.saved], dtype=bool)
 
     def free(self) -> list[Choice]:
-        """Return what is offloaded in the free time of the copies: what is dearest to make anew, then the largest."""
+        """Return what is offloaded in the copies' free time: most expensive to recompute first, then largest."""
         if "offload" not in self._terms.reliefs or not self._terms.offloaded:
             return []
         dear = np.where(self._remakeable, self._cost_s / np.maximum(self._bytes, 1.0), np.inf)
@@ -169,7 +169,7 @@ class _Chooser:
 
 
 class _Needs:
-    """What has to run again, and to be there, so that each saved memory of a stage can be made anew by itself.
+    """What has to run again, and to be there, so that each saved memory of a stage can be recomputed by itself.
 
     Attributes:
         runs: operation of F -> the operations that run up to it, when all that is saved is there.

@@ -1,4 +1,4 @@
-"""Which outlines make plans that fit into memory? The simulator says; what nearly fits gets less warm-up, or relief.
+"""Settlement of candidates that nearly fit into memory: less warm-up, or another activation policy.
 
 Estimates of memory leave things out (`stage_costs`), so an outline that was thought to fit may not. Then the
 stages that are too full, and those behind them, keep fewer micro-batches at once; where that is allowed, saved tensors

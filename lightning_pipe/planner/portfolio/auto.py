@@ -1,4 +1,4 @@
-"""What is the best plan that anybody proposes? All planners propose, a local search goes on, the simulator decides.
+"""Automatic planner: all planners propose, a local search improves, the simulator decides.
 
     1  every planner's outlines, data parallel and straight ones are estimated
     2  the best are improved by moves (`planner.candidates.moves`): others on the same devices, then cuts, by estimate
@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_pipe.core.plan import keeps_all
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.candidates.candidate import Candidate, can_meet, never_growing, share_alike
 from lightning_pipe.planner.candidates.cut_points import cuttable, nearby, worthwhile
@@ -195,18 +196,19 @@ class _Search:
         for outline in choices:
             if self._values[outline] <= (excess, seconds * (1 + _error(outline))):
                 found[outline] = fitted(self._problem, outline, judge=judge)
-        if self._is_short(ranked[0]):
+        sieve, is_short = Sieve(self._problem, judge.pricer), self._is_short(ranked[0])
+        if is_short:
             self._climb(ranked, found, judge)
         else:
-            sieve = Sieve(self._problem, judge.pricer)
             self._judge_best(ranked, found, judge, budget, sieve)
-            best = min(found, key=lambda outline: self._rank(found[outline]))
+        best = min(found, key=lambda outline: self._rank(found[outline]))
+        if not is_short or not all(map(keeps_all, found[best].plan.stages)):  # bounds know of no relief
             self._refine(best, found, judge, budget, sieve)
         different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
         return sorted(different.values(), key=self._rank)
 
     def _is_short(self, outline: Candidate) -> bool:
-        """Say whether bounds cost little, and hold: they know of no relief, and near a wished warm-up may be others."""
+        """Return whether bounds are cheap and hold: they ignore activation policies and nearby warm-up depths."""
         wishes = self._problem.wishes
         size = _instructions(outline) + len(self._problem.graph.operations)
         may_relieve = wishes.reliefs or wishes.shard_optimizer == "auto"
@@ -277,7 +279,7 @@ class _Search:
             best, worse = min(best, self._rank(found[outline])), 0
 
     def _may_be_best(self, outline: Candidate, best: Value) -> bool:
-        """Say whether an outline may be better than the best plan so far, for all that its estimate may be too long."""
+        """Return whether an outline may beat the best plan so far, given the error of its estimate."""
         if best[0] > 0:
             return True
         if self._values[outline] > (0.0, best[1] * (1 + _error(outline))):
@@ -359,7 +361,7 @@ class _Budget:
         self._left = float(_JUDGED)
 
     def allows(self, outline: Candidate, *, share: float = 1.0) -> bool:
-        """Say whether an outline can be judged so that no more than a share of all is spent."""
+        """Return whether an outline can be judged so that no more than a share of all is spent."""
         return _JUDGED - self._left + _instructions(outline) <= _JUDGED * share
 
     def spend(self, outline: Candidate) -> None:

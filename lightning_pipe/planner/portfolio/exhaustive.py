@@ -1,4 +1,4 @@
-"""What is the best plan of all? Every cut, every grouping of the devices, every number of micro-batches, every warm-up.
+"""Exhaustive planner: every cut, grouping of devices, number of micro-batches and warm-up depth.
 
 The truth for small problems, by the simulator: a plan is judged unless a bound proves that it is not better than the
 best that was judged before (`lower_bounds`). Bounds are seldom below the truth, so few plans are judged. What is

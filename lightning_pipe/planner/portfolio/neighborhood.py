@@ -1,4 +1,4 @@
-"""Which plans near this one may be better? Whole neighbourhoods, by lower bounds; the judge decides what remains.
+"""Neighborhood search: whole neighborhoods of a plan by lower bounds, the rest decided by the simulator.
 
 Where a program is short, its bounds are nearly what the judge says (`lower_bounds`), and cost little for each
 of many plans. So cuts, devices and depths are changed together, in rings around the plan:
@@ -52,7 +52,7 @@ _RISES = (1, 2, 3, 4)  # by which depths of policies rise per stage from the end
 
 
 class Sieve:
-    """Say of single outlines, by their bounds, whether they are worth judging.
+    """Filter of single outlines that are worth judging, by their bounds.
 
     Args:
         problem: what is planned.

@@ -1,4 +1,4 @@
-"""Which of few partitions, warm-ups and numbers of micro-batches is best? Explore them all, then mend for memory.
+"""BaPipe planner: explores few partitions, warm-up depths and micro-batch counts, then repairs memory.
 
 After Zhao et al., BaPipe: Exploration of Balanced Pipeline Parallelism for DNN Training (arXiv 2012.12544), of which
 the abstract was read: it explores ways to train a pipeline and balanced partitions by the computation, memory and
@@ -106,7 +106,7 @@ class _Explorer:
             yield bound_s(row, microbatches=count), self, cuts, count
 
     def fits(self, cuts: tuple[int, ...], count: int) -> bool:
-        """Say whether there is memory for the least warm-up."""
+        """Return whether there is memory for the least warm-up."""
         rooms = self._estimator.rooms(cuts, self._groups, count)
         return all(room.saved <= room.bytes for room in rooms)
 

@@ -1,4 +1,4 @@
-"""Where do stages begin if what exceeds memory is squeezed? Halve the pipeline between balance of time and of memory.
+"""DawnPiper planner: halves the pipeline between the balance of time and the balance of memory.
 
 After Peng et al., DawnPiper (arXiv 2505.05856, 2025), of which abstract and openings were read, and Capuchin (ASPLOS
 2020) of the same first author; the rest is reconstructed.
@@ -117,7 +117,7 @@ class _Kind:
         load: seconds of F and B on the slowest replica.
         forward: seconds of F.
         saved: bytes saved per micro-batch on the fullest replica.
-        remade: the most of it that one unit saves, which is there while it is made anew.
+        remade: the most of it that one unit saves, which is there while it is recomputed.
         own: bytes beside them.
         memory: bytes of the smallest device.
         carried: bytes that a copy to the host carries per second.

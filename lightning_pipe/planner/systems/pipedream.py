@@ -1,4 +1,4 @@
-"""Which plan keeps the slowest stage or link quickest in steady state? PipeDream's planner, as a baseline.
+"""PipeDream planner, as a baseline: the slowest stage or link of the steady state is as fast as possible.
 
 As in Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), section 3.1. Level k
 of the cluster has m_k components of level k - 1, with bandwidth B_k between them; T_l, a_l, w_l are seconds, output and

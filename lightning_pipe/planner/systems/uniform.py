@@ -1,4 +1,4 @@
-"""Which cuts give every rank the same work? The plain planner: stages in the order of the ranks, as many as asked for.
+"""Uniform planner: cuts that give every rank equal work, stages in the order of the ranks.
 
 For several prices of traffic the cuts that minimise the slowest stage (`balance`), each with several numbers of
 micro-batches; the quickest by estimate comes first.

@@ -1,4 +1,4 @@
-"""Which latency and bandwidth explain how long transfers take? Found by timing few sizes, within a bounded time.
+"""Alpha-beta model of a link: latency and bandwidth fitted to few transfer sizes, within a bounded time.
 
     seconds(b) = fixed_s + b / bytes_per_s
 

@@ -1,4 +1,4 @@
-"""What do messages and all-reduces between ranks cost? Measured by the transport that will carry them, on all ranks.
+"""Link probe: messages and all-reduces between ranks, timed on the transport that will carry them.
 
     rank a                      rank b            a trip of n bytes from a to b; a's clock alone counts
       | -- header: n ----------> |

@@ -1,4 +1,4 @@
-"""With which tensors is an operation run that has only been described?
+"""Arguments for the timing of operations that are only described: tensors of equal type, shape and strides.
 
 Every argument has the type, shape and strides that the step gives it; its numbers are chosen so that they change no
 time: floats are moderate (no overflow, and no denormals, which CPUs treat slowly), and scales and variances positive;

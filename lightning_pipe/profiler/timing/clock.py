@@ -1,4 +1,4 @@
-"""When did a device reach a point of the program? Marks that are set in passing and read afterwards.
+"""Device clock: marks that are set in passing and read afterwards.
 
 On the CPU a mark is the time. On CUDA it is an event of the current stream, so what lies between two marks is the time
 of the device alone, if the device never waits for the program: before a stretch of calls it gets work that takes longer
@@ -57,7 +57,7 @@ class CudaTimingClock(TimingClock):
 
     def now(self) -> Any:
         """Set a mark."""
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

@@ -1,4 +1,4 @@
-"""What does a stage function take besides its operations? Found on windows of the graph that are run both ways.
+"""Overhead of a stage function beyond its operations, measured on windows of the graph that run both ways.
 
 A window is a range of positions, made a stage by `Capture.split`. Its F and I + W are run as the runtime runs them, and
 its operations one by one (`walk`), in turn:
@@ -160,7 +160,7 @@ class _Window:
         )
 
     def _fits(self) -> bool:
-        """Say whether all inputs are known and fit the memory."""
+        """Return whether all inputs are known and fit the memory."""
         made: set[str] = set()
         total = 0
         for half in self._halves():

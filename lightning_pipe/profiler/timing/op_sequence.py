@@ -1,4 +1,4 @@
-"""In which order does a step run its operations, and which part of it shows every distinct call at work?
+"""Operation sequence of a step, and a part of it that shows every distinct call at work.
 
 An operation that is run again and again by itself finds its tensors and its code in the caches, and memory that was
 just freed for its result: it is up to twice as quick as in a step. So operations are timed where they stand, between
@@ -83,7 +83,7 @@ class Course:
         return self.graph.operations[self.items[item].operation].phase == "repeated"
 
     def _is_weight_half(self, item: Item) -> bool:
-        """Say whether an operation of the backward is part of W wherever the graph is cut: it flows nowhere earlier."""
+        """Return whether a backward operation is part of W wherever the graph is cut: it flows nowhere earlier."""
         operation = self.graph.operations[item.operation]
         return operation.reach >= operation.at
 

@@ -1,4 +1,4 @@
-"""How long does every operation of a captured step take on this device, and what memory does it need for itself?
+"""Operator profile of a captured step: seconds and workspace of every operation on this device.
 
     profile = profile_capture(capture, device=device, sizes=(1, 4, 8), cache=Path(".lightning_pipe"))
 

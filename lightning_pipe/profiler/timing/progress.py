@@ -1,4 +1,4 @@
-"""How far is a long measurement? A bar on the terminal, for those that take more than two seconds."""
+"""Progress bar on the terminal, for measurements that take more than two seconds."""
 
 from __future__ import annotations
 

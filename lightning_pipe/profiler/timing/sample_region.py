@@ -1,4 +1,4 @@
-"""How often is a part of a course run, and what do the repetitions say?
+"""Sample region of an operation sequence: how often it is run, and what the repetitions show.
 
 A part is run once to see how long it takes. If that is short, a longer part is taken, in which every call is met more
 often, since its neighbours matter: the first step of a recurrent network finds other caches than the next ones. The

@@ -1,4 +1,4 @@
-"""How long does every call of a part of a course take, where it stands?
+"""Timed run of a part of an operation sequence: the seconds of every call, where it stands.
 
 The chosen items are run in their order; a tensor that none of them has made is made up. Memory is given back as in a
 stage function: a tensor that dies in its pass is freed after its last reader, within the time of that call; what

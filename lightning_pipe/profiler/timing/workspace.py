@@ -1,4 +1,4 @@
-"""How many bytes does a call hold for itself while it runs, besides its arguments and its results?
+"""Workspace of a call: bytes that it holds while it runs, besides its arguments and results.
 
     gauge = gauge_of(device)
     with gauge:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_pipe.core.program import Compute, Evict, Fetch
+from lightning_pipe.core.effects import OwnWork
+from lightning_pipe.core.program import Compute, Evict, Fetch, Instruction
 from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
 from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.stage import Slices, Stage
@@ -34,7 +35,7 @@ class Offloads:
         self._recorder = recorder
         self._parcels.clear()
 
-    def evict(self, evict: Evict, slices: Slices) -> None:
+    def evict(self, evict: OwnWork, slices: Slices) -> None:
         """Start the way out; `slices` is what the rank loaded of the micro-batch.
 
         Where memory is measured, this thread waits for the end and is the last to hold what has left: only releases of
@@ -47,7 +48,7 @@ class Offloads:
         while seen is not None and not parcel.left.wait(_PATIENCE_S):
             pass
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: OwnWork) -> None:
         """Start the way back."""
         self._stages[fetch.stage].fetch(fetch.microbatch)
 
@@ -60,7 +61,7 @@ class Offloads:
     def finish(self) -> None:
         """Record when copies ran; all have ended."""
         for (stage, microbatch), parcel in self._parcels.items():
-            kinds = (Evict(stage, microbatch), Fetch(stage, microbatch))
-            for instruction, (begin, end) in zip(kinds, parcel.spans(), strict=True):
+            copies: tuple[Instruction, ...] = (Evict(stage, microbatch), Fetch(stage, microbatch))
+            for instruction, (begin, end) in zip(copies, parcel.spans(), strict=True):
                 self._recorder.put(instruction, begin, end)
         self._parcels.clear()

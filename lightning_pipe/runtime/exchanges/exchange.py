@@ -1,4 +1,4 @@
-"""Which values go where? Messages are made from a stage's values and turned back into them.
+"""Exchange of values between stages: messages made from a stage's values and turned back into them.
 
 A message holds, for the samples that sender and receiver share, the values of one edge in the order of the stage
 program. Where both stages are on one rank the values go into the mailbox directly.

@@ -1,4 +1,4 @@
-"""How do gradients (and moving buffers) become those of the whole batch on every rank that holds them?
+"""Gradient reduction: gradients (and moving buffers) of the whole batch on every rank that holds them.
 
 Each rank contributes its local sum once per bucket, however many stages of the bucket it holds. A bucket is summed in
 flat pieces of at most `piece_bytes`, begun at `Reduce` while other stages still compute, and finished at `Step`.

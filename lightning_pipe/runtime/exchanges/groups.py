@@ -1,4 +1,4 @@
-"""Which ranks talk to which? Directed channels and groups, in the one global order in which every rank opens them."""
+"""Communication groups and directed channels, in the one global order in which every rank opens them."""
 
 from __future__ import annotations
 

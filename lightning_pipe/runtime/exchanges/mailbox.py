@@ -1,4 +1,4 @@
-"""What has arrived, or will, for the computes of this rank? Letters by (direction, source, target, micro-batch)."""
+"""Mailbox of a rank: received and expected messages by (direction, source, target, micro-batch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does every rank get the step's outputs, combined over micro-batches and slices?
+"""Results of a step on every rank, combined over micro-batches and slices.
 
 All scalars travel in one float64 sum of slots: a slot is written by the one rank that has the value and is zero
 elsewhere. The same sum carries the ranks' votes (stop, skip, overflow), so that all ranks decide alike. Values with

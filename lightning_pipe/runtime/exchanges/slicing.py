@@ -1,4 +1,4 @@
-"""How is a value of some samples cut into parts, and joined from parts?
+"""Slicing of a value by samples, and joining of its parts.
 
 A stage holds a value for its own (`local`) samples of a micro-batch; a message carries the part for the samples that
 sender and receiver share. A value with samples is sliced and concatenated along its batch dimension. A value without

@@ -175,7 +175,7 @@ class GuardClient:
                     self._hear(message)
 
     def _note_exit(self) -> None:
-        """Say that the script is over, for the guard to see to it that a rank that has failed ends."""
+        """Tell the guard that the script is over, so that it sees to it that a rank that has failed ends."""
         if self._failure is not None and not threading.main_thread().is_alive():
             self.page.write(OUTSIDE, -1, b"the exit of its script")
 

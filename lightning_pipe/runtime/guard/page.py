@@ -49,7 +49,7 @@ class SharedPage:
         return int(_BEATS.unpack_from(self._memory, 0)[0])
 
     def write(self, mode: int, step: int, at: bytes, *, limit: float = 0.0) -> None:
-        """Say what the rank does now.
+        """Write what the rank does now.
 
         Args:
             mode: of `GuardedState`.
@@ -60,7 +60,7 @@ class SharedPage:
         _STATE.pack_into(self._memory, _AT, mode, step, limit, min(len(at), _LONGEST), at)
 
     def wait(self, kind: int, what: bytes = b"", *, count: int = 0, limit: float = 0.0) -> None:
-        """Say what the rank waits for now, and until when, as `write` does."""
+        """Write what the rank waits for now, and until when, as `write` does."""
         _WAIT.pack_into(self._memory, _WAITING, kind, count, limit, min(len(what), _LONGEST), what)
 
     @property

@@ -1,4 +1,4 @@
-"""Who looks after a rank that waits? A watch: deadlines, and the failures of other ranks.
+"""Watch over a waiting rank: deadlines, and the failures of other ranks.
 
 `Unwatched` waits for ever; `guarded_watch.GuardedWatch` is what a training uses.
 """

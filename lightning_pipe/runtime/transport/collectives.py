@@ -1,4 +1,4 @@
-"""How do groups of ranks sum and broadcast over torch.distributed?
+"""Collectives (sum, broadcast) of groups of ranks over torch.distributed.
 
 One process group per set of ranks, created on all ranks in the order of the arguments: every rank takes part in the
 creation of every group, whether it is a member or not.
@@ -6,13 +6,16 @@ creation of every group, whether it is a member or not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.waiting import Handle
@@ -82,14 +85,14 @@ class Collectives:
 
     def all_reduce(self, tensor: torch.Tensor, *, group: Group) -> Handle:
         """Post a sum, in place."""
-        work = dist.all_reduce(tensor, group=self._of(group), async_op=True)
+        work = unrecorded(tensor, partial(dist.all_reduce, tensor, group=self._of(group), async_op=True))
         return self._handle(work, tensor)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
         """Post the copying of the source's tensor into those of the other members; all of them contiguous."""
         assert tensor.is_contiguous(), "a broadcast into a copy would be lost"
         content = as_bytes(tensor)
-        work = dist.broadcast(content, src=source, group=self._of(group), async_op=True)
+        work = unrecorded(content, partial(dist.broadcast, content, source, group=self._of(group), async_op=True))
         return self._handle(work, content)
 
     def abort(self) -> None:
@@ -123,15 +126,28 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def unrecorded(tensor: torch.Tensor, start: Callable[[], dist.Work | None]) -> dist.Work | None:
+    """Start an operation on a tensor; one of the host from a thread that no profiler of torch records.
+
+    What a recorded thread starts tells its profiler also of its end, from whatever thread that comes. If the profiler
+    stops before, or at that moment, it writes to released memory: `std::bad_alloc`, or a segmentation fault somewhere
+    (torch 2.13).
+    """
+    if tensor.is_cuda or not is_profiling():
+        return start()
+    with ThreadPoolExecutor(max_workers=1) as elsewhere:
+        return elsewhere.submit(start).result()
+
+
 def isend(tensor: torch.Tensor, *, peer: int, group: dist.ProcessGroup) -> dist.Work:
     """Post the sending of a contiguous tensor to a rank."""
-    work = dist.isend(as_bytes(tensor), dst=peer, group=group)
+    work = unrecorded(tensor, partial(dist.isend, as_bytes(tensor), dst=peer, group=group))
     assert work is not None, "posted by a member"
     return work
 
 
 def irecv(buffer: torch.Tensor, *, peer: int, group: dist.ProcessGroup) -> dist.Work:
     """Post the receiving of a tensor from a rank into a contiguous buffer."""
-    work = dist.irecv(as_bytes(buffer), src=peer, group=group)
+    work = unrecorded(buffer, partial(dist.irecv, as_bytes(buffer), src=peer, group=group))
     assert work is not None, "posted by a member"
     return work

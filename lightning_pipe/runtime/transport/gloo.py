@@ -1,4 +1,4 @@
-"""How do tensors travel over gloo? For CPU ranks, and for ranks that share a device (which NCCL refuses).
+"""Gloo transport, for CPU ranks and for ranks that share a device (which NCCL refuses).
 
 A transfer over gloo is only known to have ended by waiting for it, and a wait that times out breaks the connection. So
 every directed channel has a thread that waits for its transfers, oldest first; the rank's own thread never waits inside
@@ -65,7 +65,7 @@ class GlooTransport:
             works = self._isend(full, peer)
             return _Transfer(line.wait_for(lambda: works), keep=tuple(full))
         staged = [_pinned(tensor).copy_(tensor, non_blocking=True) for tensor in full]
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record()
 
         def post() -> list[dist.Work]:

@@ -1,4 +1,4 @@
-"""How do ranks talk that live in one thread? Through a hub. For tests, and for several stages on one device.
+"""Local transport: ranks in one thread, through a hub. For tests, and for several stages on one device.
 
 A transfer is done once both sides have posted it, a sum once all members have; so ranks are run by
 `waiting.drive_together`. Sums are made in rank order. Shapes and element types must be those that were announced.

@@ -1,4 +1,4 @@
-"""How do tensors travel over NCCL? Every directed channel has a communicator of its own.
+"""NCCL transport: every directed channel has a communicator of its own.
 
 Operations on one communicator are executed one after another, so a channel that were shared by both directions could
 make a send wait for a receive that waits for it; and communicators that are created lazily hang if two ranks create

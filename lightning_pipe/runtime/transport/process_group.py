@@ -1,4 +1,4 @@
-"""Which transport fits this process? NCCL where the default process group has it for the device, else gloo."""
+"""Process group transport: NCCL where the default process group has it for the device, else gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the runtime ask of a transport? Directed channels between pairs of ranks, sums and broadcasts over groups.
+"""Transport protocol: directed channels between pairs of ranks, sums and broadcasts over groups.
 
 Nothing but the tensors travels: the receiver knows shapes and element types from `Value.size(samples)`. Everything is
 posted without blocking and waited for through its handle. Channels and groups are opened on all ranks together, in one

@@ -1,4 +1,4 @@
-"""What crosses between stages that stand in a chain, each of which gives to the next only?"""
+"""Traffic of a chain of stages, each of which gives to the next only."""
 
 from __future__ import annotations
 

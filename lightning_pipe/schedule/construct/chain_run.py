@@ -1,4 +1,4 @@
-"""When does every compute of an order start, if the pipeline is a chain of stages with given times?
+"""Start times of an order's computes on a chain of stages with given times, without building the program.
 
 The answer of `simulator.simulate` for the lowered order, without building the program; for schedules that try many
 orders. The assumptions are those of lowering and of the simulator:
@@ -240,7 +240,7 @@ class _Wiring:
         }
 
     def is_empty(self, task: Compute, rank: int) -> bool:
-        """Say whether a rank has no samples for a task."""
+        """Return whether a rank has no samples for a task."""
         return (rank, task.stage, task.kind, task.microbatch % self._turns) not in self._wires
 
     def of(self, task: Compute, rank: int) -> _Wire:

@@ -1,4 +1,4 @@
-"""How do the lines of devices become an order? Every replica of a device runs its line, without padding."""
+"""Device orders joined into the order of all ranks: every replica runs its device's line, without padding."""
 
 from __future__ import annotations
 

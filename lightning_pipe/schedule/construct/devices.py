@@ -1,4 +1,4 @@
-"""On which devices does a layout put its stages, whatever its shape, and what does an order keep there?
+"""Devices of a layout, whatever its shape: the stages that each holds, and the bytes an order keeps there.
 
 For schedules that look at times. A device is a rank, or several that are replicas of each other and run one line. What
 a rank keeps is counted between its computes: F leaves `saved_bytes`, I takes these and leaves `kept_bytes`, W takes
@@ -67,6 +67,6 @@ def peak_bytes(line: Iterable[Compute], times: ChainTimes) -> float:
 
 
 def fits(order: Order, times: ChainTimes) -> bool:
-    """Say whether no rank keeps more than it has room for."""
+    """Return whether no rank keeps more than it has room for."""
     peaks = (peak_bytes(line, times) for line in order)
     return all(peak <= room * (1 + ROUNDING) for peak, room in zip(peaks, times.room_bytes, strict=True))

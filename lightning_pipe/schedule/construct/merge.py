@@ -1,4 +1,4 @@
-"""In which order does a rank run the computes of all stages that it holds?
+"""Merge of the lines of all stages that a rank holds into one order.
 
 Schedules say for every stage in which order its computes run. A rank that holds one stage runs just that. Where a rank
 holds several, their lines are merged by list scheduling in unit time: at every moment each free rank starts, among the

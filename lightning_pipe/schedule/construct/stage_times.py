@@ -1,4 +1,4 @@
-"""What does a schedule that looks at times know of a pipeline? A chain of stages, in seconds and bytes.
+"""Stage times of a chain, in seconds and bytes, for schedules that look at times.
 
 All of one micro-batch, or of the part of it that one replica of a stage computes. Values that skip stages are left out:
 they are sent along with the chain's and arrive no later than it.

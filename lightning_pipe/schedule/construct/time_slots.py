@@ -1,4 +1,4 @@
-"""In which order do a device's computes run whose slots of a grid of equal times are known?
+"""Time slots: the order of a device's computes from their slots in a grid of equal times.
 
 After Li and Hoefler (Chimera, SC'21, section 3.1): a micro-batch enters a chain of S stages every second slot, moves
 one stage per slot, turns round at the last stage and comes back. Micro-batch j, counted from 0, of a unit that begins

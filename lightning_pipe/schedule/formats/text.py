@@ -1,4 +1,4 @@
-"""How is a program written down? One line per rank, below lines that say what its instructions refer to.
+"""Text format of programs: one line per rank, below lines that define what its instructions refer to.
 
     sizes 2 2 1
     layout 0,1 | 2
@@ -24,18 +24,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
+from lightning_pipe.core.effects import OWN_WORK, OwnWork
 from lightning_pipe.core.program import (
     Bucket,
     Compute,
     ComputeKind,
     Edge,
-    Evict,
-    Fetch,
-    Free,
     Instruction,
     Joined,
     Layout,
-    Load,
     Message,
     Order,
     Pass,
@@ -55,7 +52,6 @@ _SAMPLES = r"\[(\d+):(\d+)\]"
 _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
     (re.compile(r"(\d+)([FBIW])(\d+)"), lambda s, k, m: Compute(int(s), cast(ComputeKind, k), int(m))),
     (re.compile(r"(\d+)W(\d+(?:\+\d+)+)"), lambda s, ms: Joined(int(s), tuple(map(int, ms.split("+"))))),
-    (re.compile(r"(\d+)LOAD(\d+)"), lambda s, m: Load(int(s), int(m))),
     (
         re.compile(rf"(\d+)SEND_([FB])(\d+)>(\d+)@(\d+){_SAMPLES}"),
         lambda s, d, m, t, peer, a, b: Send(_message(d, s, t, m, a, b), int(peer)),
@@ -66,9 +62,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
     ),
     (re.compile(r"REDUCE(\d+)"), lambda bucket: Reduce(int(bucket))),
     (re.compile(r"STEP"), lambda: Step()),
-    (re.compile(r"(\d+)FREE(\d+)"), lambda s, m: Free(int(s), int(m))),
-    (re.compile(r"(\d+)EVICT(\d+)"), lambda s, m: Evict(int(s), int(m))),
-    (re.compile(r"(\d+)FETCH(\d+)"), lambda s, m: Fetch(int(s), int(m))),
+    (re.compile(r"(\d+)([A-Z]{2,})(\d+)"), lambda s, code, m: _own_work(code)(int(s), int(m))),
 )
 _EXAMPLES = "2F0, 2W0+1, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1, STEP, 2FREE0, 2EVICT0, 2FETCH0"
 
@@ -83,6 +77,12 @@ def parse(text: str) -> Instruction:
         if match := pattern.fullmatch(text):
             return build(*match.groups())
     raise ProgramError(f"found instruction {text!r}; instructions are written {_EXAMPLES}")
+
+
+def _own_work(code: str) -> type[OwnWork]:
+    if code not in OWN_WORK:
+        raise ProgramError(f"found {code!r}; a rank's own work is written {', '.join(sorted(OWN_WORK))}")
+    return OWN_WORK[code]
 
 
 def format_order(order: Order) -> tuple[str, ...]:

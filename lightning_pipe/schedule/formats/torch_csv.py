@@ -1,4 +1,4 @@
-"""How are orders exchanged with torch.distributed.pipelining? As its CSV: a row per rank, a cell per action.
+"""CSV format of orders in torch.distributed.pipelining: a row per rank, a cell per action.
 
     2F0 2B0 2I0 2W0         stage, kind, micro-batch: forward, backward, and its two halves
     1SEND_F0 2RECV_F0       stage that sends or receives, and micro-batch; F goes to the next stage, B to the one before
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from lightning_pipe.core.program import (
+    AnyCompute,
     Compute,
     ComputeKind,
-    Joined,
     Layout,
     Message,
     Order,
@@ -258,7 +258,7 @@ def _check_expressible(program: Program) -> None:
         raise ProgramError(f"the stages {tied[0]} share parameters; torch sums the gradients of one stage at a time")
     if traffic.offloads:
         raise ProgramError(f"the stages {list(traffic.offloads)} offload; torch has no action for it")
-    if joined := [one for line in program.ranks for one in line if isinstance(one, Joined)]:
+    if joined := [one for line in program.ranks for one in line if isinstance(one, AnyCompute) and one.is_joined]:
         raise ProgramError(f"the program joins weight halves ({joined[0]}); torch has no action for it")
 
 

@@ -46,7 +46,7 @@ def lower(
         early_release: whether the input gradient leaves before the weight gradient is computed; False only for
             comparison with published fused backwards.
         split: whether B is replaced by I and W; False for stages whose backward is one function.
-        join: micro-batches whose W, where they follow each other, may at most be one (`Joined`); 1 joins none.
+        join: micro-batches whose W, where they follow each other, may at most be one (joined W); 1 joins none.
 
     Raises:
         ProgramError: if layout, sizes or traffic make no sense, or the order names an unknown stage or micro-batch.

@@ -1,4 +1,4 @@
-"""How does a backward run? As its input half, then its weight half, so that the gradient can leave between them."""
+"""Backward split into its input half and its weight half, so that the gradient can leave between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When are gradients summed over ranks? A bucket as soon as its rank has computed the last weight gradient in it.
+"""Gradient sums over ranks: a bucket is posted as soon as its rank has computed its last weight gradient.
 
 Every rank posts its buckets in ascending number, so that ranks that share several buckets agree; a bucket may therefore
 wait for one with a lower number. A rank that holds a stage of the bucket but had no samples takes part all the same,

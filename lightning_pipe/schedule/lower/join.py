@@ -1,4 +1,4 @@
-"""When is the weight gradient of several micro-batches one product? Where their W follow each other on a rank.
+"""Joined weight gradients: one product for several micro-batches whose W follow each other on a rank.
 
 Source: Rae, Lee and Richings 2024, "2BP: 2-Stage Backpropagation": the delayed backward-p2 of several micro-batches may
 be computed on their concatenated samples. Fewer and larger products take less time where micro-batches are small; the

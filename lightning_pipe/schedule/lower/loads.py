@@ -1,4 +1,4 @@
-"""Who reads the batch? The ranks of the stages that load, their own samples, before the forward that uses them."""
+"""Loads of the batch: ranks of loading stages read their own samples before the forward that uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When can a stage forget a micro-batch? After its last compute, and after posting its last send.
+"""Memory release: a stage forgets a micro-batch after its last compute and after posting its last send.
 
 What was handed over to another stage of the same rank belongs to that stage and is not touched.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from lightning_pipe.core.program import Compute, Free, Instruction, Joined, Program, Send
+from lightning_pipe.core.program import AnyCompute, Free, Instruction, Program, Send
 
 
 def add_frees(program: Program) -> Program:
@@ -27,7 +27,7 @@ def _with_frees(line: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
 def _works(instruction: Instruction) -> list[tuple[int, int]]:
     """Return stage and micro-batches whose values an instruction uses."""
     match instruction:
-        case Compute() | Joined():
+        case AnyCompute():
             return [(instruction.stage, microbatch) for microbatch in instruction.microbatches]
         case Send(message, _):
             return [(message.source, message.microbatch)]

@@ -1,4 +1,4 @@
-"""When is a stage's memory lent out? From right after F until some computes before I.
+"""Offload of a stage's memory, from right after F until some computes before I.
 
 What a stage offloads leaves the device as soon as F has made it and comes back while other micro-batches compute (after
 Peng et al., Capuchin, ASPLOS 2020, which hides the copies of both directions behind computes).
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from lightning_pipe.core.program import AnyCompute, Evict, Fetch, Instruction, Joined, Program, Send
+from lightning_pipe.core.program import AnyCompute, Evict, Fetch, Instruction, Program, Send
 
 # Computes between starting a fetch and using it: F, I and W of one micro-batch. Every micro-batch needs the way back
 # once, so copies that take longer than these together delay computes however early they start; starting earlier would
@@ -34,9 +34,9 @@ def _with_swaps(line: tuple[Instruction, ...], offloads: frozenset[int]) -> tupl
     before: dict[int, list[Instruction]] = defaultdict(list)  # position -> what is posted before it
     evicted: dict[tuple[int, int], int] = {}
     for number, (i, compute) in enumerate(computes):
-        if isinstance(compute, Joined) or compute.stage not in offloads:
+        if compute.is_joined or compute.stage not in offloads:
             continue
-        work = (compute.stage, compute.microbatch)
+        work = (compute.stage, compute.microbatches[0])
         if compute.kind == "F":
             evicted[work] = _behind_sends(line, i)
             before[evicted[work]].append(Evict(*work))

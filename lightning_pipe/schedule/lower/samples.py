@@ -1,4 +1,4 @@
-"""Which computes does a replica leave out? Those of micro-batches of which it has no samples."""
+"""Samples of a replica: computes of micro-batches of which it has none are left out."""
 
 from __future__ import annotations
 

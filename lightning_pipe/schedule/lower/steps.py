@@ -1,4 +1,4 @@
-"""When does the optimizer step? Last, on every rank, once its reductions have ended."""
+"""Steps of the optimizer: last on every rank, once its reductions have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When are messages posted? Sends right after the compute that makes them, receives one micro-batch ahead of their use.
+"""Transfers: sends right after the compute that makes them, receives one micro-batch ahead of their use.
 
 The messages from one rank to another form a channel that keeps their order: the k-th send meets the k-th receive. The
 computes fix the order of the sends; receives follow it, and are posted earlier where that is needed to do so. Posting
@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
-from lightning_pipe.core.program import AnyCompute, Compute, Instruction, Joined, Message, Program, Recv, Send
+from lightning_pipe.core.program import AnyCompute, Compute, Instruction, Message, Program, Recv, Send
 from lightning_pipe.schedule.rules import Dataflow
 
 Channel: TypeAlias = tuple[int, int]  # sender, receiver
@@ -38,7 +38,7 @@ def _with_sends(line: tuple[Instruction, ...], rank: int, flow: Dataflow, early_
     held: dict[tuple[int, int], tuple[Send, ...]] = {}
     for instruction in line:
         yield instruction
-        if isinstance(instruction, Joined):
+        if isinstance(instruction, AnyCompute) and instruction.is_joined:
             yield from (send for m in instruction.microbatches for send in held.pop((instruction.stage, m), ()))
         if not isinstance(instruction, Compute):
             continue
@@ -76,8 +76,8 @@ def _with_receives(
     computes = [(i, x) for i, x in enumerate(line) if isinstance(x, AnyCompute)]
     latest: dict[int, dict[Message, tuple[int, Recv]]] = defaultdict(dict)  # by sender, in order of first use
     for number, (_, compute) in enumerate(computes):
-        if isinstance(compute, Joined):
-            continue  # needs no message
+        if not isinstance(compute, Compute):
+            continue  # joined W need no message
         position = computes[max(0, number - AHEAD)][0]  # before which a receive is posted at the latest
         for receive in flow.needs(compute, rank=rank).receives:
             latest[receive.peer][receive.message] = (position, receive)

@@ -115,7 +115,7 @@ def _while_waiting(lines: Sequence[Line], layout: Layout) -> Order:
 
 
 def _is_ready(compute: Compute, replicas_done: Mapping[Compute, int], layout: Layout) -> bool:
-    """Say whether all replicas of the stage before (of F) or after (of I) in the chain have run the micro-batch."""
+    """Return whether all replicas of the stage before (of F) or after (of I) in the chain have run the micro-batch."""
     source = compute.stage + (-1 if compute.kind == "F" else 1)
     if not 0 <= source < len(layout.stages):
         return True

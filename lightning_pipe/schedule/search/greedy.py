@@ -1,4 +1,4 @@
-"""Which order comes of starting, whenever a device is free, what seems best and leaves room for the rest?
+"""Greedy list scheduling: a free device starts the best compute that leaves memory for the rest.
 
 List scheduling of F, I and W in time, under the memory of every device (`memory_guard`). After the schedule "auto" of
 Zero Bubble (Qi, Wan, Huang and Lin, ICLR 2024; in the form of sail-sg's `zb.py`): a free device runs an I, else an F,
@@ -218,7 +218,7 @@ class _Run:
                 yield compute
 
     def _is_timely(self, forward: Compute, d: int, now: float, awaited: float) -> bool:
-        """Say whether a forward may be begun in view of the input gradients that are to come."""
+        """Return whether a forward may be begun in view of the input gradients that are to come."""
         if forward.microbatch == 0:  # nothing comes before it has gone all the way
             return True
         end = now + self._times.compute_s(forward)

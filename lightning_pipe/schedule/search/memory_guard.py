@@ -1,4 +1,4 @@
-"""May a device begin one more compute, so that all it has begun can still be finished within its memory?
+"""Memory guard (banker's algorithm): a compute begins only if all that has begun can still be finished.
 
 After the banker's algorithm (Dijkstra 1965): after every compute it must be possible to finish the micro-batches one
 after another, the oldest first, while the younger stay as they are. On one device that asks, of every open micro-batch,
@@ -52,7 +52,7 @@ class MemoryGuard:
             self._open[m] = done
 
     def has_room(self, compute: Compute) -> bool:
-        """Say whether all that is open can be finished after a compute."""
+        """Return whether all that is open can be finished after a compute."""
         m, is_new = compute.microbatch, compute.microbatch not in self._open
         if is_new and len(self._open) >= self._limit:
             return False

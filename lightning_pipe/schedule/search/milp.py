@@ -1,4 +1,4 @@
-"""Which order takes the least time within memory? The mixed-integer program of OptPipe, solved by HiGHS.
+"""Mixed-integer program of OptPipe: the order of least time within memory, solved by HiGHS.
 
 After OptPipe (2025), reconstructed from what its abstract says. A compute a starts at t_a and takes d_a seconds; y_ab
 is 1 if a runs before b, where both are on one device; T is the end of all. The least T, such that
@@ -197,7 +197,7 @@ class _Model:
                 self._state(*gap, (most, ONE), (-most, y))
 
     def _is_possible(self, a: Compute, b: Compute) -> bool:
-        """Say whether the windows allow b after the end of a."""
+        """Return whether the windows allow b after the end of a."""
         return self._earliest(a) + self._seconds(a) <= self._latest(b) + ROUNDING
 
     def _state_loads(self, line: Sequence[Compute]) -> None:
@@ -273,7 +273,7 @@ HALF = 0.5  # parts 0 from 1, whatever the rounding of the solver
 
 
 def _is_next(a: Compute, b: Compute) -> bool:
-    """Say whether b comes directly after a on its stage, or would if there were no others."""
+    """Return whether b comes directly after a on its stage, or would if there were no others."""
     if a.stage != b.stage:
         return False
     if a.kind == b.kind:

@@ -1,4 +1,4 @@
-"""Between which moments must a compute of a chain start, if all is to end in time?
+"""Time windows: the moments between which a compute of a chain must start if all is to end in time.
 
     head    seconds before which it cannot start
     tail    seconds that are needed after its end
@@ -33,7 +33,7 @@ def computes_of(stages: Sequence[int], microbatches: int) -> tuple[Compute, ...]
 
 
 def must_precede(a: Compute, b: Compute) -> bool:
-    """Say whether a runs before b in every order."""
+    """Return whether a runs before b in every order."""
     if a.microbatch > b.microbatch or a == b:
         return False
     match a.kind, b.kind:

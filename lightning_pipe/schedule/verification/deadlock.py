@@ -1,4 +1,4 @@
-"""Does every rank reach its end, whatever the transport buffers? If not: who waits for whom?
+"""Deadlock check: every rank reaches its end whatever the transport buffers, or the error names who waits for whom.
 
 The program is run without time under the weakest promises that a transport may keep:
 
@@ -6,7 +6,7 @@ The program is run without time under the weakest promises that a transport may 
     channel      (sender, receiver) has no buffer: its k-th message moves when the k-th send and receive are posted
     Compute      blocks until the receives posted for it have moved
     Reduce       is posted and does not block
-    Evict, Fetch wait for nobody but their own rank, in the order of its list
+    own work     waits for nobody but its own rank, in the order of its list
     Step         blocks until every reduction that its rank posted is posted by all ranks that hold the bucket
 
 A program that ends here ends on every transport that keeps the order of a channel. The laws local to a rank and the
@@ -18,7 +18,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, Pass, Program, Recv, Reduce, Send, Step
+from typing_extensions import assert_never
+
+from lightning_pipe.core.effects import OwnWork, effects_of
+from lightning_pipe.core.program import AnyCompute, Instruction, Pass, Program, Recv, Reduce, Send, Step
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.rules import holders
 
@@ -78,7 +81,7 @@ class _Run:
             self._position[rank] += 1
         return None
 
-    def _try(self, instruction: object, rank: int) -> int | None:
+    def _try(self, instruction: Instruction, rank: int) -> int | None:
         match instruction:
             case Send(_, peer):
                 self._sent[rank, peer] += 1
@@ -86,12 +89,18 @@ class _Run:
                 use = (rank, message.target, message.direction, message.microbatch)
                 self._arrivals[use].append(((peer, rank), self._received[peer, rank]))
                 self._received[peer, rank] += 1
-            case Compute(stage, _, microbatch) if (direction := instruction.direction) is not None:
-                return self._late_sender((rank, stage, direction, microbatch))
+            case AnyCompute():
+                if (direction := instruction.direction) is not None:
+                    uses = ((rank, instruction.stage, direction, microbatch) for microbatch in instruction.microbatches)
+                    return next((late for use in uses if (late := self._late_sender(use)) is not None), None)
             case Reduce(bucket):
                 self._reduced[rank].add(bucket)
             case Step():
                 return self._late_holder(rank)
+            case OwnWork():
+                effects_of(instruction)  # waits for nobody, but must be known
+            case _:
+                assert_never(instruction)
         return None
 
     def _late_sender(self, use: Use) -> int | None:

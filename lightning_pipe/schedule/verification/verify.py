@@ -1,4 +1,4 @@
-"""Is this program correct? An executable specification: every law that lowering must keep, stated without it.
+"""Verification of a program: an executable specification of every law that lowering must keep.
 
 Laws (the name in the error text is the one in quotes):
 
@@ -10,9 +10,10 @@ Laws (the name in the error text is the one in quotes):
                   the same rank that it needs (F before I before W; local hand-over)
     "messages"    exactly the messages that traffic and layout demand are posted, each once, sends after their compute
     "channel"     sends and receives between two ranks are in the same order
-    "offload"     every stage that offloads evicts every micro-batch once, after F, and fetches it once, after that and
-                  before I (or B); no other stage does, and no forward-only program
-    "free"        every stage forgets every micro-batch once, after its last compute and its last send
+    own work      (`core.effects`, each under a law of its own) once for every micro-batch of the stages that need
+                  it, or at most once where none does; after what it follows, before the computes that wait for it
+        "offload"     after F, then before I (or B); of stages that offload, in no forward-only program
+        "free"        after the last compute and the last send of its stage and micro-batch
     "gradients"   every rank that holds a shared bucket reduces it once, after its last W, in ascending bucket order
     "step"        the optimizer steps once, last, on every rank of a program that synchronises, and in no other
     "deadlock"    no circle of ranks that wait for each other (`schedule.verification.deadlock`)
@@ -23,22 +24,19 @@ What the rank-local laws say of a rank depends on that rank's list only, so they
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 from typing_extensions import assert_never
 
+from lightning_pipe.core.effects import OWN_WORK, OwnWork, effects_of
 from lightning_pipe.core.program import (
+    AnyCompute,
     Compute,
     ComputeKind,
-    Evict,
-    Fetch,
-    Free,
     Instruction,
-    Joined,
-    Load,
     Program,
     Recv,
     Reduce,
@@ -90,11 +88,9 @@ class _Demand:
 
     computes: set[Compute] = field(default_factory=set)  # with B as I and W
     needs: dict[Compute, ComputeNeeds] = field(default_factory=dict)  # of these
-    loads: set[Load] = field(default_factory=set)
     receives: set[Recv] = field(default_factory=set)
-    evicts: set[Evict] = field(default_factory=set)
-    fetches: set[Fetch] = field(default_factory=set)
-    frees: set[Free] = field(default_factory=set)
+    own_work: set[OwnWork] = field(default_factory=set)
+    gates: dict[Compute, list[OwnWork]] = field(default_factory=dict)  # demanded own work that computes wait for
     reductions: set[int] = field(default_factory=set)
     open_work: dict[tuple[int, int], int] = field(default_factory=dict)  # computes and sends left before Free
 
@@ -110,6 +106,7 @@ class _RankCheck:
         self._position = 0
         self._demand = self._demanded(shared)
         self._sendable: set[Send] = set()
+        self._done: set[OwnWork] = set()
         self._last_bucket = -1
         self._open_gradients = defaultdict(int, self._count_weight_gradients())
 
@@ -118,19 +115,19 @@ class _RankCheck:
         kinds: tuple[ComputeKind, ...] = ("F", "I", "W") if program.training else ("F",)
         held = [s for s, ranks in enumerate(program.layout.stages) if self._rank in ranks]
         works = [(s, m) for s in held for m in range(len(program.sizes))]
+        needing = {kind: frozenset(_stages_needing(kind, program)) for kind in OWN_WORK.values()}
         for s, m in works:
             if not self._flow.samples(s, rank=self._rank, microbatch=m):
                 continue
             computes = [Compute(s, kind, m) for kind in kinds]
             demand.computes.update(computes)
-            demand.frees.add(Free(s, m))
             demand.open_work[s, m] = len(computes)
-            if program.training and s in program.traffic.offloads:
-                demand.evicts.add(Evict(s, m))
-                demand.fetches.add(Fetch(s, m))
+            for kind in (kind for kind, stages in needing.items() if s in stages):
+                demand.own_work.add(work := kind(s, m))
+                for waiting in kind.effects.before:
+                    demand.gates.setdefault(Compute(s, cast(ComputeKind, waiting), m), []).append(work)
             for compute in computes:
                 needs = demand.needs[compute] = self._flow.needs(compute, rank=self._rank)
-                demand.loads.update(needs.loads)
                 demand.receives.update(needs.receives)
         if program.training and program.synchronise:
             demand.reductions = set(shared)
@@ -148,10 +145,8 @@ class _RankCheck:
             match instruction:
                 case Compute():
                     self._compute(instruction)
-                case Joined():
+                case AnyCompute():
                     self._joined(instruction)
-                case Load():
-                    self._load(instruction)
                 case Send():
                     self._send(instruction)
                 case Recv():
@@ -160,12 +155,8 @@ class _RankCheck:
                     self._reduce(instruction)
                 case Step():
                     self._step()
-                case Free():
-                    self._free(instruction)
-                case Evict():
-                    self._evict(instruction)
-                case Fetch():
-                    self._fetch(instruction)
+                case OwnWork():
+                    self._own_work(instruction)
                 case _:
                     assert_never(instruction)
         self._nothing_left()
@@ -176,26 +167,22 @@ class _RankCheck:
         if not left.issuperset(parts):
             self._refuse("once", self._why_not(compute))
         needs = self._demand.needs[parts[0]]
-        for load in needs.loads:
-            if load in self._demand.loads:
-                self._refuse("inputs", f"it needs {load} before it")
+        for work in (work for half in parts for work in self._demand.gates.get(half, ())):
+            if work in self._demand.own_work:
+                self._refuse(work.effects.law, f"it needs {work} before it")
         for receive in needs.receives:
             if receive in self._demand.receives:
                 self._refuse("inputs", f"it waits for {receive}, which is not posted before it")
         for earlier in needs.computes:
             if earlier in left:
                 self._refuse("inputs", f"it needs {earlier} before it on this rank")
-        if self._demand.fetches and compute.direction == "B":
-            fetch = Fetch(compute.stage, compute.microbatch)
-            if fetch in self._demand.fetches:
-                self._refuse("offload", f"it needs {fetch} before it")
         left.difference_update(parts)
         sends = self._flow.gives(compute, rank=self._rank)
         self._sendable.update(sends)
         self._demand.open_work[compute.stage, compute.microbatch] += len(sends) - len(parts)
         self._open_gradients[compute.stage] -= compute.kind in ("W", "B")
 
-    def _joined(self, joined: Joined) -> None:
+    def _joined(self, joined: AnyCompute) -> None:
         if joined.stage not in self._program.traffic.joinable:
             self._refuse(
                 "join", f"W of stage {joined.stage} cannot be joined; joinable: {self._program.traffic.joinable}"
@@ -213,10 +200,6 @@ class _RankCheck:
         if not self._flow.samples(compute.stage, rank=self._rank, microbatch=compute.microbatch):
             return f"this rank has no samples of micro-batch {compute.microbatch} in stage {compute.stage}"
         return "it (or a part of it) has run before"
-
-    def _load(self, load: Load) -> None:
-        if not _taken(self._demand.loads, load):
-            self._refuse("once", "it is loaded twice, or this rank loads no such samples")
 
     def _send(self, send: Send) -> None:
         if not _taken(self._sendable, send):
@@ -244,32 +227,30 @@ class _RankCheck:
         if self._position != len(self._line) - 1:
             self._refuse("step", "it is not the last instruction")
 
-    def _free(self, free: Free) -> None:
-        if free not in self._demand.frees:
-            self._refuse("free", "it is freed twice, or never held")
-        if self._demand.open_work[free.stage, free.microbatch]:
-            self._refuse("free", f"not before it: {', '.join(self._open_work(free))}")
-        self._demand.frees.remove(free)
+    def _own_work(self, work: OwnWork) -> None:
+        effects, place = effects_of(work), (work.stage, work.microbatch)
+        demanded = effects.stages is None or work in self._demand.own_work
+        if not demanded or work in self._done or place not in self._demand.open_work:
+            self._refuse(effects.law, f"it is {effects.verb} twice, or this rank {effects.demand}")
+        for earlier in effects.after:
+            if earlier in OWN_WORK:
+                before: OwnWork | Compute = OWN_WORK[earlier](*place)
+                is_there = before in self._done
+            else:
+                before = Compute(work.stage, cast(ComputeKind, earlier), work.microbatch)
+                is_there = before not in self._demand.computes
+            if not is_there:
+                self._refuse(effects.law, f"it needs {before} before it")
+        for later in effects.before:
+            if (compute := Compute(work.stage, cast(ComputeKind, later), work.microbatch)) not in self._demand.computes:
+                self._refuse(effects.law, f"it comes after {compute}, which waits for it")
+        if effects.ends and self._demand.open_work[place]:
+            self._refuse(effects.law, f"not before it: {', '.join(self._open_work(*place))}")
+        self._demand.own_work.discard(work)
+        self._done.add(work)
 
-    def _evict(self, evict: Evict) -> None:
-        if evict not in self._demand.evicts:
-            self._refuse("offload", "it is evicted twice, or this rank offloads no such samples")
-        forward = Compute(evict.stage, "F", evict.microbatch)
-        if forward in self._demand.computes:
-            self._refuse("offload", f"it needs {forward} before it")
-        self._demand.evicts.remove(evict)
-
-    def _fetch(self, fetch: Fetch) -> None:
-        if fetch not in self._demand.fetches:
-            self._refuse("offload", "it is fetched twice, or this rank offloads no such samples")
-        evict = Evict(fetch.stage, fetch.microbatch)
-        if evict in self._demand.evicts:
-            self._refuse("offload", f"it needs {evict} before it")
-        self._demand.fetches.remove(fetch)
-
-    def _open_work(self, free: Free) -> list[str]:
+    def _open_work(self, *work: int) -> list[str]:
         """Name the computes and the sends of a stage and micro-batch that are missing so far."""
-        work = (free.stage, free.microbatch)
         computes = sorted(x for x in self._demand.computes if (x.stage, x.microbatch) == work)
         sends = sorted(x for x in self._sendable if (x.message.source, x.message.microbatch) == work)
         return [*map(str, computes), *map(str, sends)]
@@ -277,7 +258,8 @@ class _RankCheck:
     def _nothing_left(self) -> None:
         demand = self._demand
         self._refuse_left("once", sorted(demand.computes))
-        self._refuse_left("free", sorted(demand.frees))  # which covers sends: Free comes after all of them
+        for code, kind in OWN_WORK.items():  # Free covers sends: it comes after all of them
+            self._refuse_left(kind.effects.law, sorted(work for work in demand.own_work if work.code == code))
         self._refuse_left("gradients", [Reduce(bucket) for bucket in sorted(demand.reductions)])
         steps = self._program.training and self._program.synchronise
         if steps and not (self._line and isinstance(self._line[-1], Step)):
@@ -291,6 +273,11 @@ class _RankCheck:
     def _refuse(self, law: str, why: str) -> NoReturn:
         instruction = self._line[self._position]
         raise ProgramError(f'rank {self._rank}, position {self._position}, {instruction}: law "{law}": {why}')
+
+
+def _stages_needing(kind: type[OwnWork], program: Program) -> Iterable[int]:
+    """Return the stages of which every micro-batch needs own work of a kind."""
+    return () if kind.effects.stages is None else kind.effects.stages(program)
 
 
 def _taken(demands: set[T], one: T) -> bool:

@@ -1,4 +1,4 @@
-"""Do layout, sizes and traffic make sense together? Checked before any instruction is looked at."""
+"""Well-formedness of layout, sizes and traffic, checked before any instruction is looked at."""
 
 from __future__ import annotations
 

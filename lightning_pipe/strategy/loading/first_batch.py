@@ -1,4 +1,4 @@
-"""What will the first batch look like? Find out without disturbing random numbers or the stream of batches.
+"""First batch of the fit, found without disturbing random numbers or the stream of batches.
 
 A plain loader of a map-style data set with one of torch's own samplers is asked for its first samples beside its
 iteration, under a copy of the random state. Any other loader is iterated; its iterator, with the batch, is used later.
@@ -54,7 +54,7 @@ def _first(loader: FedLoader) -> Any:
 
 
 def _can_be_asked(loader: Any) -> bool:
-    """Say whether samples can be taken without a trace: torch's loader and samplers, and a data set with indices."""
+    """Return whether samples can be taken without a trace: torch's loader and samplers, and a data set with indices."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__

@@ -1,1 +1,1 @@
-"""Parameters, gradients and optimizer state: where they live, their norms, clipping, and who stands in for them."""
+"""Parameters and optimizer state: where they live, how they are built, and who stands in for them."""

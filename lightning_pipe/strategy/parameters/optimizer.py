@@ -1,4 +1,4 @@
-"""How does the user's optimizer become that of one rank, and its state that of one device?
+"""Optimizer of one rank made from the user's, and its state made that of one device.
 
 Groups and their parameters stay as they are. Parameters that this rank does not hold are stand-ins, which never have a
 gradient, so that the optimizer passes over them. Learning-rate schedulers, callbacks that
@@ -55,9 +55,26 @@ class Groups:
                 states[index] = brought
         return {**local, "state": {key: states[key] for key in sorted(states, key=_in_order)}}
 
+    def part(self, rank: int) -> dict[str, Any]:
+        """Return the state of the optimizer for the parameters whose state on this rank counts."""
+        local = self._optimizer.state_dict()
+        names = [self._weights.name_of(parameter) for parameter in self.parameters()]
+        owners = [self._weights.owner(name) if name is not None else 0 for name in names]
+        own = {key for key, owner in enumerate(owners) if owner == rank}
+        state = {k: value for k, value in local["state"].items() if k in own or (rank == 0 and not isinstance(k, int))}
+        return {**local, "state": state}
+
+    def names(self) -> list[str]:
+        """Return the names of all parameters, in the order of the groups."""
+        found = [self._weights.name_of(parameter) for parameter in self.parameters()]
+        return [f"#{number}" if name is None else name for number, name in enumerate(found)]
+
     def load(self, whole: dict[str, Any]) -> None:
-        """Load the state of a whole optimizer, and keep that of parameters that are stepped here."""
-        self._optimizer.load_state_dict(whole)
+        """Load the state of a whole optimizer for the parameters that are stepped here; the rest is not read."""
+        saved = [number for group in whole["param_groups"] for number in group["params"]]
+        elsewhere = {number for number, here in zip(saved, self.parameters(), strict=False) if not self._here(here)}
+        state = {key: _read(values) for key, values in whole["state"].items() if key not in elsewhere}
+        self._optimizer.load_state_dict({**whole, "state": state})
         self._forget_elsewhere()
 
     def _forget_elsewhere(self) -> None:
@@ -72,6 +89,11 @@ class Groups:
 def _in_order(key: Any) -> tuple[bool, Any]:
     """Sort numbers of parameters before other keys, which stay as they are."""
     return (False, key) if isinstance(key, int) else (True, 0)
+
+
+def _read(state: Any) -> Any:
+    """Return a state with tensors of its own, which does not depend on the file that it comes from."""
+    return apply_to_collection(state, torch.Tensor, torch.Tensor.clone)
 
 
 def _on_host(state: Any) -> Any:

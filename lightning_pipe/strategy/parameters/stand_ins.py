@@ -11,8 +11,9 @@ This package itself looks behind a stand-in with `unguarded()`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -32,6 +33,7 @@ __all__ = [
     "StandIn",
     "absent_batch",
     "absent_buffer",
+    "bare",
     "form_of",
     "occupy",
     "unguarded",
@@ -87,7 +89,7 @@ class Absence:
     kind: type = torch.Tensor
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
-        """Say that something reads or writes the values."""
+        """Raise an error: something reads or writes the values."""
         line = user_line(3)
         have = "rank " + ", ".join(map(str, self.ranks)) if self.ranks else "other ranks"
         raise AbsentError(
@@ -162,7 +164,7 @@ class Guarded:
         have = f"held by rank {', '.join(map(str, of.ranks))}" if of.ranks else "on other ranks"
         return f"{type(self).__name__}({of.name}, shape={tuple(of.form.shape)}, dtype={of.form.dtype}, {have})"
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents=None):  # type: ignore[no-untyped-def]  # mypy compares no names of keywords
         return self._described()
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -206,7 +208,8 @@ class BatchStandIn(Guarded, torch.Tensor):
 
 def vacate(parameter: nn.Parameter, name: str, *, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
     """Give up the memory and the gradient of a parameter that other ranks hold."""
-    form = torch.empty_like(parameter.detach(), device="meta")
+    form = torch.empty_like(form_of(parameter).detach(), device="meta")
+    occupy(parameter, None)
     parameter.grad = None
     absence = Absence(f"the parameter {name}", ranks, rank, device, form, type(parameter))
     parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -222,6 +225,19 @@ def occupy(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         parameter.__class__ = kind
     if value is not None:
         parameter.data = value
+
+
+@contextlib.contextmanager
+def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let stand-ins be parameters without elements inside, for who moves all parameters of a module."""
+    stand_ins = [(parameter, type(parameter)) for parameter in parameters if isinstance(parameter, StandIn)]
+    for parameter, _ in stand_ins:
+        parameter.__class__ = parameter.absence.kind
+    try:
+        yield
+    finally:
+        for parameter, kind in stand_ins:
+            parameter.__class__ = kind
 
 
 def absent_buffer(

@@ -1,10 +1,10 @@
-"""Where does each parameter live? On the ranks whose stages use it; elsewhere it is a stand-in without memory.
+"""Weights of a rank: parameters live where stages use them; elsewhere they are stand-ins without memory.
 
-    share()      every rank gets the values of rank 0, so that no seed is needed
+    share()      every rank gets the values of rank 0, so that no seed is needed, or makes what rank 0 would
     place()      parameters that this rank does not need lose their memory and become stand-ins (`stand_ins`)
     whole()      on rank 0, for the time of a checkpoint, all current values are in the module
     everywhere() the same on every rank, for hooks that all ranks run
-    restore()    every rank gets its own parameters back, with their current values
+    restore()    ranks get all parameters back, with their current values
 
 A parameter has one canonical name, the first of its names. The parameter objects of the user are the same all the time,
 so whoever holds them sees the trained values, or a stand-in.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,20 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Layout
 from lightning_pipe.core.sharding import owners
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.strategy.parameters import initial_values as values
 from lightning_pipe.strategy.parameters.gradient_stand_ins import show_gradient
-from lightning_pipe.strategy.parameters.stand_ins import Guarded, absent_buffer, form_of, occupy, unguarded, vacate
+from lightning_pipe.strategy.parameters.pending import Pending
+from lightning_pipe.strategy.parameters.stand_ins import (
+    Guarded,
+    StandIn,
+    absent_buffer,
+    form_of,
+    occupy,
+    unguarded,
+    vacate,
+)
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.start.room import too_large_to_run
 
 
 @dataclass(frozen=True)
@@ -54,13 +65,14 @@ class Weights:
     def __init__(self, module: pl.LightningModule, control: ControlPlane) -> None:
         self._module = module
         self._control = control
-        self._real = {name: module.get_parameter(name) for name in dict.fromkeys(canonical_names(module).values())}
+        self._aliases = canonical_names(module)
+        self._real = {name: module.get_parameter(name) for name in dict.fromkeys(self._aliases.values())}
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
         self._holders: dict[str, tuple[int, ...]] = {}
         self._owners: dict[str, int] = {}  # of parameters that several ranks hold, where these share optimizer state
         self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
-        self._is_whole = True
+        self._whole_on = frozenset(range(control.ranks))  # ranks that have all values
         self._is_filled = False  # every rank has all values for a while
         self._device = torch.device("cpu")
 
@@ -68,7 +80,13 @@ class Weights:
         """Copy parameters and buffers of rank 0 to every rank."""
         if self._control.ranks == 1:
             return
-        tensors: dict[str, torch.Tensor] = {**self._real, **dict(self._module.named_buffers())}
+        values.agree(self._real, self._control)
+        present = {name: parameter for name, parameter in self._real.items() if not isinstance(parameter, Pending)}
+        self._holders = values.holders(self._real, self._control)
+        if self._holders:  # as the last fit has left them
+            self._whole_on = frozenset()
+            present = {name: parameter for name, parameter in present.items() if name not in self._holders}
+        tensors: dict[str, torch.Tensor] = {**present, **dict(self._module.named_buffers())}
         for name, tensor in tensors.items():
             _assign(tensor, self._control.copy(_on_host(tensor), source=0, what=f"the initial value of {name}"))
 
@@ -91,14 +109,36 @@ class Weights:
                 if name in self.buffers:
                     self._moving[name] = tuple(sorted(layout.stages[program.stage]))
         # in model order, since values are exchanged in this order; a set's order differs from process to process
-        self._holders = {name: tuple(sorted(holders[name])) for name in self._real if name in holders}
+        before, self._holders = (
+            self._holders,
+            {name: tuple(sorted(holders[name])) for name in self._real if name in holders},
+        )
         if shard_optimizer:
             trained = {name for program in split.stages for name in program.gradients.values()}
             sizes = {name: self._real[name].nbytes * (name in trained) for name in self._holders}
             self._owners = owners(sizes, self._holders)
-        self._is_whole, self._device = False, device
+        self._whole_on, self._device = frozenset(), device
+        self._fetch(before)
         self._vacate(self._elsewhere())
         self._hide_buffers()
+
+    def reach(self, control: ControlPlane) -> None:
+        """Ask other ranks by these connections from now on."""
+        self._control = control
+
+    @property
+    def control(self) -> ControlPlane:
+        """Return the connections to the other ranks."""
+        return self._control
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._control.rank in self._whole_on
+
+    def too_large(self) -> str:
+        """Return why all values are not brought to this rank for a while, where they are not there; "" if they may."""
+        is_here = self._is_whole and not values.pending_in(self._real)
+        return "" if is_here else too_large_to_run(sum(parameter.nbytes for parameter in self._real.values()))
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -129,6 +169,14 @@ class Weights:
         """Return the rank whose value of a parameter counts."""
         return self._holders[name][0] if name in self._holders else 0
 
+    def first_name(self, name: str) -> str:
+        """Return the canonical name of what hangs under a name."""
+        return self._aliases.get(name, name)
+
+    def saver(self, name: str) -> int:
+        """Return the rank that writes what hangs under a name, of a parameter, a buffer or something else."""
+        return self._moving[name][0] if name in self._moving else self.speaker(self.first_name(name))
+
     def owner(self, name: str) -> int:
         """Return the rank whose gradient and optimizer state of a parameter count."""
         return self._owners.get(name, self.speaker(name))
@@ -148,7 +196,11 @@ class Weights:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Have every current value in the module of rank 0 inside; called on all ranks."""
-        if self._is_whole or self._is_filled:
+        if self._is_whole and self._control.rank == 0:
+            with values.made(self._real):
+                yield
+            return
+        if 0 in self._whole_on or self._is_filled:
             yield
             return
         found: dict[str, torch.Tensor] = {}
@@ -180,7 +232,10 @@ class Weights:
 
         What is held here is itself, the rest are copies. So what all ranks write inside stays, where it is held.
         """
-        if self._is_whole or self._is_filled:
+        is_whole = len(self._whole_on) == self._control.ranks
+        if is_whole:
+            values.make(self._real.values(), device=self._device)
+        if is_whole or self._is_filled:
             yield
             return
         absent = self._elsewhere()
@@ -199,30 +254,44 @@ class Weights:
             self._vacate(absent)
             self._hide_buffers()
 
-    def restore(self) -> None:
-        """Give every rank all parameters and buffers with their current values; on all ranks together."""
-        if self._is_whole:
+    def restore(self, ranks: Collection[int]) -> None:
+        """Give these ranks (all of them, the first, or none) the current values of all parameters; on all together.
+
+        Every rank gets the buffers. Other ranks keep what they hold.
+        """
+        if len(self._whole_on) == self._control.ranks:
             return
-        for name, ranks in self._holders.items():
-            if len(ranks) < self._control.ranks:
-                value = self.copied(name)
-                if not self.holds(name):
-                    occupy(self._real[name], value)
+        for name, holders in self._holders.items():
+            if len(holders) == self._control.ranks or not ranks:
+                continue
+            is_one = len(ranks) == 1
+            value = self._brought(name, self._real[name], self.speaker(name)) if is_one else self.copied(name)
+            if not self.holds(name) and self._control.rank in ranks:
+                occupy(self._real[name], value)
         self._share_moving()
-        self.forget()
+        self.buffers.show()
+        self._whole_on = frozenset(ranks)
+        if len(ranks) == self._control.ranks:
+            self._owners = {}
+
+    def missing_bytes(self) -> int:
+        """Return the size of the parameters whose values are on other ranks."""
+        return sum(self._real[name].nbytes for name in self._elsewhere())
 
     def forget(self) -> None:
         """Let stand-ins be the user's own parameters again, whatever they hold."""
         for parameter in self._real.values():
-            occupy(parameter, None)
+            if not isinstance(parameter, Pending):
+                occupy(parameter, None)
         self.buffers.show()
-        self._is_whole = True
+        self._whole_on = frozenset(range(self._control.ranks))
         self._owners = {}
 
     def move(self, device: torch.device) -> None:
-        """Move what is here to a device."""
+        """Move what is here to a device; what has no values yet gets them."""
         for name, parameter in self._real.items():
             if self.holds(name):
+                values.make([parameter], device=device)
                 parameter.data = parameter.data.to(device)
         self.buffers.show()
         moved = {id(buffer): buffer.to(device) for buffer in self._module.buffers()}
@@ -255,12 +324,26 @@ class Weights:
             is_told = norms is not None and parameter in norms
             norm = norms[parameter] if norms is not None and is_told else None
             if parameter.requires_grad and (norm is not None or not is_told):
+                assert isinstance(parameter, StandIn), "it was vacated"
                 show_gradient(parameter, norm)
 
     def hide_gradients(self) -> None:
         """Let the user's hooks see that no rank has gradients."""
         for name in self._elsewhere():
             self._real[name].grad = None
+
+    def _fetch(self, before: Mapping[str, tuple[int, ...]]) -> None:
+        """Get what this rank holds now, and what others held before."""
+        everyone = tuple(range(self._control.ranks))
+        for name, ranks in before.items():
+            wanted = self._holders.get(name, everyone)
+            if set(wanted) <= set(ranks):
+                continue
+            here = self._real[name]
+            value = _on_host(here) if self._control.rank in ranks else torch.empty(here.shape, dtype=here.dtype)
+            self._control.copy(value, source=ranks[0], what=f"the value of {name}")
+            if self._control.rank in wanted and self._control.rank not in ranks:
+                occupy(here, value)
 
     def _elsewhere(self) -> list[str]:
         return [name for name in self._real if not self.holds(name)]

@@ -1,4 +1,4 @@
-"""What does the user get to see of plan, prediction and measurement? Tables in the log, files if wanted."""
+"""Report of plan, prediction and measurement: tables in the log, files if wanted."""
 
 from __future__ import annotations
 

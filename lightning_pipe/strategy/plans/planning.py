@@ -1,4 +1,4 @@
-"""Who makes the plan? A file of the user's, or the planner; rank 0 alone, and tells it to all.
+"""Planning on rank 0: the plan is the user's file or the planner's choice, and is sent to all ranks.
 
 Also here: how a plan meets graphs other than the one that it was made for (validation, other shapes).
 """

@@ -1,4 +1,4 @@
-"""How did the first steps go? Recorded on every rank, and put together on rank 0.
+"""Recording of the first steps on every rank, put together on rank 0.
 
     step 0      nothing but a timeline: caches fill, the optimizer makes its state
     step 1      memory is measured, which makes the step slow (in the next one, should the profiler fail)

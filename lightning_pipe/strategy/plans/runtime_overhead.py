@@ -1,4 +1,4 @@
-"""What does a step cost besides its operations? The runtime's own work and waiting, seen in a rehearsal by all ranks.
+"""Runtime overhead of a step besides its operations, measured by all ranks in a rehearsal.
 
 Before there is a plan, the ranks run a chain of one small stage each, over the transport of the training: every compute
 works for about a millisecond on memory of its own, so that caches and cores are as busy as in training, and hands on a

@@ -1,4 +1,4 @@
-"""How do ranks tell each other small things: a structure, a plan, a parameter on its way to the checkpoint?
+"""Control plane: small things that ranks send each other, such as a structure, a plan, a checkpoint's parameter.
 
 Over the host, apart from the messages of programs. Every wait goes through the watch, so a rank that never comes is an
 error with words instead of a hang. A single rank talks to itself.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_pipe.errors import PipelineError, UnsupportedError
 from lightning_pipe.lightning_names import ClusterEnvironment
@@ -124,7 +124,8 @@ class GuardedForkLauncher(ForkLauncher):
         with tempfile.TemporaryDirectory(prefix="verdict") as folder:
             verdict = Path(folder, "failure")
             try:
-                return super().launch(_Guarded(self._begin, str(verdict), function), *args, trainer=trainer, **kwargs)
+                guarded = _Guarded(self._begin, self._strategy.on_exception, str(verdict), function)
+                return super().launch(guarded, *args, trainer=trainer, **kwargs)
             except (ProcessExitedException, ProcessRaisedException) as error:
                 text = _read(verdict, wait_s=_VERDICT_S if isinstance(error, ProcessExitedException) else 0.0)
                 if not text or text in str(error):
@@ -143,15 +144,20 @@ class GuardedForkLauncher(ForkLauncher):
 
 @dataclass(frozen=True)
 class _Guarded:
-    """The function of a child: under guard."""
+    """The function of a child: under guard, which hears of errors (Lightning handles those in the parent only)."""
 
     begin: Begin
+    failed: Callable[[BaseException], None]
     verdict: str
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.begin(verdict=self.verdict)
-        return self.function(*args, **kwargs)
+        try:
+            return self.function(*args, **kwargs)
+        except BaseException as error:
+            self.failed(error)
+            raise
 
 
 def _read(verdict: Path, *, wait_s: float) -> str:

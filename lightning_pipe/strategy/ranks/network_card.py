@@ -1,4 +1,4 @@
-"""Which network card do ranks of several hosts meet through? gloo takes the one of the address of the host's name.
+"""Network card that ranks of several hosts meet through. gloo takes that of the address of the host's name.
 
 On many hosts that is 127.0.0.1 or 127.0.1.1 (Debian's /etc/hosts): ranks of other hosts then connect to themselves, one
 fails after a while and the others wait. So where the name is such an address, the card is used that leads to the main

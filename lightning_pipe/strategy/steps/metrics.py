@@ -1,4 +1,4 @@
-"""What did the step say to loggers and metrics? Say it again on every rank, with the values of the whole batch.
+"""Metrics and logs of a step, reported on every rank with the values of the whole batch.
 
 The calls that were recorded when the step was captured are made in their order, with the arguments combined over
 micro-batches and replicas. Every rank makes the same calls with the same values, so every callback sees the same

@@ -1,4 +1,4 @@
-"""How does a captured step run on one batch? As a verified program, whose results every rank gets.
+"""Runner of a captured step on one batch: a verified program, whose results every rank gets.
 
 Where ranks run ahead (`post_validation`), a program may be given up because the optimizer step before was wrong; then
 that is taken again, and the batch begun again.
@@ -12,14 +12,14 @@ from functools import partial
 
 import torch
 
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.route import Plays
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchanges.results import Collected
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.waiting import Walk, drive
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
@@ -95,12 +95,12 @@ class Runner:
             outcome, results = self._follow(step, program, job, turn)
         collected = drive(results, wait=self._links.watch.wait)
         record, values, differing = step.capture.record, collected.values, ""
-        if isinstance(step.capture, Replay):
-            speakers = dict.fromkeys(rank for s in step.capture.speakers for rank in program.layout.stages[s])
-            words = gathered(step.capture.said(), tuple(speakers), self._links.control)
+        if (plays := step.capture.plays) is not None:
+            speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
+            words = gathered(plays.said(), tuple(speakers), self._links.control)
             differing = uneven(words)
-            record, said = combined(words, device=self._device, proportional=step.capture.trace.proportional)
-            self._warn_of_denominators(step.capture)
+            record, said = combined(words, device=self._device, proportional=plays.proportional)
+            self._warn_of_denominators(plays)
             values = {**values, **said}
         return StepResult(
             record,
@@ -116,9 +116,9 @@ class Runner:
             differing,
         )
 
-    def _warn_of_denominators(self, capture: Replay) -> None:
-        """Say once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
-        if self._warned or not (line := capture.unequal_denominator()):
+    def _warn_of_denominators(self, plays: Plays) -> None:
+        """Warn once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
+        if self._warned or not (line := plays.unequal_denominator()):
             return
         self._warned = True
         warnings.warn(

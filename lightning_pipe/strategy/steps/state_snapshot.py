@@ -1,4 +1,4 @@
-"""What was there before a program ran, so that it can be run again by another route? Gradients and buffers."""
+"""Snapshot of gradients and buffers, so that a batch can be run again by another route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a step read the texts of its batch? Names and paths of samples differ from batch to batch, but few steps care.
+"""String fields of a batch, such as names and paths: detecting whether a step reads them.
 
 A captured graph holds for the texts that it was captured with only if the step looked at them. So they are replaced,
 while the step is captured, by texts that remember whether somebody looked.

@@ -1,4 +1,4 @@
-"""How long does a hybrid pipeline take by DAPPLE's formula?
+"""Latency of a hybrid pipeline by DAPPLE's formula (eq. 1 to 3).
 
 After Fan et al., DAPPLE (PPoPP 2021), section 4.1. Stages and the links between them are elements of one row, links
 with AR = 0:

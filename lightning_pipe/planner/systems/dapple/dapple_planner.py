@@ -1,4 +1,4 @@
-"""Which pipeline is best by DAPPLE? Stages of any number, replicated unequally, placed by three policies.
+"""DAPPLE planner: any number of stages, replicated unequally, placed by three policies.
 
 After Fan et al., DAPPLE: A Pipelined Data Parallel Approach for Training Large Models (PPoPP 2021), section 4.
 

@@ -1,4 +1,4 @@
-"""Which hybrid pipelines have the least latency? DAPPLE's recursion over (layers, devices, occupation).
+"""Search for hybrid pipelines of least latency: DAPPLE's recursion over (layers, devices, occupation).
 
 After Fan et al., DAPPLE (PPoPP 2021), eq. 4 and 5:
 

@@ -1,4 +1,4 @@
-"""Which devices may the next stage take? DAPPLE's three policies over what is free on every host.
+"""Placement of the next stage: DAPPLE's three policies over the free devices of every host.
 
     D(g, n), after Fan et al., DAPPLE (PPoPP 2021), section 4.2: devices returned when n are asked for in state g
 
@@ -54,7 +54,7 @@ def site_of(cluster: Cluster) -> Site:
 
 
 def _is_symmetric(cluster: Cluster, looks: Sequence[object]) -> bool:
-    """Say whether measured links depend on the looks of their hosts only."""
+    """Return whether measured links depend on the looks of their hosts only."""
     found: dict[object, set[object]] = {}
     if not cluster.links:
         return True

@@ -1,4 +1,4 @@
-"""What does MadPipe plan over? A row of processors, what every stage costs each of them, and the links between.
+"""Chain model of MadPipe: a row of processors, the cost of every stage on each, and the links between.
 
 After Beaumont, Eyraud-Dubois and Shilova, MadPipe: Memory Aware Dynamic Programming Algorithm for Pipelined Model
 Parallelism (ScaDL at IPDPS 2022). A stage on a processor keeps what it saves for g micro-batches at once:
@@ -9,13 +9,13 @@ Parallelism (ScaDL at IPDPS 2022). A stage on a processor keeps what it saves fo
                  the weights, since a batch ends before they change (`chain_of`)
 
 Ours beside the paper: a processor may be a group of equal replicas that share every micro-batch; processors differ in
-speed, memory and links; a stage may drop a share phi of what it saves and make it anew, as if that were a fluid:
+speed, memory and links; a stage may drop a share phi of what it saves and recompute it, as if that were a fluid:
 
     load     U + phi F
     bytes    fixed + g saved - phi max((g - 1) droppable, g spread)
 
 Droppable is what has not arrived for the stage; the micro-batch in backward has all of it again. Or what is kept is
-spread: of n nodes every sqrt(n)-th, so that sqrt(n) are made anew at once (Chen et al., Training Deep Nets with
+spread: of n nodes every sqrt(n)-th, so that sqrt(n) are recomputed at once (Chen et al., Training Deep Nets with
 Sublinear Memory Cost, 2016), which leaves 2/sqrt(n) of what is saved. Left out: that nodes differ, and offload.
 
 Legend: s processor or stage in the order of the pipeline, a, b bounds as in `stage_costs`, g micro-batches.
@@ -49,7 +49,7 @@ class Processor:
 
     Attributes:
         load_s: seconds of F and B for one micro-batch.
-        forward_s: seconds of F alone, which is also what making anew all that may be dropped adds.
+        forward_s: seconds of F alone, which is also what recomputing all that may be dropped adds.
         fixed_bytes: bytes whatever is in flight.
         saved_bytes: bytes of a micro-batch in flight.
         droppable_bytes: how many of these may be dropped until backward; none where plans may not recompute.
@@ -101,7 +101,7 @@ class Chain:
         return min(self.depths[s] if self.depths else group, self.microbatches)
 
     def fits(self, cuts: Sequence[int], held: Sequence[int]) -> bool:
-        """Say whether stages that hold so many micro-batches fit, if they drop all that they may."""
+        """Return whether stages that hold so many micro-batches fit, if they drop all that they may."""
         stages = zip(self.processors, itertools.pairwise((0, *cuts, self.bounds - 1)), held, strict=True)
         return all(p.bytes(a, b, held=count, dropped=1.0) <= p.memory_bytes for p, (a, b), count in stages)
 

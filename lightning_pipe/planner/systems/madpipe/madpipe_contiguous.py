@@ -1,4 +1,4 @@
-"""Which cuts let a chain of processors take one micro-batch per period, within memory? Exact, for contiguous stages.
+"""Contiguous allocations by MadPipe: cuts of least period within memory, exact.
 
 After MadPipe (`madpipe_chain`) without its special processor. For a period T, 1F1B* (`one_f_one_b`)
 packs loads and links from the end of the pipeline into groups of at most T; a stage of the g-th group holds g
@@ -192,7 +192,7 @@ class _Band:
 
     @cached_property
     def can_drop(self) -> bool:
-        """Say whether anything may be dropped."""
+        """Return whether anything may be dropped."""
         return bool(self.droppable_bytes.any())
 
     def to(self, width: int) -> _Band:
@@ -278,7 +278,7 @@ class _Search:
         return (*found, ends[rows, best])
 
     def _load_s(self, s: int, band: _Band, group: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of all stages with what they must make anew in this group; infinite if they do not fit."""
+        """Return the seconds of all stages with what they must recompute in this group; infinite if they do not fit."""
         chain = self._chain
         held = np.minimum(chain.depths[s] if chain.depths else group, chain.microbatches)
         excess = band.fixed_bytes + held * band.saved_bytes - chain.processors[s].memory_bytes

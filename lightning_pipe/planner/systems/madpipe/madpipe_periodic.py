@@ -1,4 +1,4 @@
-"""In which order, over and over, does an allocation run in the least period? Modulo scheduling by integer programming.
+"""Periodic schedules of least period for an allocation: modulo scheduling by integer programming.
 
 Phase 2 of MadPipe (`madpipe_chain`). Every operation o (F and B of each stage, and the message of each between
 different processors) starts in every period at the share x_o of it, on micro-batches h_o later than the first forward:

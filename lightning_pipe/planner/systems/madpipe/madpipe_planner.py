@@ -1,4 +1,4 @@
-"""Which straight pipeline has the least period within memory? Memory-aware dynamic programming, after MadPipe.
+"""MadPipe planner: the straight pipeline of least period within memory, by dynamic programming.
 
 Beaumont, Eyraud-Dubois and Shilova, MadPipe: Memory Aware Dynamic Programming Algorithm for Pipelined Model Parallelism
 (ScaDL at IPDPS 2022). Stages along the row of `device_order`, one per processor, 1F1B* with the least micro-batches
@@ -143,7 +143,7 @@ class _Search:
 
 
 def _is_sliced(groups: Sequence[tuple[int, ...]]) -> bool:
-    """Say whether replicas may exchange slices of micro-batches, as they do where groups weigh them differently."""
+    """Return whether replicas may exchange slices of micro-batches, as they do where groups weigh them differently."""
     return len(groups[0]) > 1
 
 

@@ -1,4 +1,4 @@
-"""What if one processor may hold several stages that are not neighbours? MadPipe's dynamic program for allocations.
+"""Special processor of MadPipe: dynamic program for allocations where one processor holds several stages.
 
 After MadPipe (`madpipe_chain`): one processor is special, all others hold one stage each. From the end of the
 chain, with p normal processors left, load t and memory m on the special one already, and V as in

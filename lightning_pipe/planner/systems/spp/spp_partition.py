@@ -1,4 +1,4 @@
-"""Which stages, on which neighbouring devices of a row, keep the slowest stage or link quickest?
+"""Partition of SPP (PRM): stages on a row of devices whose slowest stage or link is as fast as possible.
 
 Partition, replication and mapping (PRM) after Luo et al., SPP (INFOCOM 2022), reconstructed, and walked from the last
 stage to the first, so that the stages behind a stage, and with them its micro-batches in flight, are known (after

@@ -1,4 +1,4 @@
-"""Which pipeline has the best bound on its time? After SPP, for devices with any links between them.
+"""SPP planner: the pipeline with the best bound on its time, for devices with any links between them.
 
 After Luo, Yi, Long, Fan, Wu, Yang and Lin, "Efficient Pipeline Planning for Expedited Distributed DNN Training"
 (INFOCOM 2022, arXiv 2204.10562), reconstructed from what its abstract says and from recollection:

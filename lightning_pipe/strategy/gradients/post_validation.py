@@ -1,4 +1,4 @@
-"""How does a rank step before it knows the norm of all gradients? On trust, and it looks later.
+"""Post-validation: a rank steps before it knows the norm of all gradients, and checks it later.
 
 Clipping by norm makes every rank wait for the last one before it may step, so a pipeline empties after every batch.
 With post-validation a rank steps as if nothing had to be clipped, keeps what it needs to take the step back, and begins
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.waiting import Wait, Walk, drive
-from lightning_pipe.strategy.parameters.grad_norm import Norms
+from lightning_pipe.strategy.gradients.grad_norm import Norms
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is the norm of all gradients, when every rank has some? Combined as `torch.nn.utils.clip_grad_norm_` does."""
+"""Gradient norm over all ranks, combined as `torch.nn.utils.clip_grad_norm_` does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Norms:
         return torch.linalg.vector_norm(torch.stack(found), norm_type) if found else torch.zeros((), device=self.device)
 
     def are_below(self, limit: float) -> bool:
-        """Say whether surely nothing has to be clipped: the same on all ranks, whatever their devices."""
+        """Return whether surely nothing has to be clipped: the same on all ranks, whatever their devices."""
         found = self._found()
         rounding = max((torch.finfo(kind).eps for _, kind in found), default=0.0)
         total = math.hypot(*(float(norm) for norm, _ in found))

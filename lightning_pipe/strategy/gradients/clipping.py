@@ -1,4 +1,4 @@
-"""How are gradients clipped when no rank has all of them? With the norm that one device would compute.
+"""Gradient clipping where no rank has all gradients, with the norm that one device would compute.
 
 Every parameter's norm travels once, in its place in the optimizer's order (`norms`). A parameter that several ranks
 hold counts once. Clipping by value concerns every element for itself.
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from lightning_pipe.lightning_names import Precision
-from lightning_pipe.strategy.parameters.grad_norm import Norms
+from lightning_pipe.strategy.gradients.grad_norm import Norms
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.optimizer import Groups
-from lightning_pipe.strategy.parameters.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 

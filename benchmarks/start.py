@@ -1,0 +1,334 @@
+"""Start of training where no process can hold the whole module: memory, time, and what a crash leaves.
+
+    python -m benchmarks.start large                      # 1.5 billion parameters on 4 ranks of 3 GiB each
+    python -m benchmarks.start large --width 256          # the same path, small
+    python -m benchmarks.start kill                       # SIGKILL at 20 random moments of a save, of both kinds
+    python -m benchmarks.start phases --layers 12 24      # seconds of every phase between fit() and the first step
+
+`large` trains, saves a directory, is killed, resumes on fewer ranks, and makes the plain file. Every process has a
+limit on its private memory (RLIMIT_DATA). Peaks are those of the resident memory that is no file (RssAnon), sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_pipe import DappleStrategy
+from lightning_pipe.strategy.checkpoints import saving, sharded
+from lightning_pipe.strategy.parameters.building import building
+from lightning_pipe.strategy.parameters.initial_values import make
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.units import format_bytes, parse_bytes
+
+VOCABULARY, CONTEXT, SAMPLES = 512, 16, 4
+MOMENTS = 20
+
+
+class Block(nn.Module):
+    """A layer of a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = max(1, width // 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        split = (batch, length, 3, self.heads, width // self.heads)
+        query, key, value = self.qkv(self.norms[0](x)).view(split).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(pl.LightningModule):
+    """A GPT that is built in configure_model, with the initialiser of GPT-2."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.width, self.layers, self.blocks = width, layers, None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            self.embed = nn.Embedding(VOCABULARY, self.width)
+            self.blocks = nn.ModuleList(Block(self.width) for _ in range(self.layers))
+            self.head = nn.Linear(self.width, VOCABULARY, bias=False)
+            self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        assert self.blocks is not None, "built by configure_model"
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Told(pl.Callback):
+    """Note losses, the time of the first step, and the parameters of this rank."""
+
+    def __init__(self) -> None:
+        self.begun, self.first_s, self.losses, self.own_bytes = time.perf_counter(), 0.0, list[float](), 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.first_s = self.first_s or time.perf_counter() - self.begun
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.own_bytes = sum(p.nbytes for p in module.parameters() if type(p) is nn.Parameter)
+
+
+class Peak:
+    """The most anonymous memory of this process, looked at a hundred times a second."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+            now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+            self.bytes = max(self.bytes, now)
+            time.sleep(0.01)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train on the ranks of this process and those that it starts, and write down what every rank saw."""
+    if options.limit:
+        limit = parse_bytes(options.limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    peak, told = Peak(), Told()
+    torch.set_num_threads(1)
+    pl.seed_everything(0, verbose=False)
+    batches = torch.randint(VOCABULARY, (16 * SAMPLES, CONTEXT + 1))
+    strategy: Any = "auto"
+    if options.ranks > 1:
+        strategy = DappleStrategy(
+            layout="-".join(["1"] * options.ranks),
+            microbatches=SAMPLES,
+            costs="counted",
+            planner="uniform",
+            schedule="gpipe" if options.ranks == 1 else "1f1b",
+            restore="none",
+            save_distributed_checkpoint=True,
+            deadline_s=600.0,
+        )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=options.ranks,
+        strategy=strategy,
+        precision=options.precision,
+        max_steps=options.steps,
+        callbacks=[told],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = GPT(options.width, options.layers)
+    trainer.fit(module, DataLoader(batches, batch_size=SAMPLES), ckpt_path=options.resume or None)
+    if options.save:
+        trainer.save_checkpoint(options.save)
+    found = {"losses": told.losses, "first_s": told.first_s, "own": told.own_bytes, "peak": peak.bytes}
+    Path(options.out, f"rank{trainer.global_rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    if options.stay:
+        trainer.strategy.barrier()
+        Path(options.out, "saved").touch()
+        time.sleep(600)
+
+
+def large(options: argparse.Namespace) -> None:
+    """Start, train, save, be killed, resume on fewer ranks, and make the plain file."""
+    size = 12 * options.width**2 * options.layers + 2 * VOCABULARY * options.width
+    print(f"GPT of {size / 1e9:.2f} billion parameters, {options.precision}")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        saved = str(Path(folder, "saved.ckpt"))
+        _, ended = _trained(options, folder, ranks=1, steps=1, limit=options.limit, may_fail=True)
+        print(f"1 rank, plain Trainer, limit {options.limit}: {ended}")
+        _report(_trained(options, folder, ranks=4, steps=3, limit=options.limit, save=saved, stay=True))
+        for ranks in (2, 3):
+            _report(_trained(options, folder, ranks=ranks, steps=5, limit=options.wider, resume=saved))
+        limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({parse_bytes(options.limit)},) * 2)"
+        begin = time.perf_counter()
+        code = f"{limited}; from lightning_pipe.cli import main; main({['consolidate', saved, folder + '/out.ckpt']!r})"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        found = torch.load(Path(folder, "out.ckpt"), mmap=True, weights_only=True)["state_dict"]
+        count = sum(value.numel() for value in found.values())
+        print(f"plain file of {count / 1e9:.2f} billion parameters in {time.perf_counter() - begin:.0f} s")
+
+
+def _trained(
+    options: argparse.Namespace,
+    folder: str,
+    *,
+    ranks: int,
+    steps: int,
+    limit: str,
+    save: str = "",
+    resume: str = "",
+    stay: bool = False,
+    may_fail: bool = False,
+) -> tuple[list[dict[str, Any]], str]:
+    """Train in other processes; with `stay`, kill them when they have saved."""
+    out = Path(tempfile.mkdtemp(dir=folder))
+    command = [sys.executable, "-m", "benchmarks.start", "train", f"--ranks={ranks}", f"--steps={steps}"]
+    command += [f"--limit={limit}", f"--save={save}", f"--resume={resume}", f"--out={out}", *["--stay"] * stay]
+    command += [f"--width={options.width}", f"--layers={options.layers}", f"--precision={options.precision}"]
+    with (out / "errors").open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, start_new_session=True, stderr=errors)
+        while process.poll() is None and not (stay and (out / "saved").exists()):
+            time.sleep(0.2)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    said = (out / "errors").read_text(encoding="utf-8").strip().splitlines()[-1:]
+    if code not in (0, -signal.SIGKILL) and not may_fail:
+        raise RuntimeError((out / "errors").read_text(encoding="utf-8"))
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("rank*.json"))]
+    return found, f"exit code {code} {' '.join(said)[:160]}"
+
+
+def _report(run: tuple[list[dict[str, Any]], str]) -> None:
+    found, ended = run
+    print(f"{len(found)} ranks, {ended}, first step after {found[0]['first_s']:.0f} s, losses {found[0]['losses']}")
+    for rank, one in enumerate(found):
+        own, peak = (format_bytes(one[name]) for name in ("own", "peak"))
+        print(f"  rank {rank}: own {own}, peak {peak}, over {format_bytes(one['peak'] - one['own'])}")
+
+
+def kill(options: argparse.Namespace) -> None:
+    """Kill a process at random moments of its saves; what is there must be one whole checkpoint."""
+    for name, write, read in (("sharded", _write_sharded, _read_sharded), ("plain", _write_plain, _read_plain)):
+        found = []
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            path = Path(folder, "last.ckpt")
+            write(path, 0)
+            for moment in range(MOMENTS):
+                child = os.fork()
+                if child == 0:
+                    for number in range(1, 10**6):
+                        write(path, moment * 1000 + number)
+                time.sleep(random.Random(moment).uniform(0.05, 1.0))
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                found.append(read(path))
+        print(f"{name}: killed {MOMENTS} times, loaded {len(found)} times; saves seen: {found}")
+
+
+def _stamped(number: int) -> dict[str, torch.Tensor]:
+    return {f"layer{n}": torch.full((256, 1024), float(number)) for n in range(16)}
+
+
+def _write_sharded(path: Path, number: int) -> None:
+    alone = ControlPlane(None, rank=0, ranks=1, wait=lambda _: None)
+    rest = sharded.described([], {}, {"number": number}, None)
+    sharded.save(path, {sharded.MODEL: _stamped(number)}, rest, alone)
+
+
+def _read_sharded(path: Path) -> int:
+    tensors = sharded.Directory(path)
+    return _one_of({name: tensors[name].read() for name in tensors})
+
+
+def _write_plain(path: Path, number: int) -> None:
+    saving.save_plain(path, _stamped(number))
+
+
+def _read_plain(path: Path) -> int:
+    return _one_of(torch.load(saving.existing(path), weights_only=True))
+
+
+def _one_of(tensors: dict[str, torch.Tensor]) -> int:
+    """Return the number that all tensors hold."""
+    (number,) = {float(value) for tensor in tensors.values() for value in tensor.unique()}
+    assert len(tensors) == 16, len(tensors)
+    return int(number)
+
+
+def phases(options: argparse.Namespace) -> None:
+    """Print the seconds that the phases of a start take in one process."""
+    from lightning_pipe.capture import Request, capture_step, flatten
+
+    for layers in options.layers:
+        seconds: dict[str, float] = {}
+        with _timed(seconds, "build with values"):
+            GPT(options.width, layers).configure_model()
+        module = GPT(options.width, layers)
+        with _timed(seconds, "build without"), building():
+            module.configure_model()
+        structure = flatten([torch.zeros(SAMPLES, CONTEXT + 1, dtype=torch.long)])[1]
+        structure = type(structure)(structure.leaves, structure.template[0])
+        with _timed(seconds, "capture"):
+            capture_step(Request(module, "training_step", structure, samples=2))
+        with _timed(seconds, "make a quarter"):
+            parameters = list(module.parameters())
+            make(parameters[: len(parameters) // 4], device=torch.device("cpu"))
+        print(f"{layers} layers: " + ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - begin
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    every: dict[str, Callable[[argparse.Namespace], None]] = {
+        "large": large, "train": train, "kill": kill, "phases": phases,
+    }  # fmt: skip
+    for name in every:
+        one = commands.add_parser(name)
+        add = partial(one.add_argument)
+        add("--width", type=int, default=256 if name == "phases" else 3968)
+        add("--layers", type=int, nargs="+" if name == "phases" else None, default=[12, 24] if name == "phases" else 8)
+        add("--precision", default="bf16-true")
+        add("--limit", default="3GiB")
+        add("--wider", default="5GiB", help="limit where fewer ranks hold more each")
+        add("--folder", default=None, help="where checkpoints are written")
+        for option, default in (("ranks", 4), ("steps", 3)):
+            add(f"--{option}", type=int, default=default)
+        for option in ("save", "resume", "out"):
+            add(f"--{option}", default="")
+        add("--stay", action="store_true")
+    options = parser.parse_args()
+    every[options.command](options)
+    shutil.rmtree("lightning_logs", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Write a checkpoint so that the last complete one is never lost, whenever the process dies.
+
+begin      the new one is written beside its place, under a hidden name
+commit     the old one steps aside, the new one takes its name, the old one goes
+existing   what is there to be read: where a process died between the two, the old one under its hidden name
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def begin(path: Path) -> Path:
+    """Return where to write what will be at `path`; what a process that died has left there is removed."""
+    there = existing(path)
+    if there != path and there.exists():
+        there.rename(path)
+    part = _hidden(path, "part")
+    _remove(part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return part
+
+
+def commit(path: Path) -> None:
+    """Let what was written take its place."""
+    part, before = _hidden(path, "part"), _hidden(path, "before")
+    for file in [part, *part.rglob("*")] if part.is_dir() else [part]:
+        _flush(file)
+    if path.is_dir() or part.is_dir():
+        _remove(before)
+        if path.exists():
+            path.rename(before)
+        part.rename(path)
+    else:
+        os.replace(part, path)
+    _flush(path.parent)
+    _remove(before)
+
+
+def existing(path: Path) -> Path:
+    """Return where the last complete checkpoint of this name is; the name itself if there is none."""
+    before = _hidden(path, "before")
+    return before if before.exists() and not path.exists() else path
+
+
+def _hidden(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Have a file, or the names in a directory, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
