@@ -42,7 +42,7 @@ from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, numbers_said, of_samples
-from lightning_pipe.capture.steps.record import StepRecord
+from lightning_pipe.capture.steps.record import LogCall, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.core.policy import ActivationPolicy
@@ -106,6 +106,16 @@ class Capture:
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
         return "The step is one graph (joint): nothing was found that a graph would freeze."
+
+    def mixed_logs(self) -> dict[str, str]:
+        """Return the lines of logged numbers, by name, that are no sum, mean or extreme over samples."""
+        return {
+            call.name: call.line
+            for call in self.record.calls
+            if isinstance(call, LogCall)
+            and isinstance(call.value, Ref)
+            and self.flow.roles.get(call.value.name) == "mixed"
+        }
 
     def mixing(self) -> str:
         """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""

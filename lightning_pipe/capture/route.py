@@ -148,6 +148,10 @@ class Route(Protocol):
         """Return in a line by which route the step was captured, and why."""
         ...
 
+    def mixed_logs(self) -> dict[str, str]:
+        """Return the lines of logged numbers, by name, that are known to be no sum, mean or extreme over samples."""
+        ...
+
     def mixing(self) -> str:
         """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""
         ...

@@ -203,8 +203,8 @@ class Reads:
         self._codes: dict[types.CodeType, dict[str, Any]] = {}
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record inside."""
+    def recording(self, *, code: bool = True) -> Iterator[None]:
+        """Record inside what is read of modules and the trainer, and which code runs, if wanted."""
         with contextlib.ExitStack() as stack:
             for path, owner in owners_of(self._module):
                 if not stack.enter_context(_other_class(owner, self._methods(path, owner))):
@@ -212,7 +212,8 @@ class Reads:
             trainer = self._module._trainer
             if isinstance(trainer, pl.Trainer):
                 stack.enter_context(_other_class(trainer, {"__getattribute__": self._trainers(type(trainer))}))
-            stack.enter_context(self._code())
+            if code:
+                stack.enter_context(self.following_code())
             yield
 
     def is_fresh(self, slot: Place) -> bool:
@@ -299,8 +300,8 @@ class Reads:
         return __getattribute__
 
     @contextlib.contextmanager
-    def _code(self) -> Iterator[None]:
-        """Note the code of every function that is called, but for libraries."""
+    def following_code(self) -> Iterator[None]:
+        """Note the code of every function that is called inside in this thread, but for libraries."""
         codes = self._codes
         begun: dict[int, types.FrameType] = {}
 

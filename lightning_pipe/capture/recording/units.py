@@ -126,7 +126,7 @@ class UnitTrace:
         tail: sources of the loss, and of all that is logged, given to metrics or returned.
         escapes: in their order.
         changes: in their order.
-        trained: canonical names of the parameters that got a gradient.
+        trained: canonical names of the parameters that got a gradient, and of those of units, which a batch may train.
         loss: type of the loss; None if the step has none.
         combine: how losses of micro-batches make that of the batch.
         is_random: whether torch's random numbers are drawn, by units or glue.

@@ -130,6 +130,10 @@ class Replay:
         """Return in a line by which route the step was captured, and why."""
         return f"The Python of the step runs on every rank (replay). {self.reason}"
 
+    def mixed_logs(self) -> dict[str, str]:
+        """Return {}: what a replayed step logs is not followed back to its samples."""
+        return {}
+
     def mixing(self) -> str:
         """Return, in words, where the step may mix its samples: no more is known."""
         return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."

@@ -205,13 +205,15 @@ class StepFunction(nn.Module):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Track numbers and note what is read by Python of the step that runs after it: in its backward."""
-        with self._varying_numbers(), self.reads.recording(), tracking_mathematics():
+        """Track numbers, and note what is read of modules, while Python of the step runs after it: in its backward."""
+        with self._varying_numbers(), self.reads.recording(code=False), tracking_mathematics():
             yield
 
-    def observing(self) -> Observer:
-        """Return a watch on the torch calls of the step's Python that runs after it."""
-        return Observer((), lambda: "", numbers=self._vector)
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Watch the code and the torch calls of Python of the step that runs after it; inside of `reading`."""
+        with self.reads.following_code(), Observer((), lambda: "", numbers=self._vector):
+            yield
 
     def _batch(self, leaves: tuple[torch.Tensor, ...]) -> Any:
         """Return the batch with tracked numbers."""
