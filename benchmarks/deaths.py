@@ -39,6 +39,7 @@ from pathlib import Path
 WAYS = ("popen", "torchrun", "bare", "slurm", "fork")
 RANKS = 2
 EXTRA_S = 10.0  # over the deadline
+IN_FIT = 0.7  # share of a rank's processor seconds after which it is in the fit; nobody could end it before, if stopped
 LOOK_S = 0.5  # between two looks at all processes of the machine
 LOOKS = 25  # at a victim meanwhile
 GIVEN_UP_S = 600.0  # in which a job that nobody harms should have ended
@@ -305,7 +306,7 @@ def main() -> None:
         whole = seconds_of(way, options.deadline)
         print(f"{way}: a rank takes {whole:.1f} processor seconds; deadline_s={options.deadline:g}", flush=True)
         for number, count in ((signal.SIGKILL, options.kills), (signal.SIGSTOP, options.stops)):
-            first = 0.0 if number == signal.SIGKILL else 0.4  # to stop an interpreter that starts says nothing new
+            first = 0.0 if number == signal.SIGKILL else IN_FIT
             moments = [1.03 * whole * (first + (1 - first) * (k + 0.5) / count) for k in range(count)]
             if count:
                 print(number.name)
@@ -314,7 +315,11 @@ def main() -> None:
     if options.cuts:
         print("cut networks")
         whole = seconds_of("bare", options.deadline)
-        tell(o for k in range(options.cuts) for o in cut(whole * (0.4 + 0.12 * k), options.deadline))
+        tell(
+            o
+            for k in range(options.cuts)
+            for o in cut(whole * (IN_FIT + (1 - IN_FIT) * k / options.cuts), options.deadline)
+        )
 
 
 def note(kind: str, text: str, rank: int) -> None:

@@ -234,3 +234,13 @@ def test_what_outlasts_its_limit_is_a_failure_of_the_guard(client: GuardClient):
     assert client.heard.wait(30)
     assert client.failure is not None and "the deadline is over" in client.failure.cause
     assert client.failure.where == "outside a program, after the loading of a batch of step 2"
+
+
+def test_a_guard_that_is_cut_off_is_no_member_any_more():
+    """The guard of rank 0 waited for a good-bye that could not come, when the network between hosts was cut."""
+    guards = Guards(2)
+    guards.hub.take(0, {"do": "session", "number": 1}, 11.0)
+    guards.hub.tick(11.0)
+    guards.hub.tick(11.0 + MOMENT_S)
+    assert guards.hub.members == (0,) and guards.hub.is_settled
+    assert [failure.rank for _, failure in guards.told] == [1]

@@ -87,7 +87,8 @@ class RankGuard:
             return False
         if self._hub is None or self._failure is None:
             return self._hub is None or self._hub.is_settled
-        return self._hub.is_settled and not self._guests and self._awake - self._failed_at > _LAST_WORD_S
+        is_alone = self._guests.keys().isdisjoint(self._hub.members)  # those that are cut off never say good-bye
+        return self._hub.is_settled and is_alone and self._awake - self._failed_at > _LAST_WORD_S
 
     def _tick(self) -> None:
         if os.getppid() != self._parent:
