@@ -37,14 +37,14 @@ class Row:
     schedule: str
     p: int
     m: int
-    chunks: int | None = None
+    stages_per_device: int | None = None
     options: Options = field(default_factory=dict)
     times: ChainTimes | None = None
 
     @property
     def layout(self) -> Layout:
         """Return the layout of the schedule's shape."""
-        return SCHEDULES[self.schedule].layout([(device,) for device in range(self.p)], self.chunks)
+        return SCHEDULES[self.schedule].layout([(device,) for device in range(self.p)], self.stages_per_device)
 
     @property
     def order(self) -> Order:
@@ -84,7 +84,7 @@ class Form:
         makespan: by model, what p devices take for m micro-batches.
         peak: most micro-batches of all chunks that device d keeps until W.
         peak_until_input: the same until I, where W comes later.
-        chunks: stages per device; None for the schedule's default.
+        stages_per_device: stages per device; None for the schedule's default.
         options: its options.
         holds: for which p and m the forms are stated.
     """
@@ -93,17 +93,17 @@ class Form:
     makespan: Mapping[str, Makespan]
     peak: Peak
     peak_until_input: Peak | None = None
-    chunks: int | None = None
+    stages_per_device: int | None = None
     options: Options = field(default_factory=dict)
     holds: Callable[[int, int], bool] = lambda p, m: True
 
     def __str__(self) -> str:
         told = [f"{key}={value}" for key, value in self.options.items()]
-        return "/".join([self.schedule, *([f"v={self.chunks}"] if self.chunks else []), *told])
+        return "/".join([self.schedule, *([f"v={self.stages_per_device}"] if self.stages_per_device else []), *told])
 
     def row(self, p: int, m: int) -> Row:
         """Return the schedule on p devices with m micro-batches."""
-        return Row(self.schedule, p, m, self.chunks, self.options)
+        return Row(self.schedule, p, m, self.stages_per_device, self.options)
 
 
 def deviations(form: Form, p: int, m: int) -> Iterator[str]:
@@ -184,7 +184,7 @@ FORMS: list[Form] = [
                 EQUAL: lambda p, m, v=v: 2 * (m * v + p - 1),
             },
             peak=lambda p, m, d, v=v: min(m * v, 2 * (p - 1 - d) + (v - 1) * (m // (m // p)) + 1),
-            chunks=v,
+            stages_per_device=v,
             holds=equal_groups,
         )
         for v in (2, 4)
@@ -198,7 +198,7 @@ FORMS: list[Form] = [
                 EQUAL: lambda p, m, v=v: 2 * ((v - 1) * max(m, p) + m + p - 1),
             },
             peak=lambda p, m, d, v=v: m * v,
-            chunks=v,
+            stages_per_device=v,
             options={"backward": backward},
         )
         for v, backward in ((2, "ascending"), (4, "ascending"), (2, "descending"))
@@ -209,7 +209,7 @@ FORMS: list[Form] = [
             {SPLIT: lambda p, m, v=v: 3 * m * v + p - 1},
             peak=lambda p, m, d, v=v: min(m * v, p + (v - 1) * (m // (m // p))),
             peak_until_input=lambda p, m, d, v=v: min(m * v, p - d + (v - 1) * (m // (m // p))),
-            chunks=v,
+            stages_per_device=v,
             holds=holds,
         )
         for v, holds in ((1, lambda p, m: m >= p), (2, equal_groups))
@@ -284,7 +284,7 @@ FORMS: list[Form] = [
                 EQUAL: lambda p, m, v=v: 2 * v * m + 2 * (p - 1),
             },
             peak=lambda p, m, d, v=v: v * p - (p - 1 - d),
-            chunks=v,
+            stages_per_device=v,
             holds=whole_units,
         )
         for v in (2, 4)

@@ -151,7 +151,7 @@ def fit(schedule: str, chunks: int, post_validation: bool, wild: frozenset[int],
     strategy = DappleStrategy(
         layout="-".join("1" * RANKS),
         schedule=schedule,
-        chunks=chunks,
+        stages_per_device=chunks,
         microbatches=MICROBATCHES,
         costs="counted",
         planner="uniform",
@@ -185,7 +185,7 @@ def main() -> int:
         table.add_column(name, justify="right")
     same = True
     for schedule, chunks in CASES:
-        alone = shown(schedule, SchedulesOptions(devices=RANKS, microbatches=MICROBATCHES, chunks=chunks))
+        alone = shown(schedule, SchedulesOptions(devices=RANKS, microbatches=MICROBATCHES, stages_per_device=chunks))
         flush, ahead = alone.timeline.makespan, alone.ahead_s
         unit = unit_s * (0.5 if chunks == 2 else 1.0)  # a device's work stays the same
         runs = {

@@ -1,4 +1,4 @@
-"""Are programs, prices and plans what they were? A fingerprint of each, to compare before and after a change.
+"""Fingerprints of programs, prices and plans, to compare before and after a change.
 
     python -m benchmarks.same before.txt                 writes a line for every case
     python -m benchmarks.same after.txt --against before.txt

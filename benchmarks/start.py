@@ -1,4 +1,4 @@
-"""How does training start where no process can hold the whole module? Memory, time, and what a crash leaves.
+"""Start of training where no process can hold the whole module: memory, time, and what a crash leaves.
 
     python -m benchmarks.start large                      # 1.5 billion parameters on 4 ranks of 3 GiB each
     python -m benchmarks.start large --width 256          # the same path, small

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.foreign_names import instead_of, schedule_advice, schedule_name
+from lightning_pipe.foreign_names import OLD_NAMES, instead_of, schedule_advice, schedule_name, with_present_names
 from lightning_pipe.planner.problem import EXECUTED, Constraints, Sharding
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
 from lightning_pipe.schedule.construct.options import hint
@@ -36,10 +36,10 @@ class DappleConfig:
         plan: file of the plan to use (YAML); None lets the planner make one.
         planner: who makes the plan; "auto" asks all planners, and takes what the simulator finds best.
         layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1 (per device, where schedule
-            or chunks give a device several stages); None lets the planner choose ("uniform" takes one rank per stage).
+            or stages_per_device give it several); None lets the planner choose ("uniform" takes one rank per stage).
         schedule: order of the computes: a name (see docs/schedules.md), or a file that lists it (CSV, as
             torch.distributed.pipelining writes it); None lets the planner choose.
-        chunks: stages per device, for schedules that run several; None lets the planner choose.
+        stages_per_device: stages per device, for schedules that run several; None lets the planner choose.
         warmup: warm-up depth of 1F1B: "pa", "pb", "1f1b*", a depth, or one depth per stage such as "4,3,2,1"; None lets
             the planner choose.
         microbatches: micro-batches per batch; None lets the planner choose.
@@ -83,7 +83,7 @@ class DappleConfig:
     planner: str = "auto"
     layout: str | None = None
     schedule: str | None = None
-    chunks: int | None = None
+    stages_per_device: int | None = None
     warmup: str | None = None
     microbatches: int | None = None
     costs: str = "measured"
@@ -132,7 +132,7 @@ class DappleConfig:
                 f"found warmup={self.warmup!r} with schedule={self.schedule!r}; only '1f1b' has a warm-up. Remove it."
             )
         if self.schedule is not None and _is_file(self.schedule):
-            decided = [name for name in ("layout", "chunks") if getattr(self, name) is not None]
+            decided = [name for name in ("layout", "stages_per_device") if getattr(self, name) is not None]
             if decided:
                 raise ConfigError(
                     f"found schedule={self.schedule!r} and {', '.join(decided)}; the file decides these. Remove them."
@@ -172,8 +172,8 @@ class DappleConfig:
             order = format_order(load_csv(self.schedule))
             return Constraints(self.microbatches, order=order, reliefs=EXECUTED, shard_optimizer=self._sharding)
         schedule = "1f1b" if self.warmup is not None else self.schedule
-        wishes = Constraints(self.microbatches, self.replicas, schedule, self.warmup, chunks=self.chunks)
-        return replace(wishes, reliefs=EXECUTED, shard_optimizer=self._sharding)
+        wishes = Constraints(self.microbatches, self.replicas, schedule, self.warmup, reliefs=EXECUTED)
+        return replace(wishes, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 
     @property
     def _sharding(self) -> Sharding:
@@ -196,7 +196,7 @@ class DappleConfig:
         return (Path(home) if home else Path.home() / ".cache") / "lightning_pipe"
 
 
-_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "chunks", "warmup", "microbatches", "shard_optimizer")
+_DECIDED_BY_PLAN = ("planner", "layout", "schedule", "stages_per_device", "warmup", "microbatches", "shard_optimizer")
 
 
 LIMITS = "an amount such as '16GiB', or one by kind of device such as 'V100: 15GiB, T4: 14GiB'"
@@ -262,7 +262,7 @@ _RULES = {
     "planner": _choice(PLANNER_NAMES),
     "layout": _Rule(str, "ranks per stage joined by '-', such as '2-1'", pattern=r"[1-9]\d*(-[1-9]\d*)*"),
     "schedule": _Rule(str, "the path of a CSV file, or one of ", one_of=SCHEDULES, pattern=r".+\.csv"),
-    "chunks": _Rule(int, "an integer of at least 1", least=1),
+    "stages_per_device": _Rule(int, "an integer of at least 1", least=1),
     "warmup": _Rule(
         str, WARMUPS,
         pattern=r"pa|pb|1f1b\*|[1-9]\d*(,[1-9]\d*)*",
@@ -292,30 +292,40 @@ _RULES = {
 }  # fmt: skip
 
 
-def read_config(options: Mapping[str, Any] | DictConfig) -> DappleConfig:
+def _warn(note: str) -> None:
+    warnings.warn(note, FutureWarning, stacklevel=4)
+
+
+def read_config(options: Mapping[str, Any] | DictConfig, *, warn: Callable[[str], None] = _warn) -> DappleConfig:
     """Return the configuration that these options make, with defaults filled in.
 
     Args:
         options: fields of `DappleConfig` by name; paths may be `os.PathLike`, numbers of seconds may be integers, a
             layout or a warm-up may be a list of integers, or one, and a schedule may have torch's name.
+        warn: is called with a note for every option that is given under an old name.
 
     Raises:
         ConfigError: if a name is unknown, or a value has the wrong type or is out of range.
     """
-    plain: dict[str, Any] = dict(_container(options) if isinstance(options, DictConfig) else options)
-    plain = _renamed(plain)
+    given = _container(options) if isinstance(options, DictConfig) else options
+    if (limit := given.get("memory")) is not None and not isinstance(limit, bool):
+        raise ConfigError(f"found memory={limit!r}; the option that limits the memory of a rank is memory_limit")
+    plain = with_present_names(given, warn=warn)
     check_known(plain)
     return DappleConfig(**{name: _converted(name, value) for name, value in plain.items()})
 
 
-def chosen_config(config: DappleConfig | None, options: Mapping[str, Any]) -> DappleConfig:
-    """Return a configuration that is given whole, or made of all its fields.
+def chosen_config(
+    config: DappleConfig | None, options: Mapping[str, Any], *, warn: Callable[[str], None] = _warn
+) -> DappleConfig:
+    """Return a configuration that is given whole, or made of all its fields, as `read_config` does.
 
     Raises:
         ConfigError: if a field is given beside the whole, is unknown, or has a value that cannot be.
     """
     if config is None:
-        return read_config(options)
+        return read_config(options, warn=warn)
+    options = with_present_names(options, warn=warn)
     check_known(options)
     defaults = vars(DappleConfig())
     if given := [name for name, value in options.items() if value != defaults[name]]:
@@ -341,28 +351,6 @@ def check_known(options: Collection[str]) -> None:
 
 def _advice(name: str) -> str:
     return instead_of(name) or hint(name, _RULES).removeprefix("; ")
-
-
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with their present names; an old one is said to be deprecated.
-
-    Raises:
-        ConfigError: if an old name has a value that it never could have.
-    """
-    value = options.pop("memory", None)
-    if value is None:
-        return options
-    if not isinstance(value, bool):
-        raise ConfigError(
-            f"found memory={value!r}; the option that says how much memory a rank may take is memory_limit"
-        )
-    warnings.warn(
-        "The option memory is called measure_memory now; the old name will go with version 0.2. (What limits memory is "
-        "memory_limit.)",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return {**options, "measure_memory": value}
 
 
 def _container(options: DictConfig) -> Mapping[str, Any]:
@@ -398,10 +386,9 @@ def hydra_schema() -> type:
     hints = get_type_hints(DappleConfig)
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
     hints |= {"memory_limit": Any, "shard_optimizer": Any}  # a mapping, and what YAML makes of on and off
-    old = ("memory", bool | None, None)
-    return make_dataclass(
-        "DappleOptions", [target, *((f.name, hints[f.name], f.default) for f in fields(DappleConfig)), old]
-    )
+    present = [(f.name, hints[f.name], f.default) for f in fields(DappleConfig)]
+    old = [(name, hints[renamed.now] | None, None) for name, renamed in OLD_NAMES.items()]
+    return make_dataclass("DappleOptions", [target, *present, *old])
 
 
 def conf_dir() -> Path:

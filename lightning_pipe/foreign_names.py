@@ -1,12 +1,16 @@
-"""Names that other systems give to what can be set here, so that a hand that knows them finds ours.
+"""Names of options other than ours: those of other systems, and those that our options had before.
 
 Schedules of `torch.distributed.pipelining` are accepted under torch's names where ours is the same schedule. Options of
-DDP, FSDP, DeepSpeed, Megatron-LM and torch are not: they are refused with what to set instead.
+DDP, FSDP, DeepSpeed, Megatron-LM and torch are not: they are refused with what to set instead. Names that options of
+ours had before are accepted for a while, with a note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from lightning_pipe.errors import ConfigError
 
 _SCHEDULES_OF_TORCH = {
     "gpipe": "gpipe",
@@ -57,8 +61,8 @@ _INSTEAD = {
     "tensor_model_parallel_size": _NO_TENSOR_PARALLELISM,
     "tensor_parallel_size": _NO_TENSOR_PARALLELISM,
     "data_parallel_size": _NO_TENSOR_PARALLELISM,
-    "virtual_pipeline_model_parallel_size": "set chunks, the stages of a device",
-    "num_layers_per_virtual_pipeline_stage": "set chunks, the stages of a device",
+    "virtual_pipeline_model_parallel_size": "set stages_per_device",
+    "num_layers_per_virtual_pipeline_stage": "set stages_per_device",
     "micro_batch_size": _MICROBATCHES,
     "num_microbatches": _MICROBATCHES,
     "n_microbatches": _MICROBATCHES,
@@ -69,6 +73,50 @@ _INSTEAD = {
     "precision": _TRAINER,
     "accumulate_grad_batches": _TRAINER,
 }
+
+
+class OldName(NamedTuple):
+    """What an option is called now, until when the old name is accepted, and what it may be mistaken for."""
+
+    now: str
+    until: str
+    remark: str
+
+    def note(self, old: str) -> str:
+        """Return what a user of the old name is told."""
+        return (
+            f"The option {old} is called {self.now} now; the old name is accepted until version {self.until}. "
+            f"({self.remark})"
+        )
+
+
+OLD_NAMES = {
+    "chunks": OldName("stages_per_device", "0.3", "What GPipe, torchgpipe and fairscale call chunks is microbatches."),
+    "memory": OldName("measure_memory", "0.2", "What limits memory is memory_limit."),
+}
+
+
+def with_present_names(options: Mapping[str, Any], *, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Return options under their present names; an old name is noted, one without a value is left out.
+
+    Raises:
+        ConfigError: if an option is set under both names.
+    """
+    present = {name: value for name, value in options.items() if name not in OLD_NAMES}
+    for old, value in options.items():
+        if old not in OLD_NAMES or value is None:
+            continue
+        now = OLD_NAMES[old].now
+        if present.get(now) not in (None, False):
+            raise set_twice(old, now)
+        warn(OLD_NAMES[old].note(old))
+        present[now] = value
+    return present
+
+
+def set_twice(old: str, now: str) -> ConfigError:
+    """Return the error of an option that is set under its old name and its present one."""
+    return ConfigError(f"found {old} and {now}; {old} is the old name of {now}. Remove {old}.")
 
 
 def schedule_name(found: str, known: Collection[str]) -> str:
@@ -92,5 +140,5 @@ def instead_of(option: str) -> str | None:
 def schedule_advice(found: str) -> str:
     """Return what to set for a schedule of torch that has no name of its own here, or nothing."""
     if found.casefold().removeprefix("schedule") == "interleavedzerobubble":
-        return "; torch's InterleavedZeroBubble is schedule='zb_h1' with chunks=2 or more"
+        return "; torch's InterleavedZeroBubble is schedule='zb_h1' with stages_per_device=2 or more"
     return ""

@@ -169,6 +169,18 @@ def test_the_plan_that_is_written_is_the_one_that_is_shown_and_explained(run):
     assert all(row in told for row in ("this plan", "one device", "data parallel (DDP)"))
 
 
+def test_the_models_own_operations_per_second_are_said_where_they_are_known(run):
+    asked_for = ("model=nets:Net", "batch=nets:batch", "planner=uniform", "runtime=0")
+    told = run("plan", *asked_for, "cluster=a100_8", "samples=32")
+    step = re.search(r"step ([\d.]+) us, .* samples/s, ([\d.e-]+) TFLOP/s per device", told)
+    nets = sys.modules["nets"]
+    graph = capture_step(Request(nets.Net(), "training_step", flatten(nets.batch())[1], samples=10)).graph
+    flops = sum(node.flops + node.backward_flops for node in graph.nodes) * 32 / 10
+    assert step is not None
+    assert float(step[2]) * 1e12 == pytest.approx(flops / (float(step[1]) * 1e-6) / 8, rel=0.01)
+    assert "TFLOP/s" not in run("plan", *asked_for, "ranks=2", "samples=32"), "nominal devices have no rates"
+
+
 def test_nothing_but_what_was_asked_for_is_written_and_the_directory_stays(run, here):
     before = {path.name for path in here.iterdir()}
     run("plan", *ON_TWO, "out=null")
@@ -249,6 +261,14 @@ def test_planners_are_compared_in_one_table_and_say_why_they_have_no_plan(run):
     assert "1.000" in auto and "1-1" in auto and "1-1" in uniform
     assert re.search(r"dapple( +-){7} +planner='dapple'", dapple), "it decides the layout itself"
     assert float(re.findall(r"\d\.\d{3}", uniform)[0]) >= 1, "auto is never slower"
+
+
+def test_the_old_name_of_activation_policies_is_read_and_noted_once(caplog):
+    words = [*CHAIN, "ranks=2"]
+    new = read_options(PlanOptions, [*words, "activation_policies=[recompute]"])
+    assert not caplog.messages and new.wishes.reliefs == {"recompute"}
+    assert read_options(PlanOptions, [*words, "reliefs=[recompute]"]) == new
+    assert len(caplog.messages) == 1 and "reliefs is called activation_policies now" in caplog.messages[0]
 
 
 def test_by_default_all_planners_but_the_exhaustive_one_are_compared():
@@ -386,7 +406,7 @@ def test_the_deepest_model_of_a_family_is_shown(run):
         (("speed=0", *CHAIN, "ranks=2"), "found speed=0; expected more than 0"),
         (("warmup=2,1",), "a text with commas is quoted twice"),
         (("~samples",), "found '~samples'; expected one value"),
-        (("reliefs=[recomput]", *CHAIN, "ranks=2"), "did you mean 'recompute'"),
+        (("activation_policies=[recomput]", *CHAIN, "ranks=2"), "did you mean 'recompute'"),
         (CHAIN, "neither cluster= nor ranks="),
         ((*CHAIN, "ranks=2", "cluster=rtx4090_4"), "both cluster= and ranks="),
         (("ranks=2",), "neither model= nor profile="),

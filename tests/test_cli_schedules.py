@@ -46,7 +46,7 @@ def test_every_schedule_has_a_row_with_its_figures(told):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_figures_are_those_of_the_order_whatever_the_number_of_stages(name):
     """Stages of v per device take a v-th of a share's seconds, so that makespans are in units of shares."""
-    one, row, chunks = shown(name, SchedulesOptions()), Row(name, 4, 8), SCHEDULES[name].chunks[0]
+    one, row, chunks = shown(name, SchedulesOptions()), Row(name, 4, 8), SCHEDULES[name].stages_per_device[0]
     assert (one.layout, list(one.kept)) == (row.layout, peaks(one.order, until="W"))
     if one.order == row.order:  # a schedule that looks at times may decide otherwise where stages are shorter
         assert one.timeline.makespan == pytest.approx(run(row).makespan / chunks)
@@ -99,7 +99,7 @@ def test_the_file_for_torch_is_the_schedule(communication, told, tmp_path):
     ("words", "message"),
     [
         (("devices=0",), "found devices=0; expected at least 1"),
-        (("chunks=0",), "found chunks=0"),
+        (("stages_per_device=0",), "found stages_per_device=0"),
         (("forward=0",), "found forward=0; expected seconds, and more than 0"),
         (("weight=nan",), "found weight=nan"),
         (("input=inf",), "found input=inf"),
@@ -118,6 +118,17 @@ def test_the_file_for_torch_is_the_schedule(communication, told, tmp_path):
 def test_mistakes_are_refused_with_one_text(words, message, capsys):
     assert main(["schedules", *words]) == 2
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_the_old_name_of_stages_per_device_is_noted_once_and_not_beside_the_new_one(told, caplog, capsys):
+    new = told("schedule=interleaved", "stages_per_device=4")
+    assert not caplog.messages
+    assert told("schedule=interleaved", "chunks=4") == new
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "The option chunks is called stages_per_device now"
+    ]
+    assert main(["schedules", "chunks=2", "stages_per_device=2"]) == 2
+    assert "chunks is the old name of stages_per_device" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_file_is_shown_as_the_schedule_that_it_lists(told, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.config import DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import _INSTEAD, schedule_name
@@ -16,8 +17,8 @@ from lightning_pipe.planner.problem import EXECUTED, Constraints
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
-    "plan planner layout schedule chunks warmup microbatches costs cluster cache capture check witness post_validation "
-    "batch_dim seed exact_ties deadline_s report memory_limit shard_optimizer measure_memory trace "
+    "plan planner layout schedule stages_per_device warmup microbatches costs cluster cache capture check witness "
+    "post_validation batch_dim seed exact_ties deadline_s report memory_limit shard_optimizer measure_memory trace "
     "timeline_steps start_method weights save_distributed_checkpoint restore"
 ).split()
 
@@ -71,7 +72,7 @@ def test_natural_spellings_are_read(name, value, read):
         ({"micro": 4, "a": 3, "find_unused_parameters": 1}, "'micro', 'a', 'find_unused_parameters'; expected some of"),
         ({"find_unused_parameters": True}, "remove it: gradients are reduced"),
         ({"pipeline_model_parallel_size": 2}, "set layout"),
-        ({"schedule": "InterleavedZeroBubble"}, "is schedule='zb_h1' with chunks=2"),
+        ({"schedule": "InterleavedZeroBubble"}, "is schedule='zb_h1' with stages_per_device=2"),
         ({"layout": [2, 0]}, "expected ranks per stage joined by '-'"),
         ({"microbatches": 0}, r"found microbatches=0 \(int\); expected an integer of at least 1"),
         ({"microbatches": True}, r"found microbatches=True \(bool\); expected an integer"),
@@ -143,10 +144,32 @@ def test_a_limit_that_says_nothing_is_refused(limit):
 
 
 def test_the_old_name_of_measure_memory_is_read_and_said():
-    with pytest.warns(DeprecationWarning, match="measure_memory"):
+    with pytest.warns(FutureWarning, match="measure_memory"):
         assert read_config({"memory": True}).measure_memory
     with pytest.raises(ConfigError, match="memory_limit"):
         read_config({"memory": "16GiB"})
+
+
+def test_the_old_name_of_stages_per_device_is_read_and_noted_once():
+    notes: list[str] = []
+    old = {"schedule": "interleaved", "chunks": 2}
+    new = {"schedule": "interleaved", "stages_per_device": 2}
+    assert read_config(old, warn=notes.append) == read_config(new, warn=notes.append)
+    assert [note for note in notes if "chunks is called stages_per_device now" in note] == notes != []
+    assert read_config(new).wishes.stages_per_device == 2
+    node = OmegaConf.merge(OmegaConf.structured(hydra_schema()), {"chunks": 4})
+    del node._target_
+    with pytest.warns(FutureWarning, match=r"called stages_per_device now.*microbatches"):
+        assert read_config(node).stages_per_device == 4
+    with pytest.raises(ConfigError, match="found chunks and stages_per_device; chunks is the old name"):
+        read_config({"chunks": 2, "stages_per_device": 2})
+    with pytest.raises(ConfigError, match="found stages_per_device=0"), pytest.warns(FutureWarning):
+        read_config({"chunks": 0})
+
+
+def test_the_strategy_takes_the_old_name_of_stages_per_device():
+    with pytest.warns(UserWarning, match="called stages_per_device now"):
+        assert DappleStrategy(chunks=2).config == DappleConfig(stages_per_device=2)
 
 
 def test_on_and_off_as_yaml_reads_them():

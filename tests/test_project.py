@@ -88,6 +88,7 @@ def first_command(path: Path) -> list[str]:
 
 def test_the_public_names_are_these():
     assert lightning_pipe.__all__ == ["DappleStrategy", "__version__", "register_schedule"]
+    assert dir(lightning_pipe) == lightning_pipe.__all__
     assert all(hasattr(lightning_pipe, name) for name in lightning_pipe.__all__)
     with pytest.raises(AttributeError, match="no attribute 'DaplStrategy'"):
         _ = lightning_pipe.DaplStrategy
@@ -155,6 +156,16 @@ def test_links_lead_somewhere(document):
     drawn = {f"pictures/{name}" for name in DRAWN} | {f"schedule/{name}.md" for name in own_schedules()}
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
         assert target in drawn or (document.parent / target).is_file(), target
+
+
+def test_the_architecture_page_has_every_package_and_no_file_that_is_gone():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = ROOT / "lightning_pipe"
+    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")} - {"."}
+    rows = set(re.findall(r"^\| `([\w/]+)` \|", text, re.MULTILINE))
+    assert rows - {"config"} == {folder for folder in folders if not folder.startswith("planner/systems/")}
+    files = set(re.findall(r"[\w/]+/\w+\.py", text))
+    assert files and [name for name in files if not ((package / name).exists() or (ROOT / name).exists())] == []
 
 
 def test_every_page_and_every_schedule_has_its_place_in_the_site():

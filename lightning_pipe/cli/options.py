@@ -10,7 +10,8 @@ writes logs or changes the working directory, and `cluster=` is no configuration
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, get_args, get_type_hints
@@ -24,10 +25,13 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.foreign_names import OLD_NAMES, OldName, set_twice
 from lightning_pipe.planner.problem import Constraints, Relief
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.profiles.published import ADAM_STATE
 from lightning_pipe.schedule.construct.options import hint
+
+log = logging.getLogger(__name__)
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -116,21 +120,21 @@ class WishedOptions(StepOptions):
     microbatches: int | None = option(None, "micro-batches per batch; null leaves it to the planner")
     layout: str | None = option(None, "ranks per stage, such as 2-1; null leaves it to the planner")
     schedule: str | None = option(None, "order of the computes, or a CSV file of one; null leaves it to the planner")
-    chunks: int | None = option(None, "stages per device; null leaves it to the planner")
+    stages_per_device: int | None = option(None, "stages per device; null leaves it to the planner")
     warmup: str | None = option(None, "warm-up of 1F1B: pa, pb, 1f1b*, a depth, or 'warmup=\"4,3,2,1\"'")
     post_validation: bool = option(False, "whether ranks go on to the next batch without waiting for each other")
     shard_optimizer: str = option("auto", "optimizer state shared by replicas: on, off, or auto where it must be")
     least_samples: int = option(1, "fewest samples of a micro-batch for which a replica may be used")
-    reliefs: tuple[str, ...] = option((), "what may be done with saved tensors: [recompute,offload]")
+    activation_policies: tuple[str, ...] = option((), "besides keeping saved tensors: [recompute,offload]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("reliefs", self.reliefs, get_args(Relief))
+        check_names("activation_policies", self.activation_policies, get_args(Relief))
 
     @property
     def wishes(self) -> Constraints:
         """Return what a plan must keep to."""
-        reliefs: frozenset[Any] = frozenset(self.reliefs)
+        reliefs: frozenset[Any] = frozenset(self.activation_policies)
         return replace(self.config.wishes, least_samples=self.least_samples, reliefs=reliefs)
 
 
@@ -243,7 +247,7 @@ def read_options(kind: type[Options], overrides: Sequence[str]) -> Options:
         ConfigError: if one is no `key=value`, its key is unknown, or a value has the wrong type or is out of range.
     """
     config = OmegaConf.structured(_schema(kind))
-    for override in overrides:
+    for override in _with_present_names(overrides, kind):
         parsed = _parsed(override, kind)
         try:
             OmegaConf.update(config, parsed.key_or_group, parsed.value())
@@ -256,6 +260,29 @@ def read_options(kind: type[Options], overrides: Sequence[str]) -> Options:
     assert isinstance(found, dict)
     values: dict[str, Any] = {str(name): tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     return kind(**values)
+
+
+_OLD_NAMES = OLD_NAMES | {
+    "reliefs": OldName("activation_policies", "0.3", "It allows plans that recompute or offload saved tensors.")
+}
+
+
+def _with_present_names(overrides: Sequence[str], kind: type[Dataclass]) -> Iterator[str]:
+    """Yield overrides under the present names of their options; an old name is noted.
+
+    Raises:
+        ConfigError: if an option is set under both names.
+    """
+    names = [override.partition("=")[0].lstrip("+") for override in overrides]
+    for name, override in zip(names, overrides, strict=True):
+        old = _OLD_NAMES.get(name)
+        if old is None or old.now not in kind.__dataclass_fields__:
+            yield override
+            continue
+        if old.now in names:
+            raise set_twice(name, old.now)
+        log.warning(old.note(name))
+        yield override.replace(name, old.now, 1)
 
 
 def _parsed(override: str, kind: type[Dataclass]) -> Override:

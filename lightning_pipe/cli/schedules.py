@@ -43,7 +43,7 @@ from lightning_pipe.units import counted_noun, format_share
 _MOST_COLUMNS = 10_000
 # Broken into lines, so that there is room for why there is none.
 _HEADINGS = (
-    "chunks",
+    "stages\nper device",
     "makespan",
     "without\nflush",
     "idle",
@@ -68,7 +68,7 @@ class SchedulesOptions:
         False, "whether a backward that the schedule does not split sends its gradient only at its end"
     )
     schedule: str | None = option(None, "a single one, or a CSV file that lists it: it is drawn too; null compares all")
-    chunks: int | None = option(None, "stages per device; null is each schedule's own default")
+    stages_per_device: int | None = option(None, "stages per device; null is each schedule's own default")
     options: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "options of the single schedule: options={warmup: pb}"}
     )
@@ -77,7 +77,7 @@ class SchedulesOptions:
     communication: bool = option(False, "whether this file has sends and receives too")
 
     def __post_init__(self) -> None:
-        for name in ("devices", "microbatches", "chunks"):
+        for name in ("devices", "microbatches", "stages_per_device"):
             if (count := getattr(self, name)) is not None and count < 1:
                 raise ConfigError(f"found {name}={count}; expected at least 1")
         for name in ("forward", "input", "weight", "message"):
@@ -93,7 +93,7 @@ class SchedulesOptions:
                 raise ConfigError(f"found {', '.join(idle)} without schedule=; expected the schedule that is meant")
         elif not _is_file(self.schedule):
             check_names("schedule", (self.schedule,), tuple(SCHEDULES))
-        elif decided := self._changed("devices", "microbatches", "chunks", "options"):
+        elif decided := self._changed("devices", "microbatches", "stages_per_device", "options"):
             raise ConfigError(
                 f"found schedule={self.schedule} and {', '.join(decided)}; the file decides these. Remove them."
             )
@@ -174,7 +174,7 @@ def shown(name: str, options: SchedulesOptions) -> Shown:
     if _is_file(name):
         order = load_csv(name)
         return _simulated(name, order, layout_of(order), options)
-    layout = SCHEDULES[name].layout([(device,) for device in range(options.devices)], options.chunks)
+    layout = SCHEDULES[name].layout([(device,) for device in range(options.devices)], options.stages_per_device)
     times = _times(layout, _prices(layout, options))
     order = order_of(name, layout=layout, microbatches=options.microbatches, options=options.options, times=times)
     return _simulated(name, order, layout, options)

@@ -45,7 +45,7 @@ OWN_WORK_PRICES: dict[type[OwnWork], OwnWorkPrice] = {}
 
 
 def price_own_work(kind: type[OwnWork], *, seconds: Seconds | None = None, bytes: Bytes | None = None) -> None:
-    """Say what a kind of own work costs.
+    """Register what a kind of own work costs.
 
     Args:
         kind: the instruction.

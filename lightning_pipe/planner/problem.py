@@ -32,7 +32,7 @@ class Constraints:
         warmup: warm-up of 1F1B, as `schedule.orders.one_f_one_b` reads it; None leaves it open.
         least_samples: fewest samples of a micro-batch for which a replica may be used, unless a batch has fewer in all.
         reliefs: what a plan may do with saved tensors instead of keeping them.
-        chunks: stages per device (in each of its pipes); None leaves it open.
+        stages_per_device: stages per device (in each of its pipes); None leaves it open.
         order: computes of every rank, as text, that decide layout, number of micro-batches and schedule; () leaves
             these open.
         shard_optimizer: whether holders of the same parameters share their optimizer state; "auto" where a plan does
@@ -45,7 +45,7 @@ class Constraints:
     warmup: str | None = None
     least_samples: int = 1
     reliefs: frozenset[Relief] = frozenset()
-    chunks: int | None = None
+    stages_per_device: int | None = None
     order: tuple[str, ...] = ()
     shard_optimizer: Sharding = "off"
 

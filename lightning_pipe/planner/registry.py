@@ -82,7 +82,7 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
     asked = problem
     if asks_for_drafts(problem):
         schedule = problem.wishes.schedule if problem.wishes.schedule in OUTLINED else None
-        asked = replace(problem, wishes=replace(problem.wishes, schedule=schedule, chunks=None))
+        asked = replace(problem, wishes=replace(problem.wishes, schedule=schedule, stages_per_device=None))
     least = LeastMemory(asked) if planner == "auto" else None
     if least is not None and not least.may_fit():
         return settle(asked, least.nearest(), judge=judge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Layout, Options, Order
 from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.foreign_names import OLD_NAMES, set_twice
 from lightning_pipe.schedule.construct.device_orders import without_padding
 from lightning_pipe.schedule.construct.layout_shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
 from lightning_pipe.schedule.construct.options import hint
@@ -55,16 +57,16 @@ class Schedule:
     Attributes:
         order: decides the order.
         shape: layouts that it is made for.
-        chunks: stages per device that it is usually run with, the first being its default.
+        stages_per_device: stages per device that it is usually run with, the first being its default.
     """
 
     order: ScheduleFunction
     shape: Shape = looping
-    chunks: tuple[int, ...] = (1,)
+    stages_per_device: tuple[int, ...] = (1,)
 
-    def layout(self, devices: Sequence[Device], chunks: int | None = None) -> Layout:
+    def layout(self, devices: Sequence[Device], stages_per_device: int | None = None) -> Layout:
         """Return the layout of this schedule for a row of devices."""
-        return self.shape(devices, chunks or self.chunks[0])
+        return self.shape(devices, stages_per_device or self.stages_per_device[0])
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,18 @@ class TimedSchedule:
     """A schedule that looks at times.
 
     Attributes:
-        order, shape, chunks: as those of `Schedule`.
+        order, shape, stages_per_device: as those of `Schedule`.
         is_slow: whether it takes seconds, so that planners try it only where it is wished.
     """
 
     order: TimedFunction
     shape: Shape = looping
-    chunks: tuple[int, ...] = (1,)
+    stages_per_device: tuple[int, ...] = (1,)
     is_slow: bool = False
 
-    def layout(self, devices: Sequence[Device], chunks: int | None = None) -> Layout:
+    def layout(self, devices: Sequence[Device], stages_per_device: int | None = None) -> Layout:
         """Return the layout of this schedule for a row of devices."""
-        return self.shape(devices, chunks or self.chunks[0])
+        return self.shape(devices, stages_per_device or self.stages_per_device[0])
 
 
 SCHEDULES: dict[str, Schedule | TimedSchedule] = {
@@ -110,7 +112,12 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
 
 
 def register_schedule(
-    name: str, order: ScheduleFunction, *, shape: str = "looping", chunks: Sequence[int] = (1,)
+    name: str,
+    order: ScheduleFunction,
+    *,
+    shape: str = "looping",
+    stages_per_device: Sequence[int] = (1,),
+    chunks: Sequence[int] | None = None,
 ) -> None:
     """Add a schedule of your own; plans, configurations and the command line know it by its name then.
 
@@ -121,19 +128,25 @@ def register_schedule(
         name: a new name.
         order: returns the computes of every rank, in order, for a layout, a number of micro-batches and options.
         shape: layouts that it is made for: "looping", "zigzag" or "both ways" (see `schedule.construct.layout_shapes`).
-        chunks: numbers of stages per device that planners may try, the first being the default.
+        stages_per_device: numbers of stages per device that planners may try, the first being the default.
+        chunks: the old name of `stages_per_device`.
 
     Raises:
-        ConfigError: if the name is taken, the shape unknown, or a number of chunks below one.
+        ConfigError: if the name is taken, the shape unknown, or a number of stages below one.
     """
+    if chunks is not None and tuple(stages_per_device) != (1,):
+        raise set_twice("chunks", "stages_per_device")
+    if chunks is not None:
+        warnings.warn(OLD_NAMES["chunks"].note("chunks"), FutureWarning, stacklevel=2)
+        stages_per_device = chunks
     if name in SCHEDULES:
         raise ConfigError(f"the schedule {name!r} exists already; expected a new name")
     if shape not in SHAPES:
         known = ", ".join(map(repr, SHAPES))
         raise ConfigError(f"found shape={shape!r}; expected one of {known}" + hint(shape, SHAPES))
-    if not chunks or min(chunks) < 1:
-        raise ConfigError(f"found chunks={tuple(chunks)}; expected one or more numbers from 1")
-    SCHEDULES[name] = Schedule(order, SHAPES[shape], tuple(chunks))
+    if not stages_per_device or min(stages_per_device) < 1:
+        raise ConfigError(f"found stages_per_device={tuple(stages_per_device)}; expected one or more numbers from 1")
+    SCHEDULES[name] = Schedule(order, SHAPES[shape], tuple(stages_per_device))
 
 
 def order_of(

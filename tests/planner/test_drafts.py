@@ -42,7 +42,7 @@ def test_every_schedule_makes_a_plan_that_can_be_written_and_read(schedule, plan
 
 def test_chunks_are_those_that_are_wished():
     for chunks in (1, 2, 4):
-        found = propose(problem(4, Constraints(8, schedule="interleaved", chunks=chunks)), "uniform")[0]
+        found = propose(problem(4, Constraints(8, schedule="interleaved", stages_per_device=chunks)), "uniform")[0]
         assert len(found.plan.stages) == 4 * chunks
 
 
@@ -119,7 +119,7 @@ def test_fewer_micro_batches_leave_out_the_computes_of_the_others():
         (3, Constraints(8, schedule="dualpipe"), ConfigError, "even number of devices"),
         (
             4,
-            Constraints(8, schedule="interleaved", chunks=5),
+            Constraints(8, schedule="interleaved", stages_per_device=5),
             PlanError,
             "16 operations and can be cut at 15 places between them, too few for 20 stages",
         ),
@@ -141,6 +141,9 @@ def test_a_schedule_of_your_own_is_known_by_its_name():
         return tuple(tuple(lines[stages[0]]) for stages in ([0], [1]))
 
     try:
+        with pytest.warns(FutureWarning, match="chunks is called stages_per_device now"):
+            register_schedule("last_first", last_first, chunks=(2, 1))
+        assert SCHEDULES.pop("last_first").stages_per_device == (2, 1)
         register_schedule("last_first", last_first)
         found = propose(problem(2, Constraints(4, schedule="last_first")), "uniform")[0]
         assert found.plan.schedule == "last_first"
@@ -151,7 +154,9 @@ def test_a_schedule_of_your_own_is_known_by_its_name():
     with pytest.raises(ConfigError, match="expected one of 'looping', 'zigzag', 'both ways'; did you mean 'zigzag'"):
         register_schedule("another", last_first, shape="zigzig")
     with pytest.raises(ConfigError, match="expected one or more numbers from 1"):
-        register_schedule("another", last_first, chunks=(0,))
+        register_schedule("another", last_first, stages_per_device=(0,))
+    with pytest.raises(ConfigError, match="old name of stages_per_device"):
+        register_schedule("another", last_first, stages_per_device=(2,), chunks=(2,))
 
 
 def test_drafts_keep_to_memory_where_outlines_do():

@@ -57,7 +57,7 @@ def some_layout(rng: random.Random, name: str) -> Layout:
         counts = [rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(1, 5))]
     ranks = rng.sample(range(sum(counts)), sum(counts))
     devices = [tuple(ranks.pop() for _ in range(count)) for count in counts]
-    return SCHEDULES[name].layout(devices, rng.choice(SCHEDULES[name].chunks))
+    return SCHEDULES[name].layout(devices, rng.choice(SCHEDULES[name].stages_per_device))
 
 
 def some_traffic(rng: random.Random, stages: int) -> Traffic:

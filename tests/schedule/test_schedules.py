@@ -55,7 +55,7 @@ def test_every_stage_runs_every_microbatch_once_forward_and_once_backward(name):
 def test_every_number_of_microbatches_makes_a_program_that_is_proved(name, m):
     """Also fewer than stages, and numbers that do not divide; `verify` demands every pass once."""
     for p in (2, 4):
-        for chunks in SCHEDULES[name].chunks:
+        for chunks in SCHEDULES[name].stages_per_device:
             program_of(Row(name, p, m, chunks))
 
 

@@ -22,14 +22,14 @@ def test_shapes_are_drawn_right():
 @pytest.mark.parametrize("devices", [SINGLE, GROUPS, [(0, 1)], [(2,), (0,), (1,)]])
 def test_a_row_is_found_again(devices, shape, chunks):
     row = row_of(shape(devices, chunks), shape, schedule="any")
-    assert (list(row.devices), row.chunks) == (devices, chunks)
+    assert (list(row.devices), row.stages_per_device) == (devices, chunks)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("devices", [SINGLE, SINGLE[:2], SINGLE[::-1]])
 def test_a_row_of_both_ways_is_found_again(devices, chunks):
     row = row_of(both_ways(devices, chunks), both_ways, schedule="any")
-    assert (list(row.devices), row.chunks) == (devices, chunks)
+    assert (list(row.devices), row.stages_per_device) == (devices, chunks)
 
 
 @pytest.mark.parametrize(

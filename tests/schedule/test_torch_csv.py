@@ -30,7 +30,7 @@ def rows(names=SCHEDULES) -> list:
     return [
         pytest.param(Row(name, P, M, chunks), id=f"{name}-{chunks}")
         for name in names
-        for chunks in SCHEDULES[name].chunks
+        for chunks in SCHEDULES[name].stages_per_device
     ]
 
 

@@ -72,7 +72,7 @@ class Draft:
 def asks_for_drafts(problem: Problem) -> bool:
     """Return whether the wishes are for plans that are no outlines."""
     wishes = problem.wishes
-    return bool(wishes.order) or wishes.schedule not in (None, *OUTLINED) or wishes.chunks not in (None, 1)
+    return bool(wishes.order) or wishes.schedule not in (None, *OUTLINED) or wishes.stages_per_device not in (None, 1)
 
 
 class ScheduleCandidates:
@@ -95,16 +95,17 @@ class ScheduleCandidates:
 
         Raises:
             ConfigError: if a schedule is wished, and cannot run on any of the rows.
-            PlanError: if a schedule or chunks are wished, and the graph is too small for its stages.
+            PlanError: if a schedule or stages per device are wished, and the graph is too small for its stages.
         """
         wishes = self._problem.wishes
         names = _tried() if wishes.schedule is None else [wishes.schedule]
         refused: list[PipeError] = []
         is_made = False
         for (row, near), name in itertools.product(rows.items(), names):
-            for chunks in SCHEDULES[name].chunks if wishes.chunks is None else (wishes.chunks,):
+            asked = wishes.stages_per_device
+            for v in SCHEDULES[name].stages_per_device if asked is None else (asked,):
                 try:
-                    for draft in self._of(name, row, chunks, near):
+                    for draft in self._of(name, row, v, near):
                         is_made = True
                         yield draft
                 except (ConfigError, PlanError) as error:
@@ -112,11 +113,11 @@ class ScheduleCandidates:
         if not is_made and refused and asks_for_drafts(self._problem):
             raise refused[0]
 
-    def _of(self, name: str, row: Row, chunks: int, near: int) -> Iterator[Draft]:
+    def _of(self, name: str, row: Row, v: int, near: int) -> Iterator[Draft]:
         wishes, is_wished = self._problem.wishes, asks_for_drafts(self._problem)
-        if not is_wished and (name, chunks) in _OUTLINES:
+        if not is_wished and (name, v) in _OUTLINES:
             return
-        layout = SCHEDULES[name].layout(row, chunks)
+        layout = SCHEDULES[name].layout(row, v)
         if not is_wished and wishes.replicas is not None and layout.stages != row:
             return  # the wish is for these stages
         counts = microbatch_counts(self._problem, stages=len(row), replicas=max(map(len, row)))
@@ -163,7 +164,7 @@ class ScheduleCandidates:
                 self._problem.graph,
                 stages=len(layout.stages),
                 sliced=len({len(group) for group in ranks}) > 1,
-                advice="Use fewer devices or chunks, or another schedule.",
+                advice="Use fewer devices or stages per device, or another schedule.",
             )
         return found
 

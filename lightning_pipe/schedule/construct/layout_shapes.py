@@ -1,6 +1,6 @@
 """Layout shapes of schedules (which ranks run which stage), constructed and recognized.
 
-Devices stand in a row. A device is one rank, or several that are replicas of each other. With v chunks on each of p
+Devices stand in a row. A device is one rank, or several that are replicas of each other. With v stages on each of p
 devices a layout has p v stages:
 
     looping      stage s on device s mod p; linear if v = 1       v = 2:  0 1 2 3  0 1 2 3
@@ -9,7 +9,7 @@ devices a layout has p v stages:
                  micro-batches in turn. Even micro-batches travel from the first device on, odd ones from the last:
                  two pipes with the same weights (after Li and Hoefler, Chimera, SC'21, section 3)
 
-Legend: s stage, p devices, v chunks.
+Legend: s stage, p devices, v stages per device (in each of its pipes).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class RowShape:
     """The devices of a layout in a row, and the number of stages on each (in each of its pipes)."""
 
     devices: tuple[Device, ...]
-    chunks: int
+    stages_per_device: int
 
 
-def looping(devices: Sequence[Device], chunks: int) -> Layout:
+def looping(devices: Sequence[Device], v: int) -> Layout:
     """Return the layout whose stages go round the devices."""
-    return Layout(tuple(devices[s % len(devices)] for s in range(len(devices) * chunks)))
+    return Layout(tuple(devices[s % len(devices)] for s in range(len(devices) * v)))
 
 
-def zigzag(devices: Sequence[Device], chunks: int) -> Layout:
+def zigzag(devices: Sequence[Device], v: int) -> Layout:
     """Return the layout whose stages go along the devices forth and back."""
     row = tuple(devices)
-    return Layout(tuple(device for chunk in range(chunks) for device in (row[::-1] if chunk % 2 else row)))
+    return Layout(tuple(device for turn in range(v) for device in (row[::-1] if turn % 2 else row)))
 
 
-def both_ways(devices: Sequence[Device], chunks: int) -> Layout:
+def both_ways(devices: Sequence[Device], v: int) -> Layout:
     """Return the layout of two pipes that enter the row at its two ends.
 
     Raises:
@@ -55,7 +55,7 @@ def both_ways(devices: Sequence[Device], chunks: int) -> Layout:
             f"found the devices {list(devices)}; two pipes in opposite directions need an even number of devices of "
             "one rank each"
         )
-    down, up = zigzag(devices, chunks).stages, zigzag(devices[::-1], chunks).stages
+    down, up = zigzag(devices, v).stages, zigzag(devices[::-1], v).stages
     stages = tuple((*ours, *theirs) for ours, theirs in zip(down, up, strict=True))
     return Layout(stages, frozenset(range(len(stages))))
 
@@ -68,25 +68,26 @@ _WORDS: dict[Shape, str] = {
 }
 
 
-def row_of(layout: Layout, shape: Shape, *, schedule: str, chunks: int | None = None) -> RowShape:
+def row_of(layout: Layout, shape: Shape, *, schedule: str, stages_per_device: int | None = None) -> RowShape:
     """Return the row of devices from which a shape makes a layout.
 
     Args:
         layout: ranks of each stage; weights of replicas do not matter.
         shape: `looping`, `zigzag` or `both_ways`.
         schedule: who asks, for the error.
-        chunks: number of stages per device (in each of its pipes) that it needs, if it needs one.
+        stages_per_device: number of stages per device (in each of its pipes) that it needs, if it needs one.
 
     Raises:
         ConfigError: if the shape makes no such layout.
     """
     row = _devices(layout, shape)
     found, rest = divmod(len(layout.stages), len(row))
-    if not rest and chunks in (None, found) and _can_be(row, shape):
+    if not rest and stages_per_device in (None, found) and _can_be(row, shape):
         made = shape(row, found)
         if made.stages == layout.stages and made.whole == (layout.whole if shape is both_ways else frozenset()):
             return RowShape(row, found)
-    number = "" if chunks is None else f", {chunks} on each device" + (" in each pipe" if shape is both_ways else "")
+    in_each = " on each device" + (" in each pipe" if shape is both_ways else "")
+    number = "" if stages_per_device is None else f", {stages_per_device}{in_each}"
     raise ConfigError(
         f"schedule {schedule!r} needs {_WORDS[shape]}{number}; found the ranks {' '.join(map(str, layout.stages))}"
         + (f", of which stages {sorted(layout.whole)} share by whole micro-batches" if layout.whole else "")

@@ -51,7 +51,7 @@ def bitpipe(layout: Layout, microbatches: int, options: Options = NO_OPTIONS, /)
     """
     read_options(options, schedule="bitpipe", defaults={})
     check_microbatches(microbatches)
-    row = row_of(layout, both_ways, schedule="bitpipe", chunks=CHUNKS)
+    row = row_of(layout, both_ways, schedule="bitpipe", stages_per_device=CHUNKS)
     p = len(row.devices)
     units = padded(microbatches, p) // p
     lines = (_numbered(_passes(p, d, units), p, d, units) for d in range(p))

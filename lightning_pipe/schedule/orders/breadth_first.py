@@ -1,8 +1,8 @@
-"""Breadth-first: all micro-batches go through one chunk before any goes through the next.
+"""Breadth-first: all micro-batches go through one round of stages before any goes through the next.
 
 Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4. Bubble and messages are those of interleaved
-1F1B if there are at least as many micro-batches as devices, but every micro-batch of every chunk is kept. What it buys:
-each device works on a chunk in two blocks, one of forwards and one of backwards. Parameters that are sharded are
+1F1B if there are at least as many micro-batches as devices, but every micro-batch of every stage is kept. What it buys:
+each device works on a stage in two blocks, one of forwards and one of backwards. Parameters that are sharded are
 gathered once per block and gradients reduced once per step, beside the computes of the next block.
 """
 
@@ -19,19 +19,19 @@ STEPS = {"ascending": 1, "descending": -1}  # of the micro-batches of a block of
 
 
 def breadth_first(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> Order:
-    """Order all forwards by chunks, then all backwards by chunks from the last to the first.
+    """Order all forwards stage by stage, then all backwards from the device's last stage to its first.
 
     Two devices of two stages each and four micro-batches, one unit for each of F, I and W (stage before kind):
 
         0 | 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   .   . 2I0 2W0 2I1 2W1 2I2 2W2 2I3 2W3 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3
         1 |   . 1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3I0 3W0 3I1 3W1 3I2 3W2 3I3 3W3 1I0 1W0 1I1 1W1 1I2 1W2 1I3 1W3
 
-    With one chunk it is GPipe.
+    With one stage per device it is GPipe.
 
     Args:
         layout: ranks of each stage, going round the devices.
         microbatches: number of micro-batches, at least 1.
-        options: `backward`: "ascending" (default) runs the backwards of a chunk in the order of the micro-batches, as
+        options: `backward`: "ascending" (default) runs the backwards of a stage in the order of the micro-batches, as
             the paper's code does; "descending" from the last to the first, as torch's `ScheduleLoopedBFS`.
 
     Raises:
@@ -44,11 +44,11 @@ def breadth_first(layout: Layout, microbatches: int, options: Options = NO_OPTIO
     if backward not in STEPS:
         expected = " or ".join(f'"{name}"' for name in STEPS)
         raise ConfigError(f"schedule 'breadth_first': found backward {backward!r}; expected {expected}")
-    devices, chunks, all_of_them = len(row.devices), range(row.chunks), range(microbatches)
+    devices, rounds, all_of_them = len(row.devices), range(row.stages_per_device), range(microbatches)
     lines = [
         [
-            *(Compute(c * devices + d, "F", m) for c in chunks for m in all_of_them),
-            *(Compute(c * devices + d, "B", m) for c in chunks[::-1] for m in all_of_them[:: STEPS[str(backward)]]),
+            *(Compute(c * devices + d, "F", m) for c in rounds for m in all_of_them),
+            *(Compute(c * devices + d, "B", m) for c in rounds[::-1] for m in all_of_them[:: STEPS[str(backward)]]),
         ]
         for d in range(devices)
     ]

@@ -93,7 +93,7 @@ def _blocks(name: str, block: Block, layout: Layout, microbatches: int, options:
     """Return the order that repeats a block, squeezed."""
     read_options(options, schedule=name, defaults={})
     check_microbatches(microbatches)
-    row = row_of(layout, zigzag, schedule=name, chunks=2)
+    row = row_of(layout, zigzag, schedule=name, stages_per_device=2)
     p = len(row.devices)
     placed = _with_weights(_placed(block, p, microbatches), p)
     peak = max(map(max, _kept(placed, p)))

@@ -67,7 +67,7 @@ def dualpipe(layout: Layout, microbatches: int, options: Options = NO_OPTIONS, /
     """
     read_options(options, schedule="dualpipe", defaults={})
     check_microbatches(microbatches)
-    row = row_of(layout, both_ways, schedule="dualpipe", chunks=1)
+    row = row_of(layout, both_ways, schedule="dualpipe", stages_per_device=1)
     p = len(row.devices)
     count = max(p, padded(microbatches, 2) // 2)
     lines = []
@@ -99,7 +99,7 @@ def dualpipe_v(layout: Layout, microbatches: int, options: Options = NO_OPTIONS,
     """
     read_options(options, schedule="dualpipe_v", defaults={})
     check_microbatches(microbatches)
-    row = row_of(layout, zigzag, schedule="dualpipe_v", chunks=2)
+    row = row_of(layout, zigzag, schedule="dualpipe_v", stages_per_device=2)
     p = len(row.devices)
     count = max(2 * p, microbatches)
     lines = [_numbered(_actions(d, places=p, count=count), phases=((d, 0, 1), (2 * p - 1 - d, 0, 1))) for d in range(p)]

@@ -44,13 +44,13 @@ def hanayo(layout: Layout, microbatches: int, options: Options = NO_OPTIONS, /) 
     read_options(options, schedule="hanayo", defaults={})
     check_microbatches(microbatches)
     row = row_of(layout, zigzag, schedule="hanayo")
-    if row.chunks % 2:
+    if row.stages_per_device % 2:
         raise ConfigError(
-            f"schedule 'hanayo': found {row.chunks} stages per device; a wave runs forth and back and needs 2 of them, "
-            "so choose an even number"
+            f"schedule 'hanayo': found {row.stages_per_device} stages per device; a wave runs forth and back and needs "
+            "two of them, so choose an even number"
         )
     p = len(row.devices)
-    lines = (in_slots(_computes(p, row.chunks, d, padded(microbatches, p))) for d in range(p))
+    lines = (in_slots(_computes(p, row.stages_per_device, d, padded(microbatches, p))) for d in range(p))
     return order_of_devices(without_padding(lines, microbatches), row=row)
 
 

@@ -22,7 +22,7 @@ from lightning_pipe.schedule.orders.gpipe import NO_OPTIONS
 
 
 def interleaved(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> Order:
-    """Order forwards and backwards in turn, each by groups of micro-batches and by chunks within a group.
+    """Order forwards and backwards in turn, by groups of micro-batches, and within a group stage by stage.
 
     Two devices of two stages each and four micro-batches, one unit for each of F, I and W (stage before kind):
 
@@ -68,7 +68,7 @@ def read_group(options: Options, *, row: RowShape, microbatches: int, schedule: 
 def _line(device: int, row: RowShape, group: int, microbatches: int) -> list[Compute]:
     forwards = in_groups("F", device, row=row, group=group, microbatches=microbatches)
     backwards = in_groups("B", device, row=row, group=group, microbatches=microbatches)
-    depth = min(2 * (len(row.devices) - 1 - device) + (row.chunks - 1) * group, len(forwards))
+    depth = min(2 * (len(row.devices) - 1 - device) + (row.stages_per_device - 1) * group, len(forwards))
     pairs = zip(forwards[depth:], backwards, strict=False)
     return [*forwards[:depth], *(compute for pair in pairs for compute in pair), *backwards[len(forwards) - depth :]]
 
@@ -83,7 +83,7 @@ def in_groups(kind: ComputeKind, device: int, *, row: RowShape, group: int, micr
         group: micro-batches per group.
         microbatches: their number, a multiple of `group`.
     """
-    chunks = range(row.chunks) if kind == "F" else range(row.chunks)[::-1]
+    chunks = range(row.stages_per_device) if kind == "F" else range(row.stages_per_device)[::-1]
     return [
         Compute(chunk * len(row.devices) + device, kind, m)
         for first in range(0, microbatches, group)

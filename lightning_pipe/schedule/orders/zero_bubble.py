@@ -85,7 +85,7 @@ def _delayed(layout: Layout, microbatches: int, options: Options, *, hops: int, 
     lines = []
     for d in range(len(row.devices)):
         forwards, inputs, weights = (in_groups(kind, d, row=row, group=group, microbatches=count) for kind in KINDS)
-        depth = hops * (len(row.devices) - 1 - d) + (row.chunks - 1) * group
+        depth = hops * (len(row.devices) - 1 - d) + (row.stages_per_device - 1) * group
         lines.append(_line(forwards, inputs, weights, depth=depth, lag=hops * d))
     order = order_of_devices(without_padding(lines, microbatches), row=row)
     return checked(order, layout, group=group, schedule=schedule)

@@ -42,7 +42,7 @@ def zb_v(layout: Layout, microbatches: int, options: Options = NO_OPTIONS) -> Or
     """
     read_options(options, schedule="zb_v", defaults={})
     check_microbatches(microbatches)
-    row = row_of(layout, zigzag, schedule="zb_v", chunks=2)
+    row = row_of(layout, zigzag, schedule="zb_v", stages_per_device=2)
     p, count = len(row.devices), max(2 * len(row.devices) - 1, microbatches)
     lines = [_device_line(d, p, count) for d in range(p)]
     return order_of_devices(without_padding(lines, microbatches), row=row)

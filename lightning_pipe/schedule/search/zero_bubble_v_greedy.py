@@ -69,7 +69,7 @@ def zb_v_greedy(layout: Layout, microbatches: int, options: Options, times: Chai
     """
     read = read_options(options, schedule="zb_v_greedy", defaults={"peak": "zb_v"})
     check_microbatches(microbatches)
-    row = row_of(layout, zigzag, schedule="zb_v_greedy", chunks=2)
+    row = row_of(layout, zigzag, schedule="zb_v_greedy", stages_per_device=2)
     peak = _read_peak(read["peak"], devices=len(row.devices))
     orders = [schedule(layout, microbatches) for schedule in V_SCHEDULES]
     tried = [order for order in orders if _most(order, until="W") <= peak]

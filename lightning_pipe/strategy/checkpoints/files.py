@@ -72,7 +72,7 @@ def _safetensors(files: list[Path]) -> dict[str, Unread]:
         raise ConfigError("found weights in .safetensors, which need `pip install safetensors`.") from None
     found: dict[str, Unread] = {}
     for file in files:
-        opened = safe_open(str(file), framework="pt", device="cpu")
+        opened: Any = safe_open(str(file), framework="pt", device="cpu")
         for name in opened.keys():  # noqa: SIM118 - it is no mapping
             piece = opened.get_slice(name)
             dtype = _DTYPES[piece.get_dtype()]
@@ -171,7 +171,7 @@ def _matched(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Unread])
 def _tell(
     targets: Mapping[str, torch.Tensor], weights: Mapping[str, Unread], sources: Mapping[str, str], path: Path
 ) -> None:
-    """Say what is not in the file, and what of it is not used."""
+    """Warn of what is not in the file, and of what of it is not used."""
     given = {id(targets[name]) for name in sources}
     missing = [name for name, tensor in targets.items() if id(tensor) not in given and isinstance(tensor, nn.Parameter)]
     unused = [name for name in weights if name not in set(sources.values())]

@@ -37,7 +37,7 @@ class NotYet(Absence):
     tape: Tape | None = None
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
-        """Say that something reads the values."""
+        """Raise an error: something reads the values."""
         line = user_line(3)
         raise AbsentError(
             f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which has none before "
@@ -75,7 +75,7 @@ class PendingRecording(TorchDispatchMode):
     """Let operators on tensors that are not made yet be written down."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
