@@ -92,7 +92,7 @@ class GPT(pl.LightningModule):
         return functional.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
 class Told(pl.Callback):
