@@ -144,6 +144,11 @@ class Route(Protocol):
         """Return whether the loss adds sums over samples to other terms, and this route cannot weigh them apart."""
         ...
 
+    @property
+    def mixed_values(self) -> frozenset[str]:
+        """Return the names of the values that are known to be no sum, mean or extreme over samples."""
+        ...
+
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
         ...

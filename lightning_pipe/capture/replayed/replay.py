@@ -61,7 +61,7 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
-        general, ..., saves_by_plan: as for every `capture.route.Route`.
+        general, ..., mixed_values: as for every `capture.route.Route`.
     """
 
     general: ClassVar[None] = None
@@ -71,6 +71,7 @@ class Replay:
     is_sliceable: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = False
     saves_by_plan: ClassVar[bool] = False
+    mixed_values: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason

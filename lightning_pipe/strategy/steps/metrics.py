@@ -138,7 +138,8 @@ def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> 
 
 def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:
     """Return the first question whose answer is not the one that the step was captured with, None if all are."""
-    return next((guard for guard in record.guards if float(cast("torch.Tensor", values[guard.ref.name])) > 0), None)
+    answers = cast("Mapping[str, torch.Tensor]", values)  # those of guards are tensors
+    return next((guard for guard in record.guards if float(answers[guard.ref.name]) > 0), None)
 
 
 def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
