@@ -30,7 +30,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.prediction import noise
-from lightning_pipe.capture import Capture, Request, capture_step, flatten
+from lightning_pipe.capture import Request, Route, capture_step, flatten
 from lightning_pipe.capture.recording.unit_trace import trace_units
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.core.graph import Graph
@@ -83,9 +83,10 @@ def plain(module: pl.LightningModule, batch: torch.Tensor, sizes: Sequence[int])
 class Stages:
     """All stages of a cut, on one rank."""
 
-    def __init__(self, capture: Capture | Replay, module: pl.LightningModule, cuts: tuple[int, ...]) -> None:
-        self._capture, self._module = capture, module
+    def __init__(self, capture: Route, request: Request, cuts: tuple[int, ...]) -> None:
+        self._capture, self._request = capture, request
         self._split = capture.split(cuts)
+        module = request.module
         self._layout = Layout(((0,),) * (len(cuts) + 1))
         state = State(dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers()), CPU)
         self._executor = Executor(
@@ -103,10 +104,9 @@ class Stages:
         job = BatchInput((batch,), (True,), offsets)
 
         def run() -> float:
-            self._module.zero_grad()
+            self._request.module.zero_grad()
             self._seconds = 0.0
-            if isinstance(self._capture, Replay):
-                self._capture.begin((0,))
+            self._capture.begin(self._request.arguments, self._request.structure.template)
             run_together([self._executor], program, [job])
             return self._seconds
 
@@ -138,7 +138,7 @@ def compare(sizes: Mapping[str, int], stages: int, rounds: int) -> tuple[dict[st
     contestants = {"eager": plain(module, batch, microbatches)}
     for name, capture in (("replay", Replay(request, trace)), ("joint", capture_step(request))):
         cuts = cuts_of(capture.graph, sizes["depth"], stages)
-        contestants[name] = Stages(capture, module, cuts).contestant(batch, microbatches)
+        contestants[name] = Stages(capture, request, cuts).contestant(batch, microbatches)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     gc.disable()
     for _ in range(WARM_UP + rounds):

@@ -30,3 +30,7 @@ def __getattr__(name: str) -> Any:
 
         return register_schedule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)  # among them what is imported when it is first asked for

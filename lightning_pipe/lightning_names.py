@@ -13,8 +13,7 @@ from lightning_pipe.lightning_package import name_in_use
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.fabric.utilities.throughput import Throughput
     from lightning.pytorch.accelerators import Accelerator
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 else:
     _MODULES = {
-        "fabric.plugins": "CheckpointIO TorchCheckpointIO",
-        "fabric.plugins.environments": "ClusterEnvironment",
+        "fabric.plugins": "CheckpointIO ClusterEnvironment TorchCheckpointIO",
         "fabric.utilities.seed": "pl_worker_init_function",
         "fabric.utilities.throughput": "Throughput",
         "pytorch.accelerators": "Accelerator",
@@ -64,6 +62,7 @@ __all__ = [
     "ThroughputMonitor",
     "TorchCheckpointIO",
     "TrainerFn",
+    "callbacks_of",
     "is_overridden",
     "is_param_in_hook_signature",
     "isolate_rng",
@@ -74,6 +73,12 @@ __all__ = [
     "rank_zero_only",
     "rank_zero_warn",
 ]
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return the callbacks of a trainer."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it, undeclared
+    return callbacks
 
 
 def lightning_module(name: str) -> Any:

@@ -169,6 +169,18 @@ def test_the_plan_that_is_written_is_the_one_that_is_shown_and_explained(run):
     assert all(row in told for row in ("this plan", "one device", "data parallel (DDP)"))
 
 
+def test_the_models_own_operations_per_second_are_said_where_they_are_known(run):
+    asked_for = ("model=nets:Net", "batch=nets:batch", "planner=uniform", "runtime=0")
+    told = run("plan", *asked_for, "cluster=a100_8", "samples=32")
+    step = re.search(r"step ([\d.]+) us, .* samples/s, ([\d.e-]+) TFLOP/s per device", told)
+    nets = sys.modules["nets"]
+    graph = capture_step(Request(nets.Net(), "training_step", flatten(nets.batch())[1], samples=10)).graph
+    flops = sum(node.flops + node.backward_flops for node in graph.nodes) * 32 / 10
+    assert step is not None
+    assert float(step[2]) * 1e12 == pytest.approx(flops / (float(step[1]) * 1e-6) / 8, rel=0.01)
+    assert "TFLOP/s" not in run("plan", *asked_for, "ranks=2", "samples=32"), "nominal devices have no rates"
+
+
 def test_nothing_but_what_was_asked_for_is_written_and_the_directory_stays(run, here):
     before = {path.name for path in here.iterdir()}
     run("plan", *ON_TWO, "out=null")

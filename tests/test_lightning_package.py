@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import subprocess
 import sys
 import typing
@@ -10,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import Strategy
 
 import lightning_pipe
 from lightning_pipe.config import DappleConfig
@@ -111,6 +113,36 @@ def test_the_strategy_shows_every_option_with_its_default():
     assert all(
         set(typing.get_args(own[name]) or [own[name]]) <= {*typing.get_args(hints[name]), hints[name]} for name in own
     )
+
+
+def test_help_shows_the_options_in_the_order_of_the_config():
+    shown = [
+        name for name in inspect.signature(lightning_pipe.DappleStrategy).parameters if name in vars(DappleConfig())
+    ]
+    assert shown == [field.name for field in fields(DappleConfig)]
+    text = pydoc.plain(pydoc.render_doc(lightning_pipe.DappleStrategy))
+    assert "microbatches: 'int | None' = None" in text and "deadline_s: 'float' = 300.0" in text
+
+
+def test_a_command_line_can_give_every_option():
+    """LightningCLI reads the signature by jsonargparse: `class_path: lightning_pipe.DappleStrategy` and `init_args`."""
+    jsonargparse = pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse[signatures]")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Strategy, "strategy")
+
+    def built(**options):
+        given = {"class_path": "lightning_pipe.DappleStrategy", "init_args": options}
+        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its name before 4.49
+        return instantiate(parser.parse_object({"strategy": given})).strategy.config
+
+    assert built() == DappleConfig()
+    assert built(**vars(DappleConfig())) == DappleConfig()
+    assert built(layout=[2, 1], deadline_s=60, memory_limit={"V100": "15GiB"}, microbatches=8) == DappleConfig(
+        layout="2-1", deadline_s=60.0, memory_limit="V100: 15GiB", microbatches=8
+    )
+    for wrong in ({"layot": "2-1"}, {"microbatches": "many"}, {"check": "perhaps"}):
+        with pytest.raises(jsonargparse.ArgumentError, match=next(iter(wrong))):
+            built(**wrong)
 
 
 def test_a_config_and_an_option_beside_it_are_refused_even_if_unknown():

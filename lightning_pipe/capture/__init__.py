@@ -7,12 +7,14 @@ split = capture.split((17, 40))      # three stages
 
 from lightning_pipe.capture.capture import Capture, capture_step
 from lightning_pipe.capture.graphs.trace import Request, real_answers
+from lightning_pipe.capture.route import Route
 from lightning_pipe.capture.steps.batch import Structure, flatten
 from lightning_pipe.capture.steps.module_tables import canonical_names
 
 __all__ = [
     "Capture",
     "Request",
+    "Route",
     "Structure",
     "canonical_names",
     "capture_step",

@@ -10,9 +10,10 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx, nn
@@ -22,7 +23,9 @@ from lightning_pipe.capture.graphs.gradient_nodes import split_input_and_weight_
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.graphs.sample_mixing import mixing_places
 from lightning_pipe.capture.graphs.trace import Request, trace
+from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
@@ -31,14 +34,16 @@ from lightning_pipe.capture.python.tracked_number import Situation
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.denominator_totals import combined_totals, totals_of, with_totals
+from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.stages.operations import operations_of, tensors_of
 from lightning_pipe.capture.stages.split import Splitter
+from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, Split
+from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
@@ -46,7 +51,7 @@ from lightning_pipe.errors import CaptureError
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured step.
+    """A captured step, the route `joint` (`capture.route`).
 
     Attributes:
         graph: what planners see.
@@ -58,6 +63,7 @@ class Capture:
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
         general: the traced graph with symbols for lengths; None where these are constants.
+        plays, ..., has_unweighed_terms: as for every `capture.route.Route`.
     """
 
     graph: Graph
@@ -70,6 +76,48 @@ class Capture:
     batch_dim: int = 0
     variants: Variants | None = None
     general: JointGraph | None = None
+    plays: ClassVar[None] = None
+    name: ClassVar[str] = "joint"
+    fallback: ClassVar[str] = "replay"
+    is_fixed: ClassVar[bool] = True
+    is_sliceable: ClassVar[bool] = True
+    can_run_ahead: ClassVar[bool] = True
+    saves_by_plan: ClassVar[bool] = True
+    whole: ClassVar[str] = ""
+    kept: ClassVar[str] = ""
+    is_random_in_python: ClassVar[bool] = False
+    has_unweighed_terms: ClassVar[bool] = False
+
+    @property
+    def timing(self) -> Capture:
+        """Return this graph, whose operations are to be timed."""
+        return self
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Return the names of the parameters and buffers that the step writes to."""
+        return frozenset(self.joint.mutations)
+
+    @property
+    def loss_role(self) -> Role:
+        """Return how losses of slices make that of the batch, "mixed" if operations do not tell."""
+        return self.flow.loss
+
+    def told(self) -> str:
+        """Return in a line by which route the step was captured, and why."""
+        return "The step is one graph (joint): nothing was found that a graph would freeze."
+
+    def mixing(self) -> str:
+        """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""
+        return mixing_places(self.joint, self.flow)
+
+    def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:
+        """Return the tracked numbers that the graph reads, for the next batch."""
+        return self.numbers(Situation(arguments, numbers_in(template)))
+
+    def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
+        """Let a plain run of the step draw the random numbers that the graph draws, inside."""
+        return graph_draws(self.joint, key, request.device)
 
     def for_lengths(self, request: Request) -> Capture | None:
         """Return the step for other lengths of its batch, if this trace holds for them.

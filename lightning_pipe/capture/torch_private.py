@@ -27,7 +27,7 @@
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
 * `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
-* `autograd._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
+* `grad_mode._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
 * `Tensor._version`: counts how often a tensor was written to.
 * `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones;
   `torch._C.DisableTorchFunction`: and without modes that answer them.
@@ -302,7 +302,7 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_real(value: object) -> bool:
+def is_real(value: Any) -> bool:
     """Return whether a value is a tensor with content of its own while a step is traced: one from outside the step."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or torch._is_functional_tensor(value):
         return False
@@ -316,7 +316,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def keeping_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Let a tensor be written to inside without autograd's noticing; who has saved it must not need its content."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor)
 
 
 def outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -419,6 +419,7 @@ def record_calls(wanted: bool) -> None:
 def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedEvent]:
     """Return what a profile has seen, allocations among it, in the order in which it was reported."""
     on_host = torch._C._autograd.DeviceType.CPU
+    results: Any = finished.kineto_results  # whose type knows of no bytes
     return [
         RecordedEvent(
             event.name(),
@@ -426,7 +427,7 @@ def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedE
             event.start_ns() + event.duration_ns(),
             event.nbytes() if event.name() == "[memory]" and event.device_type() == on_host else 0,
         )
-        for event in finished.kineto_results.events()
+        for event in results.events()
     ]
 
 
@@ -531,7 +532,7 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
 
 def is_profiling() -> bool:
     """Return whether a profiler runs in this thread."""
-    return torch.autograd._profiler_enabled()
+    return torch._C._autograd._profiler_enabled()
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
     """
     headline = (
         f"step {format_seconds(judged.step_s)}, {problem.samples / judged.step_s:.4g} samples/s, "
-        f"bubble {format_share(judged.bubble)}"
+        f"{_model_flops(judged, problem)}bubble {format_share(judged.bubble)}"
     )
     table = Table(box=box.SIMPLE, title=headline, title_justify="left")
     for heading in ("rank", "device", "stages"):
@@ -50,6 +50,20 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
     for figures, ranks in rows.items():
         table.add_row(numbers_text(ranks), *figures)
     return text_of(table, width)
+
+
+def _model_flops(judged: Judged, problem: Problem) -> str:
+    """Return the model's own operations per second and device; "" where they, or the devices, are not known.
+
+    What is recomputed does not count, so this over a device's peak is the model FLOPs utilization (MFU) of
+    Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022, appendix B).
+    """
+    flops: float = sum(node.flops + node.backward_flops for node in problem.graph.nodes)
+    flops *= problem.samples / problem.graph.samples
+    devices = [problem.cluster.device(rank) for rank in range(problem.cluster.ranks)]
+    if not flops or not judged.step_s or any(device.rates is None for device in devices):
+        return ""
+    return f"{flops / judged.step_s / len(devices) / 1e12:.3g} TFLOP/s per device, "
 
 
 @dataclass(frozen=True)

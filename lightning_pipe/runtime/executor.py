@@ -146,7 +146,9 @@ class Executor:
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
         self._begin(program, recorder)
-        parts = RankParts(self.stages, self._offloads, self._slices, lambda *work: self._load(*work, job))
+        parts = RankParts(
+            self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
+        )
         course = _Course(job, recorder, at, defaultdict(list), parts)
         line = program.ranks[self.rank]
         asked = first_backward(line)

@@ -178,7 +178,8 @@ def replace_sigterm_broadcast(trainer: pl.Trainer, any_rank_stops: Callable[[boo
         if any_rank_stops(bool(trainer.received_sigterm)):
             raise SIGTERMException
 
-    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = ask
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    vars(epoch_loop)["_broadcast_sigterm_tensor"] = ask
 
 
 def replace_sigterm_handler(trainer: pl.Trainer) -> Callable[[], Any]:
@@ -197,7 +198,8 @@ def replace_sigterm_handler(trainer: pl.Trainer) -> Callable[[], Any]:
 
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
     """Let Lightning ask again."""
-    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    vars(epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def transfer(module: pl.LightningModule, batch: Any, device: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipe.capture import Capture, Request, Structure
+from lightning_pipe.capture import Request, Route, Structure
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.graphs.witness import is_due
 from lightning_pipe.capture.python.places import Place
@@ -59,7 +59,7 @@ from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
-from lightning_pipe.strategy.steps.capture_route import captured_by, told
+from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.check import check_captured
 from lightning_pipe.strategy.steps.metrics import wrong_answer
@@ -222,11 +222,10 @@ class Pipeline:
             assert problem is not None, "made on rank 0"
             problem = replace(problem, cluster=limited(problem.cluster, config.memory_limits))
             try:
-                replayed = isinstance(captured.capture, Replay)
-                wanted = self._wanted(captured)
+                wanted, replayed = self._wanted(captured), not captured.capture.saves_by_plan
                 candidates.extend(propose(problem, wanted, given=self._given, replayed=replayed))
             except PlanError as error:
-                if isinstance(captured.capture, Replay) and graph.uncuttable and (kept := captured.capture.kept):
+                if graph.uncuttable and (kept := captured.capture.kept):
                     raise PlanError(f"{error} {call.method} keeps state for its next call: {kept}.") from error
                 raise
             return candidates[0].plan
@@ -237,8 +236,12 @@ class Pipeline:
         self.foreseen = control.broadcast(mine, source=0, what="the memory that is foreseen")
         self._planned = _Planned(plan, graph, cuts)
         if problem is not None:
-            self._proposal = Planned(plan, cuts, problem, tuple(candidates), told(captured.capture))
-        versions = {"Python": platform.python_version(), "torch": torch.__version__, "Lightning": pl.__version__}
+            self._proposal = Planned(plan, cuts, problem, tuple(candidates), captured.capture.told())
+        versions = {
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+            "Lightning": vars(pl)["__version__"],
+        }
         agree(self._links, {"plan": to_yaml(plan), **versions})
         if not self._sizes(captured.capture, samples):
             captured = self._capture_for(call, samples)
@@ -257,7 +260,7 @@ class Pipeline:
 
     def _wanted(self, captured: Captured) -> DappleConfig:
         """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
-        whole = captured.capture.whole if isinstance(captured.capture, Replay) else ""
+        whole = captured.capture.whole
         if not whole:
             return self._config
         rank_zero_warn(
@@ -277,7 +280,7 @@ class Pipeline:
             with self._weights.whole():
                 seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
         except CaptureError as error:
-            if self._config.capture != "auto" or isinstance(captured.capture, Replay):
+            if self._config.capture != "auto" or not captured.capture.fallback:
                 raise
             self._planned = None
             raise _WrongCapture(str(error)) from error
@@ -310,9 +313,9 @@ class Pipeline:
             before.restore()
             step, sizes = self._answered(step, call, samples, guard)
             ran = self._run(step, sizes, call, turn)
-        if ran.differing and isinstance(step.capture, Replay):
+        if ran.differing and (plays := step.capture.plays) is not None:
             log.info("%s takes whole batches from now on: %s.", call.method, ran.differing)
-            step.capture.leave_whole(ran.differing)
+            plays.leave_whole(ran.differing)
             if before is not None:
                 before.restore()
             ran = self._run(step, (samples,), call, turn)
@@ -350,7 +353,7 @@ class Pipeline:
 
     def _may_be_undone(self, step: RankStep, call: StepRequest) -> bool:
         """Return whether a batch may have to be run again, or skipped, when it has been run."""
-        if isinstance(step.capture, Replay):
+        if step.capture.plays is not None:  # which may turn out to differ
             return call.method == TRAINING
         return bool(step.capture.record.guards) and self._config.capture == "auto"
 
@@ -491,17 +494,17 @@ class Pipeline:
         if answers is not None:
             asked = request
 
-            def answered() -> tuple[bool, ...]:
+            def agreed_answers() -> tuple[bool, ...]:
                 with self._weights.whole():
                     return self._links.control.agreed(
                         lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
                     )
 
-            request = replace(request, answers=answered)
+            request = replace(request, answers=agreed_answers)
         with torch.inference_mode(False):
             traced = partial(self._traced, call)
             if reason:
-                found: Capture | Replay = Replay(request, traced(request), reason=reason)
+                found: Route = Replay(request, traced(request), reason=reason)
             else:
                 found = captured_by(self._config.capture, request, traced=traced, refusals=self._refusals)
         captured = Captured(found, replace(request, answers=None), reader, call.structure.template)
@@ -529,38 +532,37 @@ class Pipeline:
 
     def _build(self, captured: Captured, cuts: tuple[int, ...]) -> RankStep:
         agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
-        is_replay = isinstance(captured.capture, Replay)
         if captured.request.method == TRAINING:
             check_written(captured.capture, self._module, microbatches=self._plan_now.microbatches)
         return RankStep(
             captured,
             self._split(captured, cuts),
-            plan=in_turns(self._plan_now) if is_replay else self._plan_now,
+            plan=self._plan_now if captured.capture.is_sliceable else in_turns(self._plan_now),
             links=self._links,
             weights=self._weights,
             device=self._device,
             host=self._host,
-            early=self._later is not None and captured.request.method == TRAINING and not is_replay,
+            early=self._later is not None and captured.request.method == TRAINING and captured.capture.can_run_ahead,
         )
 
     def _split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
         """Cut a captured step, whose stages do with what they save what the plan says."""
         assert self._planned is not None, "planned before anything is run"
-        capture, plan, common = captured.capture, self._planned.plan, {"exact_ties": self._config.exact_ties}
-        if isinstance(capture, Replay):
+        capture, plan, exact_ties = captured.capture, self._planned.plan, self._config.exact_ties
+        if not capture.saves_by_plan:
             if capture.graph.gradients and not all(keeps_all(stage) for stage in plan.stages):
                 rank_zero_warn(
                     f"{captured.request.method} is replayed, and keeps all that its modules save, although the plan "
                     "recomputes or offloads; it may need more memory."
                 )
-            return capture.split(cuts, held=self._held, **common)
+            return capture.split(cuts, exact_ties=exact_ties, held=self._held)
         policies, missing = policies_for(plan, capture.graph, cuts, planned=self._planned.graph)
         if missing:
             rank_zero_warn(
                 f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
                 f"that the plan says. It keeps {missing}, and may need more memory."
             )
-        return capture.split(cuts, policies=policies, held=self._held, **common)
+        return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held)
 
     def _cuts(self, graph: Graph) -> tuple[int, ...]:
         assert self._planned is not None, "planned before anything is run"
@@ -576,11 +578,10 @@ class Pipeline:
         assert self._planned is not None, "planned before anything is run"
         return self._planned.plan
 
-    def _sizes(self, capture: Capture, samples: int) -> tuple[int, ...]:
+    def _sizes(self, capture: Route, samples: int) -> tuple[int, ...]:
         """Return the micro-batches of a batch: as many as planned, fewer where the graph needs it; () if none fit."""
         layout = self._plan_now.layout
-        is_whole = isinstance(capture, Replay) and capture.takes_whole_batches
-        for count in range(min(samples, 1 if is_whole else self._plan_now.microbatches), 0, -1):
+        for count in range(min(samples, 1 if capture.whole else self._plan_now.microbatches), 0, -1):
             sizes = microbatch_sizes(samples, count)
             if not any(capture.misfit(size) for size in slices(layout, sizes)):
                 return sizes

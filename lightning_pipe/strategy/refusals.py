@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
-from lightning_pipe.capture import Capture
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture import Route
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
 from lightning_pipe.errors import CaptureError, UnsupportedError
 from lightning_pipe.lightning_names import (
     MixedPrecision,
     OnExceptionCheckpoint,
+    callbacks_of,
     is_overridden,
     is_param_in_hook_signature,
     pl,
@@ -57,7 +57,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _refuse_synchronised_norms(trainer, module)
     _refuse_compiled(module)
     _refuse_hooks(module)
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         _refuse_callback(callback, ranks=trainer.world_size)
 
 
@@ -67,7 +67,7 @@ def refuse_parameters(module: pl.LightningModule) -> None:
     Raises:
         UnsupportedError: naming a parameter without values.
     """
-    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedTensorMixin)]
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     for name in [*lazy, *without_origin(module)]:
         raise UnsupportedError(
             f"{name} of {type(module).__name__} has no values (it is on the meta device, or lazy), and nothing says "
@@ -80,8 +80,9 @@ def refuse_parameters(module: pl.LightningModule) -> None:
 def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     """Return which hooks of the user look at gradients, and say once what they see."""
     hooks = [name for name in _GRADIENT_HOOKS if is_overridden(name, module, pl.LightningModule)]
-    hooks += [f"{type(c).__name__}.{n}" for c in trainer.callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
-    zeroing = [type(c).__name__ for c in trainer.callbacks if _is_by_user(c, _BEFORE_ZEROING)]
+    callbacks = callbacks_of(trainer)
+    hooks += [f"{type(c).__name__}.{n}" for c in callbacks for n in _GRADIENT_HOOKS[:-1] if _is_by_user(c, n)]
+    zeroing = [type(c).__name__ for c in callbacks if _is_by_user(c, _BEFORE_ZEROING)]
     if is_overridden(_BEFORE_ZEROING, module, pl.LightningModule) or zeroing:
         rank_zero_warn(
             f"{_BEFORE_ZEROING} is called before the forward of a batch and not after it, because a program is forward "
@@ -149,14 +150,14 @@ def refuse_post_validation(module: pl.LightningModule) -> None:
             )
 
 
-def check_written(capture: Capture | Replay, module: pl.LightningModule, *, microbatches: int) -> None:
+def check_written(capture: Route, module: pl.LightningModule, *, microbatches: int) -> None:
     """Check the parameters that a training step writes to itself, which it does once per micro-batch.
 
     Raises:
         CaptureError: naming a parameter that is trained.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    names = capture.trace.writes if isinstance(capture, Replay) else frozenset(capture.joint.mutations)
+    names = capture.writes
     written = [name for name in parameters if name in names]
     if not written or microbatches == 1:
         return

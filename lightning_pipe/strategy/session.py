@@ -26,6 +26,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.lightning_names import (
     Precision,
+    callbacks_of,
     is_overridden,
     is_param_in_hook_signature,
     isolate_rng,
@@ -357,7 +358,7 @@ def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningMod
     """Return whether a step may fail because hooks that prepare it have not run."""
     if isinstance(error, PipeError) and not isinstance(error, StepError):
         return False
-    callbacks = [c for c in trainer.callbacks if not type(c).__module__.startswith("lightning.pytorch.")]
+    callbacks = [c for c in callbacks_of(trainer) if not type(c).__module__.startswith("lightning.pytorch.")]
     return any(
         is_overridden(hook, owner, kind)
         for kind, owners in ((pl.LightningModule, [module]), (pl.Callback, callbacks))

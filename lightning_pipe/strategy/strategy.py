@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from lightning_pipe.lightning_names import (
     Precision,
     TorchCheckpointIO,
     TrainerFn,
+    callbacks_of,
     pl,
     rank_zero_only,
     rank_zero_warn,
@@ -241,7 +242,7 @@ class DappleStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # of the function, as Lightning sets it
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
@@ -279,7 +280,7 @@ class DappleStrategy(ParallelStrategy):
             device=self.root_device,
             watch=self._links.watch,
         )
-        callbacks = self.lightning_module.trainer.callbacks
+        callbacks = callbacks_of(self.lightning_module.trainer)
         self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
 
     def _connect(self) -> Connections:
@@ -547,7 +548,7 @@ class DappleStrategy(ParallelStrategy):
         elif self.is_global_zero and storage_options is None and self._writes_files(filepath):
             save_plain(Path(filepath), checkpoint)
         else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super().save_checkpoint(checkpoint, cast("str", filepath), storage_options)  # it takes what is like a path
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -556,7 +557,7 @@ class DappleStrategy(ParallelStrategy):
         path = Path(checkpoint_path)
         if "://" in os.fspath(checkpoint_path) or not existing(path).exists():
             options = {} if weights_only is None else {"weights_only": weights_only}
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)
+            found: dict[str, Any] = super().load_checkpoint(cast("str", checkpoint_path), **options)
             return found
         is_plain = self._writes_files(checkpoint_path)
         return load(path, self.checkpoint_io, is_plain=is_plain, weights_only=weights_only)

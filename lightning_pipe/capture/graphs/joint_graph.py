@@ -143,7 +143,8 @@ def describe(
     symbols -= {*others.values()}
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
     output = graph.output_node()
-    described = list(zip(output.args[0], output.meta["desc"], strict=True))
+    outputs: Any = output.args[0]
+    described = list(zip(outputs, output.meta["desc"], strict=True))
     plain = [value for value, desc in described if isinstance(desc, private.PlainAOTOutput)]
     has_loss = step.has_loss
     loss = plain[0].name if has_loss else None
@@ -153,8 +154,8 @@ def describe(
         raise without_gradient(_detached_at(step))
     return JointGraph(
         module=module,
-        parameters={n: _own(d.target) for n, d in inputs.items() if isinstance(d, private.ParamAOTInput)},
-        buffers={n: _own(d.target) for n, d in inputs.items() if isinstance(d, private.BufferAOTInput)},
+        parameters={n: _named_by(d) for n, d in inputs.items() if isinstance(d, private.ParamAOTInput)},
+        buffers={n: _named_by(d) for n, d in inputs.items() if isinstance(d, private.BufferAOTInput)},
         leaves={n: d.idx for n, d in inputs.items() if isinstance(d, private.PlainAOTInput)},
         tangents=tuple(n for n, d in inputs.items() if isinstance(d, private.TangentAOTInput)),
         loss=loss,
@@ -195,7 +196,7 @@ def _detached_at(step: StepFunction) -> str:
 def _gradients(described: list[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
     """Return (node, parameter) of every gradient of a parameter, in model order."""
     return tuple(
-        (value.name, _own(desc.grad_of.target))
+        (value.name, _named_by(desc.grad_of))
         for value, desc in described
         if isinstance(desc, private.GradAOTOutput)
         and value is not None
@@ -206,24 +207,26 @@ def _gradients(described: list[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
 def _mutations(described: list[tuple[Any, Any]]) -> dict[str, str]:
     """Return the nodes of the new content of state, by its name."""
     return {
-        _own(desc.mutated_input.target): value.name
+        _named_by(desc.mutated_input): value.name
         for value, desc in described
         if isinstance(desc, private.InputMutationAOTOutput)
         and not isinstance(desc.mutated_input, private.PlainAOTInput)  # the batch, which nobody reads afterwards
     }
 
 
-def _own(name: str) -> str:
-    return name.removeprefix("model.")
+def _named_by(description: Any) -> str:
+    """Return the user's name of the parameter or buffer that a descriptor names."""
+    return str(description.target).removeprefix("model.")
 
 
 def _symbols(leaf: torch.Tensor) -> set[Any]:
-    return {s for size in leaf.shape if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
+    shape: tuple[Any, ...] = leaf.shape  # sizes may be symbols, of which their type does not know
+    return {s for size in shape if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols}
 
 
 def _symbols_at(leaves: tuple[torch.Tensor, ...], places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Any]:
     """Return the symbols that sizes at these places (leaf, dimension) were made with, where they are symbols."""
-    sizes = {(leaf, dim): leaves[leaf].shape[dim] for leaf, dim in places}
+    sizes: dict[tuple[int, int], Any] = {(leaf, dim): leaves[leaf].shape[dim] for leaf, dim in places}
     return {place: private.own_symbol(size) for place, size in sizes.items() if isinstance(size, torch.SymInt)}
 
 
@@ -284,9 +287,10 @@ def _has_a_place(node: fx.Node, state: fx.Node) -> bool:
 
 def _unclone(node: fx.Node) -> fx.Node:
     """Return the node whose copy was made a result (a batch leaf keeps its copy, so that it has a place)."""
-    if node.target is torch.ops.aten.clone.default and node.args[0].op == "call_function":
-        return node.args[0]
-    return node
+    if node.target is not torch.ops.aten.clone.default:
+        return node
+    (source,) = node.all_input_nodes
+    return source if source.op == "call_function" else node
 
 
 def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> StepRecord:

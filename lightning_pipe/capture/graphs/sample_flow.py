@@ -24,7 +24,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_roles import GUARDS, LINEAR, Role, combined, reduced, sized_inputs
-from lightning_pipe.capture.steps.stage_program import Value
+from lightning_pipe.capture.steps.stage_program import Combine, Value
 from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 
 _ALONG = frozenset(
@@ -121,9 +121,17 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         size=size_function(meta, joint),
         batch_dim=found.dim if found else None,
         rows=found.rows if found else 1,
-        combine="mean" if role in ("mixed", "linear") else role,
+        combine=_combining(role),
         order=_memory_order(meta, joint),
     )
+
+
+def _combining(role: Role) -> Combine:
+    match role:
+        case "mixed" | "linear":
+            return "mean"
+        case _:
+            return role
 
 
 def _memory_order(meta: Any, joint: JointGraph) -> tuple[int, ...]:
@@ -141,7 +149,7 @@ def _at_capture(size: torch.SymInt, joint: JointGraph) -> Any:
 
 def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ...]]:
     """Return the shape of a value as a function of the number of samples."""
-    sizes = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
+    sizes: tuple[Any, ...] = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
     fixed = tuple(size if isinstance(size, int) else None for size in sizes)
     expressions = [size.node.expr for size in sizes if not isinstance(size, int)]
 
@@ -182,7 +190,8 @@ def _has_samples(node: fx.Node, joint: JointGraph) -> bool:
 
 def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
     meta = node.meta.get("val")
-    if (weighed := node.meta.get("role")) is not None:  # by capture.totals or capture.terms
+    weighed: Role | None = node.meta.get("role")  # by `denominator_totals` or `loss_terms`
+    if weighed is not None:
         return weighed
     if isinstance(meta, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
         return "same"

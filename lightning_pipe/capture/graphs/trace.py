@@ -286,7 +286,7 @@ def _fake_leaves(request: Request, mode: Any) -> tuple[torch.Tensor, ...]:
             for dim in (dim for index, dim in request.lengths if index == i):
                 dynamic[dim] = private.DimDynamic.DYNAMIC
         tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        context = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
+        context: Any = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
         fake = mode.from_tensor(tensor, symbolic_context=context)
         leaves.append(_on(fake, request.device, mode))
     return tuple(leaves)

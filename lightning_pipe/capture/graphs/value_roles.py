@@ -59,8 +59,9 @@ def _is_size(node: fx.Node, joint: JointGraph) -> bool:
 def _varies_unlike_samples(node: fx.Node, joint: JointGraph) -> bool:
     """Return whether a node is a Python number that depends on the number of samples, but is not proportional to it."""
     meta = node.meta.get("val")
-    is_number = joint.symbol is not None and isinstance(meta, (torch.SymInt, torch.SymFloat))
-    return is_number and joint.symbol in meta.node.expr.free_symbols and not _is_size(node, joint)
+    if joint.symbol is None or not isinstance(meta, (torch.SymInt, torch.SymFloat)):
+        return False
+    return joint.symbol in meta.node.expr.free_symbols and not _is_size(node, joint)
 
 
 def reduced(operation: Any, node: fx.Node) -> Role:

@@ -96,16 +96,16 @@ def optimizer_slots(trainer: Any) -> Iterator[Place]:
     """List the places of numbers that optimizers and schedulers change: learning rates, momenta."""
     for o, optimizer in enumerate(getattr(trainer, "optimizers", None) or ()):
         for g, group in enumerate(optimizer.param_groups):
-            found = _Found(lambda o=o, g=g: trainer.optimizers[o].param_groups[g])
+            found = _Found(partial(lambda o, g: trainer.optimizers[o].param_groups[g], o, g))
             path = (("optimizers", (o, g)),)
             for key in group:
                 name = f"optimizers[{o}].param_groups[{g}][{key!r}]"
                 yield Place(found, key, name, (*path, ("item", key)))
     for s, config in enumerate(getattr(trainer, "lr_scheduler_configs", None) or ()):
         of = partial(lambda s: trainer.lr_scheduler_configs[s].scheduler, s)
-        yield Place(_Found(lambda of=of: vars(of())), "last_epoch", f"lr_schedulers[{s}].last_epoch")
+        yield Place(_Found(partial(lambda of: vars(of()), of)), "last_epoch", f"lr_schedulers[{s}].last_epoch")
         for i in range(len(getattr(config.scheduler, "_last_lr", ()))):
-            yield Place(_Found(lambda of=of: of()._last_lr), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
+            yield Place(_Found(partial(lambda of: of()._last_lr, of)), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
 
 
 class _Found(dict[Any, Any]):

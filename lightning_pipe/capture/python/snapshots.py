@@ -352,7 +352,7 @@ class Snapshot:
 
     def _object_parts(self, slot: Place, value: Any) -> Iterator[_Part]:
         """Enter an object: what it contains, its attributes, and its class."""
-        hidden = self._ignored.get(id(value), frozenset())
+        hidden: Keys = self._ignored.get(id(value), frozenset())
         if isinstance(value, dict):
             yield _Entries(value, slot, hidden=hidden)
         elif isinstance(value, (list, deque, set)):

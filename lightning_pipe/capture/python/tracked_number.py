@@ -63,6 +63,7 @@ class Expression:
 
     operation: Callable[..., Any]
     operands: tuple[Any, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         return self._hash
@@ -193,13 +194,13 @@ class _Tracked:
 class TrackedFloat(_Tracked, torch.SymFloat):
     """A floating number that remembers how it was computed."""
 
-    __class__ = property(lambda self: float)  # type: ignore[assignment]
+    __class__ = property(lambda self: float)
 
 
 class TrackedInt(_Tracked, torch.SymInt):
     """An integer that remembers how it was computed."""
 
-    __class__ = property(lambda self: int)  # type: ignore[assignment]
+    __class__ = property(lambda self: int)
 
 
 _PLAIN = (bool, int, float, np.number)
@@ -251,7 +252,12 @@ def _pinning(operation: Callable[..., Any]) -> Any:
     return method
 
 
+def _pinned_attribute(name: str) -> property:
+    return property(lambda self: getattr(self.pinned(), name))
+
+
 def _give_methods(cls: type) -> None:
+    operation: Callable[..., Any]
     for name in "add sub mul truediv floordiv mod pow".split():
         operation = pow if name == "pow" else getattr(operator, name)
         setattr(cls, f"__{name}__", _binary(operation, reflected=False))
@@ -260,15 +266,21 @@ def _give_methods(cls: type) -> None:
         setattr(cls, f"__{name}__", _binary(getattr(operator, name), reflected=False))
     for name in "neg pos abs".split():
         setattr(cls, f"__{name}__", _unary(getattr(operator, name)))
-    for name, operation in {"round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}.items():
+    rounding: dict[str, Callable[..., Any]] = {
+        "round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc,
+    }  # fmt: skip
+    for name, operation in rounding.items():
         setattr(cls, f"__{name}__", _unary(operation))
-    plain = {"float": float, "int": int, "index": operator.index, "complex": complex, "hash": hash, "str": str}
-    for name, operation in {**plain, "repr": repr, "format": format, "divmod": divmod}.items():
+    plain: dict[str, Callable[..., Any]] = {
+        "float": float, "int": int, "index": operator.index, "complex": complex, "hash": hash, "str": str,
+        "repr": repr, "format": format, "divmod": divmod,
+    }  # fmt: skip
+    for name, operation in plain.items():
         setattr(cls, f"__{name}__", _pinning(operation))
     setattr(cls, "__invert__", _pinning(operator.invert))  # noqa: B010
     setattr(cls, "__rdivmod__", _pinning(lambda own, other: divmod(other, own)))  # noqa: B010
     for name in "as_integer_ratio bit_length conjugate hex is_integer".split():  # torch's base classes have their own
-        setattr(cls, name, property(lambda self, name=name: getattr(self.pinned(), name)))
+        setattr(cls, name, _pinned_attribute(name))
     for name in "and or xor lshift rshift".split():
         operation = getattr(operator, f"{name}_" if name in ("and", "or") else name)
         setattr(cls, f"__{name}__", _pinning(operation))

@@ -20,7 +20,7 @@ from lightning_pipe.capture.recording.unit_choice import UnitCall, call_paths, r
 from lightning_pipe.capture.recording.unit_flow import EscapeReader, Follower
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
-from lightning_pipe.capture.recording.units import Escape, KeptChange, Sources
+from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.collectives import no_collectives
@@ -159,7 +159,7 @@ class UnitRecorder:
         left = kept.left()
         results = [*tensors_in(output, objects=True), *recording.results, *tensors_in([one.value for one in left])]
         changes = units.changes()
-        tail = follower.reads(results) | {("state", change.name) for change in changes if change.is_tensor}
+        state: set[Source] = {("state", change.name) for change in changes if change.is_tensor}
         is_random = not torch.equal(before, torch.get_rng_state())
         ends = None if loss is None else reductions(loss)
         backward_s, trained = (
@@ -172,7 +172,7 @@ class UnitRecorder:
             mutated=follower.mutated_names(),
             overwritten=frozenset(follower.overwritten),
             flops=follower.flops,
-            tail=tail,
+            tail=follower.reads(results) | state,
             escapes=tuple(follower.escapes),
             changes=changes,
             trained=trained,
@@ -195,7 +195,7 @@ class UnitRecorder:
         if not loss.requires_grad:
             raise without_gradient(detached)
         begin = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         seconds = time.perf_counter() - begin
         trained = frozenset(name for name, p in self.request.module.named_parameters() if p.grad is not None)
         for p in self.request.module.parameters():

@@ -90,7 +90,7 @@ class Follower(TorchDispatchMode):
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.made_of = Provenance()
         self.inside: int | None = None
         self.begun = 0

@@ -191,7 +191,7 @@ class _Keeper(TorchDispatchMode):
     """Keep the content of parameters that are about to be written to."""
 
     def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._parameters = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -15,28 +15,33 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import shared_slots
+from lightning_pipe.capture.python.tracked_number import Situation
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.denominator_watch import unequal
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replayed.replay_needs import StageNeeds, needs_of, readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import BatchContext, PlayedStep, StageReplayer, StageSpec
+from lightning_pipe.capture.replayed.unit_draws import unit_draws
 from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, Combine, Half, Split, StageProgram, Value
+from lightning_pipe.capture.steps.stage_program import NOT_HELD, Combine, Half, RandomKey, Split, StageProgram, Value
 from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
 from lightning_pipe.errors import PlanError
@@ -47,7 +52,7 @@ TAPE, TANGENT = "tape", "tangent"
 
 
 class Replay:
-    """A step that is replayed; offers what `Capture` offers.
+    """A step that is replayed, the route `replay` (`capture.route`).
 
     Args:
         request: the step, with the module of this rank.
@@ -56,7 +61,16 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
+        general, ..., saves_by_plan: as for every `capture.route.Route`.
     """
+
+    general: ClassVar[None] = None
+    name: ClassVar[str] = "replay"
+    fallback: ClassVar[str] = ""
+    is_fixed: ClassVar[bool] = False
+    is_sliceable: ClassVar[bool] = False
+    can_run_ahead: ClassVar[bool] = False
+    saves_by_plan: ClassVar[bool] = False
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason
@@ -76,6 +90,49 @@ class Replay:
     def graph(self) -> Graph:
         """Return the units as a graph."""
         return graph_of_units(self._layers, self.trace, self._names, self._request)
+
+    @property
+    def plays(self) -> Replay:
+        """Return this: it gathers what plays say."""
+        return self
+
+    @property
+    def timing(self) -> Profile:
+        """Return the seconds of the traced run."""
+        return self.profile
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Return the names of the parameters that the step writes to."""
+        return self.trace.writes
+
+    @property
+    def loss_role(self) -> Literal["mean", "sum"]:
+        """Return how losses of micro-batches make that of the batch."""
+        return self.trace.combine
+
+    @property
+    def proportional(self) -> frozenset[tuple[str, ...]]:
+        """Return the places of the numbers that the step returns or logs, and that are in proportion to the samples."""
+        return self.trace.proportional
+
+    @property
+    def is_random_in_python(self) -> bool:
+        """Return whether the step draws random numbers of Python or NumPy."""
+        return self.trace.is_random_in_python
+
+    @property
+    def has_unweighed_terms(self) -> bool:
+        """Return whether the loss adds sums over samples to other terms."""
+        return self.trace.has_terms
+
+    def told(self) -> str:
+        """Return in a line by which route the step was captured, and why."""
+        return f"The Python of the step runs on every rank (replay). {self.reason}"
+
+    def mixing(self) -> str:
+        """Return, in words, where the step may mix its samples: no more is known."""
+        return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
 
     @cached_property
     def profile(self) -> Profile:
@@ -114,21 +171,17 @@ class Replay:
         named = {f"self.{change.name}{f' at {change.line}' if change.line else ''}" for change in self.trace.changes}
         return "; ".join(sorted(named))
 
-    @property
-    def takes_whole_batches(self) -> bool:
-        """Return whether a batch must not be cut."""
-        return bool(self.whole)
-
     def leave_whole(self, reason: str) -> None:
         """Do not cut batches from now on; on all ranks."""
         self.whole = reason
 
-    def begin(self, arguments: tuple[int, ...], template: Any) -> None:
-        """Take the arguments of the next batch, and what it holds besides tensors."""
+    def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:
+        """Take the arguments of the next batch, and what it holds besides tensors; stages read no numbers of it."""
         self._now.arguments, self._now.template = arguments, template
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
         self._now.denominators.clear()
+        return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
         """Return (micro-batch, first sample, samples, words) of every play that says something since `begin`."""
@@ -164,14 +217,30 @@ class Replay:
         """Return the leaves of a whole batch as stages read them, and which are cut: as they are."""
         return tuple(leaves), tuple(cut)
 
-    def changed(self) -> str:
+    def changed(self, situation: Situation) -> str:
         """Return "": the Python of the step runs every time."""
         return ""
+
+    def varying(self) -> tuple[Place, ...]:
+        """Return (): numbers are read anew every time."""
+        return ()
+
+    def testimony(self, request: Request) -> str:
+        """Return "": the Python of the step is not captured."""
+        return ""
+
+    def for_lengths(self, request: Request) -> None:
+        """Return None: units are found anew for other lengths."""
+
+    def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
+        """Let a plain run of the step draw the random numbers that plays draw, inside."""
+        return unit_draws(self.trace, request, key)
 
     def split(
         self,
         cuts: tuple[int, ...],
         *,
+        policies: Sequence[ActivationPolicy] = (),
         exact_ties: bool = False,
         held: Mapping[str, Set[int]] = NOT_HELD,
     ) -> Split:
@@ -179,6 +248,7 @@ class Replay:
 
         Args:
             cuts: positions.
+            policies: (), as what modules save is autograd's.
             held: stages that hold a copy of a parameter, whether they use it here or not.
             exact_ties: not offered by replay.
 
@@ -186,6 +256,7 @@ class Replay:
             PlanError: if the units of a training step cannot be separated there, or exact ties are wanted; cuts of an
                 evaluation are moved to where they can.
         """
+        assert not policies, "a replayed step saves what autograd saves"
         if exact_ties:
             raise PlanError(
                 "exact_ties needs the step as one graph, but this step is replayed. Remove exact_ties; gradients of "
@@ -195,7 +266,7 @@ class Replay:
         if self.trace.loss is None:
             cuts = moved(cuts, count=len(self.trace.units), forbidden=forbidden)
         wrong = sorted(forbidden.intersection(cuts))
-        if wrong or (self.takes_whole_batches and any(cut == 0 for cut in cuts)):
+        if wrong or (self.whole and any(cut == 0 for cut in cuts)):
             place = (*self._names, "its end")[wrong[0] if wrong else 0]
             raise PlanError(
                 f"{self._request.method} cannot be cut before {place}: a stage before it would need what only stages "

@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -38,7 +38,7 @@ from lightning_pipe.capture.torch_private import argument_names, is_backward, op
 from lightning_pipe.errors import CaptureError
 
 _aten = torch.ops.aten
-_KERNELS = {
+_KERNELS: dict[Any, Any] = {
     _aten.nll_loss_forward.default: _aten.nll_loss_backward.default,
     _aten.nll_loss2d_forward.default: _aten.nll_loss2d_backward.default,
 }
@@ -65,7 +65,8 @@ def with_totals(joint: JointGraph, device: torch.device) -> JointGraph:
     if not shares and not wanted and not has_terms:
         return joint
     nodes = [*wanted, *shares]
-    roles: list[Role] = ["sum", *(flow.roles[node.name] for node in wanted), *("mean" for _ in shares)]
+    means: list[Role] = ["mean"] * len(shares)
+    roles: list[Role] = ["sum", *(flow.roles[node.name] for node in wanted), *means]
     totals = Totals(_function(joint, nodes, device), tuple(roles), max(joint.leaves.values()) + 1, _precision(device))
     vector = _placeholder(joint, leaves[0], totals, 1 + sum(_numbers(node) for node in nodes))
     first = 1
@@ -99,7 +100,7 @@ def totals_of(
     half = totals.count
     given = [leaves[joint.leaves[n]] if n in joint.leaves else buffers[joint.buffers[n]] for n in half.inputs]
     with torch.no_grad():
-        found = half.run(samples, None, *given)
+        found = cast("tuple[torch.Tensor, ...]", half.run(samples, None, *given))  # it counts; sizes it has none
         number = torch.full((1,), samples, dtype=totals.dtype, device=leaves[0].device)  # no copy from the host
         return torch.cat([number, *(value.reshape(-1).to(totals.dtype) for value in found)])
 

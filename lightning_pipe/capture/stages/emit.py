@@ -24,7 +24,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # The tracer predicts strides that a kernel does not always keep (CPU batch norm of a transposed input); a reshape is a
 # view wherever a view is possible.
-RESHAPED = {
+RESHAPED: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
@@ -143,13 +143,14 @@ class Emitter:
         if node.target is torch.ops.aten.sym_size.int:
             return self._size(node, graph, samples)
         if node.op == "get_attr":
-            return graph.get_attr(node.target)
+            return graph.get_attr(str(node.target))
         args = fx.map_arg(node.args, lambda n: made[n.name])
         kwargs = fx.map_arg(node.kwargs, lambda n: made[n.name])
+        operation: Any = node.target
         if node.name in self._random:
-            target = keyed(node.target, self._random[node.name], self._device)
+            target = keyed(operation, self._random[node.name], self._device)
             return graph.create_node("call_function", target, (key, *args), kwargs, name=node.name)
-        return graph.create_node("call_function", RESHAPED.get(node.target, node.target), args, kwargs, name=node.name)
+        return graph.create_node("call_function", RESHAPED.get(operation, operation), args, kwargs, name=node.name)
 
     def _size(self, node: fx.Node, graph: fx.Graph, samples: fx.Node) -> fx.Node:
         value = node.meta["val"]

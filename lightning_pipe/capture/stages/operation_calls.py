@@ -72,11 +72,11 @@ def operator_calls(joint: JointGraph, samples: int, device: torch.device) -> Ite
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
         signature = f"{node.target}{args}{dict(kwargs)}"
         results = tuple(_results(node, (), spec))
+        operation: Any = node.target
         if is_random(node):
-            yield OperatorCall(signature, keyed(node.target, 0, device), (key, *args), dict(kwargs), results)
+            yield OperatorCall(signature, keyed(operation, 0, device), (key, *args), dict(kwargs), results)
         else:
-            target = RESHAPED.get(node.target, node.target)
-            yield OperatorCall(signature, target, args, dict(kwargs), results)
+            yield OperatorCall(signature, RESHAPED.get(operation, operation), args, dict(kwargs), results)
 
 
 def _results(
@@ -88,7 +88,8 @@ def _results(
         yield described, where
     for user in node.users:
         if operator_name(user) == "getitem":
-            yield from _results(user, (*where, user.args[1]), spec)
+            index: Any = user.args[1]
+            yield from _results(user, (*where, index), spec)
 
 
 def _spec(node: fx.Node, joint: JointGraph, sizes: Sizes, samples: int) -> Any:

@@ -77,7 +77,8 @@ def backward_followed(
     Raises:
         CaptureError: if a backward changes Python state, which a graph would not.
     """
-    differentiate, apply = torch.autograd.grad, BackwardCFunction.apply
+    differentiate = torch.autograd.grad
+    apply: Callable[..., Any] = BackwardCFunction.apply
 
     def followed(*args: Any, **kwargs: Any) -> Any:
         with state_put_back(module) as state:
@@ -138,7 +139,7 @@ def _watched_registration(
     module: nn.Module, checked: Callable[[Callable[[torch.Tensor], Any], str], Any]
 ) -> Iterator[None]:
     """Let `checked` see, and replace, every hook that the user's code registers on a tensor."""
-    register = torch.Tensor.register_hook
+    register: Callable[..., Any] = torch.Tensor.register_hook
 
     def register_checked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
         if is_library(sys._getframe(1).f_code.co_filename):

@@ -86,7 +86,7 @@ class TracedNumber:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __pow__ = __rpow__ = __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = _refuse  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = _refuse
     __hash__ = object.__hash__
 
 

@@ -277,19 +277,24 @@ class StepFunction(nn.Module):
         with contextlib.ExitStack() as stack:
             for name in ("global_step", "current_epoch"):
                 read = partial(_counter, trainer, name)
-                number = property(lambda _, name=name, read=read: self._tracked(read(), f"self.{name}", read))
+                counter = self._tracked_counter(name, read)
                 for owner in (pl.LightningModule, pl.Trainer):
-                    stack.enter_context(mock.patch.object(owner, name, number))
+                    stack.enter_context(mock.patch.object(owner, name, counter))
             for slot in slots:
                 value = slot.read()
                 if type(value) in (int, float):
-                    number = self._tracked(value, slot.name, lambda _, slot=slot: slot.read())
+                    number = self._tracked(value, slot.name, partial(lambda slot, _: slot.read(), slot))
                     slot.write(number)
                     stack.callback(_put_back, slot, number, value)
             yield
 
+    def _tracked_counter(self, name: str, read: Callable[..., int]) -> property:
+        return property(lambda _: self._tracked(read(), f"self.{name}", read))
 
-_GLOBAL_STEP, _CURRENT_EPOCH = pl.Trainer.global_step, pl.Trainer.current_epoch  # as they are outside of a trace
+
+# Properties, as they are outside of a trace.
+_GLOBAL_STEP: Any = pl.Trainer.global_step
+_CURRENT_EPOCH: Any = pl.Trainer.current_epoch
 
 
 def _counter(trainer: Any, name: str, _: Situation | None = None) -> int:
@@ -428,21 +433,21 @@ def recording_calls(
             if method == "compute":
                 compute = partial(refuse_accumulated, user_line(2))
             else:
-                compute = partial(value_of_call, metrics[path], own[path], args, kwargs)
+                compute = partial(value_of_call, recorded[path], own[path], args, kwargs)
             return MetricResult(len(recording.calls) - 1, compute, user_line(2))
 
         return record
 
-    metrics = metrics_in(module) if metrics is None else metrics
-    paths = {id(metric): name for name, metric in metrics.items()}
+    recorded = metrics_in(module) if metrics is None else metrics
+    paths = {id(metric): name for name, metric in recorded.items()}
     own = {
-        name: {key: vars(metric)[key] for key in _RECORDED if key in vars(metric)} for name, metric in metrics.items()
+        name: {key: vars(metric)[key] for key in _RECORDED if key in vars(metric)} for name, metric in recorded.items()
     }
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in [
             (module, "log", log),
             (module, "log_dict", log_dict),
-            *((m, k, call(n, k)) for n, m in metrics.items() for k in _RECORDED),
+            *((m, k, call(n, k)) for n, m in recorded.items() for k in _RECORDED),
         ]:
             stack.enter_context(_shadowed(owner, name, replacement))
         yield

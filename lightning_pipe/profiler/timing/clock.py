@@ -57,7 +57,7 @@ class CudaTimingClock(TimingClock):
 
     def now(self) -> Any:
         """Set a mark."""
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

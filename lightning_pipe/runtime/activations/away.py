@@ -55,7 +55,7 @@ def send_away(tensors: Mapping[str, torch.Tensor], host: HostStore, *, slices: M
     forms = {}
     for name, tensor in tensors.items():
         address = tensor.untyped_storage().data_ptr()
-        offset = tensor.storage_offset() - pieces[address].begin // tensor.element_size()
+        offset = int(tensor.storage_offset()) - pieces[address].begin // tensor.element_size()
         forms[name] = _Form(numbers[address], tensor.dtype, tensor.size(), tensor.stride(), offset)
     return Away(host.take(list(pieces.values())), forms)
 

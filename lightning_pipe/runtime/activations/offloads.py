@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import Compute, Evict, Fetch
+from lightning_pipe.core.program import Compute, Evict, Fetch, Instruction
 from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
 from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.stage import Slices, Stage
@@ -61,7 +61,7 @@ class Offloads:
     def finish(self) -> None:
         """Record when copies ran; all have ended."""
         for (stage, microbatch), parcel in self._parcels.items():
-            kinds = (Evict(stage, microbatch), Fetch(stage, microbatch))
-            for instruction, (begin, end) in zip(kinds, parcel.spans(), strict=True):
+            copies: tuple[Instruction, ...] = (Evict(stage, microbatch), Fetch(stage, microbatch))
+            for instruction, (begin, end) in zip(copies, parcel.spans(), strict=True):
                 self._recorder.put(instruction, begin, end)
         self._parcels.clear()

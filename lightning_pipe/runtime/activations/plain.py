@@ -155,7 +155,7 @@ class FileHost:
         self._copy(lambda file, view, at: os.preadv(file, [view], at), content, place)
 
     def _copy(self, call: Callable[[int, memoryview, int], int], content: torch.Tensor, place: int) -> None:
-        view, done = memoryview(content.numpy()), 0
+        view, done = content.numpy().data, 0
         while done < len(view):
             moved = call(self._descriptor(), view[done : done + _LONGEST_CALL], place + done)
             if moved <= 0:

@@ -40,15 +40,17 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Parcel(Protocol):
-    """Pieces on their way to the host and back.
+    """Pieces on their way to the host and back."""
 
-    Attributes:
-        left: done when the pieces are on the host.
-        returned: done when they are back.
-    """
+    @property
+    def left(self) -> Handle:
+        """Return what is done when the pieces are on the host."""
+        ...
 
-    left: Handle
-    returned: Handle
+    @property
+    def returned(self) -> Handle:
+        """Return what is done when they are back."""
+        ...
 
     def fetch(self) -> None:
         """Start the way back."""

@@ -97,9 +97,8 @@ class GuardHub:
             if now - heard > self.stale_s:
                 self._heard.pop(rank)
                 cause = f"no word from its host for {self.stale_s:g} s: it is down, or cut off"
-                session = self._sessions.get(rank, 0)
-                late = {"late_s": self.stale_s, "lasting": True, "session": session}
-                self.declare(Failure(rank, str(self._states[rank]), cause, **late), now)
+                where, session = str(self._states[rank]), self._sessions.get(rank, 0)
+                self.declare(Failure(rank, where, cause, session=session, lasting=True, late_s=self.stale_s), now)
 
     def _begin(self, rank: int, session: int) -> None:
         self._sessions[rank] = session

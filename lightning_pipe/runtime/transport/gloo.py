@@ -65,7 +65,7 @@ class GlooTransport:
             works = self._isend(full, peer)
             return _Transfer(line.wait_for(lambda: works), keep=tuple(full))
         staged = [_pinned(tensor).copy_(tensor, non_blocking=True) for tensor in full]
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record()
 
         def post() -> list[dist.Work]:

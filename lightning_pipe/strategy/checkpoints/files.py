@@ -72,7 +72,7 @@ def _safetensors(files: list[Path]) -> dict[str, Unread]:
         raise ConfigError("found weights in .safetensors, which need `pip install safetensors`.") from None
     found: dict[str, Unread] = {}
     for file in files:
-        opened = safe_open(str(file), framework="pt", device="cpu")
+        opened: Any = safe_open(str(file), framework="pt", device="cpu")
         for name in opened.keys():  # noqa: SIM118 - it is no mapping
             piece = opened.get_slice(name)
             dtype = _DTYPES[piece.get_dtype()]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe.errors import UnsupportedError
@@ -98,7 +98,7 @@ class Directory(Mapping[str, Unread]):
     def _read(self, name: str) -> torch.Tensor:
         one, planner = self._sizes[name], DefaultLoadPlanner()
         target = {name: torch.empty(one.size, dtype=one.properties.dtype)}
-        planner.set_up_planner(target, self._metadata, True)  # type: ignore[arg-type]
+        planner.set_up_planner(target, self._metadata, True)
         self._reader.set_up_storage_reader(self._metadata, True)
         plan = planner.finish_plan(self._reader.prepare_local_plan(planner.create_local_plan()))
         self._reader.read_data(plan, planner).wait()

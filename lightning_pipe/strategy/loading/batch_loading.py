@@ -172,7 +172,7 @@ class Feed:
 
     def share_indices(self, loader: Any, number: int) -> None:
         """Tell, or hear, which samples the batch of this number has, where Lightning's sampler of batches says so."""
-        sampler = getattr(loader, "batch_sampler", None)
+        sampler: Any = getattr(loader, "batch_sampler", None)
         if not self.tells_indices or self._control.ranks == 1:
             return
         seen = getattr(sampler, "seen_batch_indices", [])
@@ -261,7 +261,7 @@ class FedLoader:
         if peeked is not None:
             return peeked
         with self.feed.data.while_loading():
-            opened = iter(self.loader)
+            opened: Iterator[Any] = iter(self.loader)
         self.feed.watch.watch_processes(_workers())
         return opened
 

@@ -40,7 +40,7 @@ def _samplers(owner: Any, depth: int = 0) -> Iterator[Any]:
 
 def _gather(sampler: Any) -> None:
     name, replicas, rank = type(sampler).__name__, sampler.num_replicas, getattr(sampler, "rank", None)
-    data = getattr(sampler, "dataset", getattr(sampler, "data_source", None))
+    data: Any = getattr(sampler, "dataset", getattr(sampler, "data_source", None))
     own = {key: getattr(sampler, key) for key in ("num_samples", "total_size") if hasattr(sampler, key)}
     expected = _sizes(len(data), replicas, rank) if isinstance(data, Sized) and isinstance(rank, int) else []
     if not own or not any(all(sizes[key] == size for key, size in own.items()) for sizes in expected):

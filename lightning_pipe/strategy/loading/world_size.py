@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.torch_private import answered_alone
-from lightning_pipe.lightning_names import ClusterEnvironment, ThroughputMonitor, pl, rank_zero_warn
+from lightning_pipe.lightning_names import ClusterEnvironment, ThroughputMonitor, callbacks_of, pl, rank_zero_warn
 from lightning_pipe.lightning_package import TRAINERS
 from lightning_pipe.strategy.lightning_private import throughputs
 
@@ -76,7 +76,7 @@ class WholeData:
 
 def measure_whole_batches(trainer: pl.Trainer, *, ranks: int) -> None:
     """Let throughput monitors count every batch once, and the arithmetic of all devices."""
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
             for throughput in throughputs(callback):
                 if throughput.world_size != 1:

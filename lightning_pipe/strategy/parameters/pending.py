@@ -75,7 +75,7 @@ class PendingRecording(TorchDispatchMode):
     """Let operators on tensors that are not made yet be written down."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -164,7 +164,7 @@ class Guarded:
         have = f"held by rank {', '.join(map(str, of.ranks))}" if of.ranks else "on other ranks"
         return f"{type(self).__name__}({of.name}, shape={tuple(of.form.shape)}, dtype={of.form.dtype}, {have})"
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents=None):  # type: ignore[no-untyped-def]  # mypy compares no names of keywords
         return self._described()
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -30,7 +30,15 @@ from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.parameters import initial_values as values
 from lightning_pipe.strategy.parameters.gradient_stand_ins import show_gradient
 from lightning_pipe.strategy.parameters.pending import Pending
-from lightning_pipe.strategy.parameters.stand_ins import Guarded, absent_buffer, form_of, occupy, unguarded, vacate
+from lightning_pipe.strategy.parameters.stand_ins import (
+    Guarded,
+    StandIn,
+    absent_buffer,
+    form_of,
+    occupy,
+    unguarded,
+    vacate,
+)
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.start.room import too_large_to_run
 
@@ -316,6 +324,7 @@ class Weights:
             is_told = norms is not None and parameter in norms
             norm = norms[parameter] if norms is not None and is_told else None
             if parameter.requires_grad and (norm is not None or not is_told):
+                assert isinstance(parameter, StandIn), "it was vacated"
                 show_gradient(parameter, norm)
 
     def hide_gradients(self) -> None:

@@ -13,13 +13,12 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipe.capture import Capture
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture import Capture, Route
 from lightning_pipe.config import DappleConfig, conf_dir
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.cluster_file import check_ranks, find_cluster
@@ -64,7 +63,7 @@ class PlanCosts:
 
     def problem(
         self,
-        capture: Capture | Replay,
+        capture: Route,
         *,
         samples: int,
         given: Plan | None,
@@ -91,9 +90,9 @@ class PlanCosts:
         if described is not None:
             problem = replace(problem, cluster=described)
             if not self._measures():
-                profile, cluster = counted_on(capture.graph, described)
-                problem = replace(problem, profile=profile, cluster=cluster)
-        is_ahead = self._config.post_validation and training and control.ranks > 1 and not isinstance(capture, Replay)
+                counted, cluster = counted_on(capture.graph, described)
+                problem = replace(problem, profile=counted, cluster=cluster)
+        is_ahead = self._config.post_validation and training and control.ranks > 1 and capture.can_run_ahead
 
         def asked(problem: Problem) -> Problem:
             return problem.ahead(takes_back=takes_back) if is_ahead else problem
@@ -106,10 +105,11 @@ class PlanCosts:
         if described is None:
             problem = replace(problem, cluster=build_cluster(facts, measured))
         profile: Profile | None
-        if isinstance(capture, Replay):  # its units were timed when they were found
-            profile = replace(capture.profile, optimizer=_of_optimizers(optimizers, self._device))
-        else:
-            profile = self._profile(capture, self._sizes(capture, samples, given), optimizers, facts)
+        match capture.timing:
+            case Capture() as graph:
+                profile = self._profile(graph, self._sizes(graph, samples, given), optimizers, facts)
+            case timed:
+                profile = replace(timed, optimizer=_of_optimizers(optimizers, self._device))
         rehearsed = rehearse(self._links, self._device)
         if control.rank > 0 or profile is None or rehearsed is None:
             return None
@@ -117,7 +117,7 @@ class PlanCosts:
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
             len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
         )  # fmt: skip
-        runtime = {
+        runtime: dict[str, Any] = {
             "call_s": rehearsed.call_s,
             "message_s": max(0.0, rehearsed.message_s - rehearsed.message_bytes / _slowest_link(measured)),
             "post_s": measured.post_s,

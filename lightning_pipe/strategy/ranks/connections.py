@@ -208,7 +208,7 @@ def connect_ranks(
     watch = watch or begin_watch(rank, ranks, deadline_s=deadline_s)
     with watch.opening("the connections between ranks"):
         assert dist.group.WORLD is not None, "torch.distributed is initialised"
-        meet_guards(watch, dist.group.WORLD.get_group_store())  # type: ignore[attr-defined]
+        meet_guards(watch, dist.group.WORLD.get_group_store())
         transport = process_group_transport(device, deadline_s=deadline_s)
         watch.guard.on_failure(transport.abort)
         host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_pipe.errors import PipelineError, UnsupportedError
 from lightning_pipe.lightning_names import ClusterEnvironment

@@ -47,7 +47,7 @@ class TapePlace:
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor that lies so in a storage with values."""
         empty = torch.empty(0, dtype=self.dtype, device=_HOST)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,11 @@ class Tape:
         if tensor.is_conj() or tensor.is_neg():
             raise UnsupportedError("A lazily conjugated tensor cannot be made later. Call resolve_conj() on it.")
         return TapePlace(
-            self.storage(tensor), tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+            self.storage(tensor),
+            tensor.dtype,
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
         )
 
     def _register(self, tensor: torch.Tensor) -> TapePlace | None:
@@ -231,13 +235,14 @@ class Tape:
         """Write down what was done; nothing where only a view was made."""
         writes = frozenset(self.storage(tensor) for tensor in written)
         results = result if isinstance(result, (list, tuple)) else (result,)
-        spoken = apply_to_collection((args, _with_device(args, kwargs, "cpu")), torch.Tensor, self._spoken)
+        call = (args, _with_device(args, kwargs, "cpu"))
+        spoken_args, spoken_kwargs = apply_to_collection(call, torch.Tensor, self._spoken)
         reads = {self.storage(t) for t in _tensors_in((args, kwargs)) if self.holds(t)}
         if written and self._fills(operator, args[0]):
             reads -= {self.storage(args[0])} - {self.storage(t) for t in _tensors_in(args[1:]) if self.holds(t)}
         makes = tuple(self._register(t) if isinstance(t, torch.Tensor) else None for t in results)
         if writes or any(place is not None for place in makes):
-            self._add(Act(operator, *spoken, frozenset(reads), writes, makes, state))
+            self._add(Act(operator, spoken_args, spoken_kwargs, frozenset(reads), writes, makes, state))
 
     def _spoken(self, tensor: torch.Tensor) -> TapePlace | Given:
         return self._place(tensor) if self.holds(tensor) else Given(tensor, tensor._version)

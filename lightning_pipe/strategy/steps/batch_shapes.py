@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.graphs.lengths import Lengths, changed_sizes
-from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import StepRequest
@@ -26,8 +24,8 @@ def symbolic_lengths(relatives: Sequence[Captured], call: StepRequest, *, batch_
         batch_dim: dimension of the samples.
     """
     tried = [one.capture for one in relatives if one.request.lengths]
-    traces = {id(capture.general) for capture in tried if isinstance(capture, Capture) and capture.general}
-    if len(traces) >= _TRIES or any(isinstance(capture, Replay) or not capture.general for capture in tried):
+    traces = {id(capture.general) for capture in tried if capture.general is not None}
+    if len(traces) >= _TRIES or any(capture.general is None for capture in tried):
         return frozenset()
     changes = [changed_sizes(one.request.structure, call.structure, batch_dim=batch_dim) for one in relatives]
     return frozenset().union(*(change for change in changes if change))
@@ -35,7 +33,7 @@ def symbolic_lengths(relatives: Sequence[Captured], call: StepRequest, *, batch_
 
 def different_traces(steps: Sequence[RankStep]) -> list[RankStep]:
     """Return one step for every graph with symbols for lengths that steps come from; the youngest first."""
-    return [*{id(s.capture.general): s for s in steps if isinstance(s.capture, Capture)}.values()][::-1]
+    return [*{id(s.capture.general): s for s in steps if s.capture.general is not None}.values()][::-1]
 
 
 class ShapesCaptured:

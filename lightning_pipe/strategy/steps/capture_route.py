@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from lightning_pipe.capture import Capture, Request, capture_step
+from lightning_pipe.capture import Capture, Request, Route, capture_step
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.errors import CaptureError
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def captured_by(
     route: str, request: Request, *, traced: Callable[[Request], UnitTrace], refusals: Callable[[bool], tuple[int, int]]
-) -> Capture | Replay:
+) -> Route:
     """Capture a step.
 
     Args:
@@ -53,12 +53,5 @@ def captured_by(
         if str(error) == str(reason):
             raise reason from None
         raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
-    log.info("%s: %s", request.method, told(replay))
+    log.info("%s: %s", request.method, replay.told())
     return replay
-
-
-def told(capture: Capture | Replay) -> str:
-    """Return in a line by which route a step was captured, and why."""
-    if isinstance(capture, Replay):
-        return f"The Python of the step runs on every rank (replay). {capture.reason}"
-    return "The step is one graph (joint): nothing was found that a graph would freeze."

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_pipe.capture import Capture, Request
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture import Request, Route
 from lightning_pipe.strategy.steps.string_fields import StringReads
 
 
@@ -21,7 +20,7 @@ class Captured:
         template: the batch that it was captured with, without its tensors.
     """
 
-    capture: Capture | Replay
+    capture: Route
     request: Request
     reader: StringReads
     template: Any

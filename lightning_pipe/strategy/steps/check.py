@@ -26,12 +26,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_pipe.capture import Capture, Request, canonical_names
+from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.eager_reference import EagerReference, run_plainly
-from lightning_pipe.capture.python.tracked_number import Situation
 from lightning_pipe.capture.recording.unit_state import left_as_it_was
-from lightning_pipe.capture.replayed.replay import Replay
-from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_function import NUMBERS
@@ -110,9 +107,7 @@ def check_captured(captured: Captured, call: StepRequest, *, samples: int, contr
     return control.agreed(check, source=0, what="whether the captured step is right")
 
 
-def _check(
-    captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int
-) -> None:
+def _check(captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int) -> None:
     """Compare, and log the result or raise."""
     begin = time.perf_counter()
     try:
@@ -125,13 +120,13 @@ def _check(
     log.info(
         "%s as captured (%s) agrees with the plain step on the first micro-batch of %d samples: the loss differs by "
         "%.1e of itself, gradients by at most %.1e of the largest (%.1e is rounding in %s); compared in %.2f s.",
-        *(request.method, _route(captured), samples, loss.relative, worst.relative, worst.allowed),
+        *(request.method, captured.name, samples, loss.relative, worst.relative, worst.allowed),
         *(_spelled(worst.dtype), time.perf_counter() - begin),
     )
 
 
 def differences(
-    captured: Capture | Replay, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int
+    captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int
 ) -> tuple[Difference, Difference]:
     """Return the difference of the loss, and the largest of a gradient.
 
@@ -190,7 +185,7 @@ def on_one_device(request: Request) -> Iterator[Callable[[Sequence[torch.Tensor]
 
 
 def plain_run(
-    captured: Capture | Replay,
+    captured: Route,
     request: Request,
     tensors: Sequence[torch.Tensor],
     key: RandomKey,
@@ -221,7 +216,7 @@ def plain_run(
 
 
 def run_captured(
-    captured: Capture | Replay,
+    captured: Route,
     request: Request,
     tensors: Sequence[torch.Tensor],
     *,
@@ -245,21 +240,20 @@ def run_captured(
     module, split = request.module, captured.split(())
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    if isinstance(captured, Capture):
-        buffers[NUMBERS] = _numbers(captured, request)
+    numbers = captured.begin(request.arguments, request.structure.template)
+    buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
     for parameter in parameters.values():
         parameter.grad = None
     state = State(parameters, buffers, request.device)
     stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
-    if isinstance(captured, Replay):
-        captured.begin(request.arguments, request.structure.template)
     stage.begin(Counter(), training=True)
     whole = len(sizes) == 1
     cut = (False,) * len(tensors) if whole else request.structure.cut(request.batch_dim)
     leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
     value = split.values[captured.record.loss or ""]
     how = role or ("sum" if value.combine == "sum" else "mean")
-    results, total = [], torch.zeros((), dtype=torch.float64)
+    results: list[Mapping[str, Content]] = []
+    total = torch.zeros((), dtype=torch.float64)
     first = 0
     for number, samples in enumerate(sizes):
         weight = 1.0 if how == "sum" else samples / sum(sizes)
@@ -275,23 +269,18 @@ def run_captured(
         except Exception as error:
             which = "a later" if number else "the first"
             raise CaptureError(
-                f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, raises "
+                f"{type(module).__name__}.{request.method}, captured by the route {captured.name}, raises "
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {_advice(captured)}"
             ) from error
-        loss = results[-1][captured.record.loss or ""]
-        assert isinstance(loss, torch.Tensor), "the loss is a tensor"
+        found_loss = results[-1][captured.record.loss or ""]
+        assert isinstance(found_loss, torch.Tensor), "the loss is a tensor"
+        loss = found_loss
         total = total + loss.detach().cpu().double() * weight
         first += samples
     names = dict.fromkeys(canonical_names(module).values())
     found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
     return results, found, total.to(loss.dtype)
-
-
-def _numbers(captured: Capture, request: Request) -> torch.Tensor:
-    """Return what the graph reads of numbers that vary."""
-    situation = Situation(request.arguments, numbers_in(request.structure.template))
-    return torch.tensor(captured.numbers(situation), dtype=torch.float64, device=request.device)
 
 
 def _move(module: pl.LightningModule, device: torch.device) -> None:
@@ -348,7 +337,7 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _refusal(captured: Capture | Replay, request: Request, samples: int, *, loss: Difference, worst: Difference) -> str:
+def _refusal(captured: Route, request: Request, samples: int, *, loss: Difference, worst: Difference) -> str:
     module = request.module
     found = f"its loss is {loss.captured:.9g} instead of {loss.plain:.9g}"
     if worst.relative > worst.allowed:
@@ -359,21 +348,17 @@ def _refusal(captured: Capture | Replay, request: Request, samples: int, *, loss
             f"{worst.plain:.9g}"
         )
     return (
-        f"{type(module).__name__}.{request.method}, captured by the route {_route(captured)}, does not compute what it "
+        f"{type(module).__name__}.{request.method}, captured by the route {captured.name}, does not compute what it "
         f"computes plainly: on the first micro-batch ({samples} samples, the same random numbers) {found}. That is "
         f"{max(loss.relative, worst.relative):.1e} of the largest value, and rounding in {_spelled(worst.dtype)} "
         f"explains {worst.allowed:.1e}. {_advice(captured)}"
     )
 
 
-def _advice(captured: Capture | Replay) -> str:
-    instead = 'Set capture="replay", which runs the Python of the step itself, and please report this as a bug; '
-    report = instead if isinstance(captured, Capture) else "Please report this as a bug; "
-    return f"{report}check=false trains with the captured step all the same."
-
-
-def _route(captured: Capture | Replay) -> str:
-    return "joint" if isinstance(captured, Capture) else "replay"
+def _advice(captured: Route) -> str:
+    instead = f'Set capture="{captured.fallback}", which runs the Python of the step itself, and please'
+    report = f"{instead if captured.fallback else 'Please'} report this as a bug"
+    return f"{report}; check=false trains with the captured step all the same."
 
 
 def _spelled(dtype: torch.dtype) -> str:

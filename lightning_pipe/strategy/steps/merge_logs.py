@@ -98,7 +98,7 @@ def uneven(words: Sequence[Words]) -> str:
     left: dict[int, list[KeptState]] = {}
     for microbatch, _, _, recording in words:
         named = {str(i): tensor for i, tensor in enumerate(recording.results)}
-        real = partial(mapped, kinds=Ref, function=lambda ref, named=named: named.get(ref.name, ref))
+        real = partial(mapped, kinds=Ref, function=partial(lambda named, ref: named.get(ref.name, ref), named))
         left.setdefault(microbatch, []).extend(replace(kept, value=real(kept.value)) for kept in recording.kept)
     first, *others = left.values()
     for other in others:
@@ -189,7 +189,8 @@ def _joined(tensors: Sequence[torch.Tensor], samples: Sequence[int], how: Any) -
     stacked = torch.stack(list(tensors))
     named = getattr(how, "__name__", how)
     if named in ("sum", "max", "min"):
-        return getattr(stacked, str(named))()
+        reduced: torch.Tensor = getattr(stacked, str(named))()
+        return reduced
     if not first.is_floating_point() and bool((stacked == first).all()):
         return first
     weights = torch.tensor(samples, dtype=torch.float64) / sum(samples)

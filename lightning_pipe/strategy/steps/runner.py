@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.route import Plays
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchanges.results import Collected
@@ -95,12 +95,12 @@ class Runner:
             outcome, results = self._follow(step, program, job, turn)
         collected = drive(results, wait=self._links.watch.wait)
         record, values, differing = step.capture.record, collected.values, ""
-        if isinstance(step.capture, Replay):
-            speakers = dict.fromkeys(rank for s in step.capture.speakers for rank in program.layout.stages[s])
-            words = gathered(step.capture.said(), tuple(speakers), self._links.control)
+        if (plays := step.capture.plays) is not None:
+            speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
+            words = gathered(plays.said(), tuple(speakers), self._links.control)
             differing = uneven(words)
-            record, said = combined(words, device=self._device, proportional=step.capture.trace.proportional)
-            self._warn_of_denominators(step.capture)
+            record, said = combined(words, device=self._device, proportional=plays.proportional)
+            self._warn_of_denominators(plays)
             values = {**values, **said}
         return StepResult(
             record,
@@ -116,9 +116,9 @@ class Runner:
             differing,
         )
 
-    def _warn_of_denominators(self, capture: Replay) -> None:
+    def _warn_of_denominators(self, plays: Plays) -> None:
         """Warn once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
-        if self._warned or not (line := capture.unequal_denominator()):
+        if self._warned or not (line := plays.unequal_denominator()):
             return
         self._warned = True
         warnings.warn(

@@ -15,7 +15,6 @@ import torch
 
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.tracked_number import MOST_INPUTS
-from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.stages.split import check_slices
 from lightning_pipe.capture.steps.batch import contents
 from lightning_pipe.capture.steps.stage_program import Split
@@ -85,8 +84,9 @@ class RankStep:
         self._lent_at = -1
         self._numbers = torch.zeros(MOST_INPUTS, dtype=torch.float64, device=device)
         state = State(
-            parameters=ChainMap(self._lent, weights.parameters),
-            buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),
+            # Only the first map of a chain is ever written to, so the others need not be mutable as its type says.
+            parameters=ChainMap(self._lent, weights.parameters),  # type: ignore[arg-type]
+            buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),  # type: ignore[arg-type]
             device=device,
         )
         self.buffers = state.buffers
@@ -101,7 +101,7 @@ class RankStep:
     def misfit(self, call: StepRequest) -> str:
         """Return "" if what was captured holds for a call now, else what has changed."""
         captured, template = self.captured, call.structure.template
-        if isinstance(self.capture, Replay):
+        if not self.capture.is_fixed:
             return ""
         if captured.reader.has_read and texts(template) != texts(captured.template):
             return "the texts of the batch, which the step reads, have changed"
@@ -111,26 +111,26 @@ class RankStep:
 
     def testimony(self, call: StepRequest) -> str:
         """Return "" if the step's Python does now what was captured, else what it does otherwise."""
-        if isinstance(self.capture, Replay):
-            return ""
         request = replace(self.captured.request, arguments=call.arguments, structure=call.structure)
         with torch.inference_mode(False):
             return self.capture.testimony(request)
 
     def for_lengths(self, call: StepRequest) -> Captured | None:
         """Return the captured step for a call with other lengths, if what was captured holds for them."""
-        if isinstance(self.capture, Replay) or self.capture.general is None or self.misfit(call):
+        if self.capture.general is None or self.misfit(call):
             return None
         captured = self.captured
         template = captured.reader.marked(call.structure.template)
         structure = replace(call.structure, template=template)
         request = replace(captured.request, structure=structure, arguments=call.arguments)
         capture = self.capture.for_lengths(request)
-        return capture and replace(captured, capture=capture, request=request, template=call.structure.template)
+        if capture is None:
+            return None
+        return replace(captured, capture=capture, request=request, template=call.structure.template)
 
     def varying(self) -> tuple[Place, ...]:
         """List the places of numbers that the step read and that have become other numbers."""
-        return () if isinstance(self.capture, Replay) else self.capture.varying()
+        return self.capture.varying()
 
     @property
     def has_loss(self) -> bool:
@@ -139,9 +139,7 @@ class RankStep:
 
     def prepare(self, call: StepRequest) -> None:
         """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything."""
-        if isinstance(self.capture, Replay):
-            self.capture.begin(call.arguments, call.structure.template)
-        elif numbers := self.capture.numbers(call.situation):
+        if numbers := self.capture.begin(call.arguments, call.structure.template):
             self._numbers[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
 
     def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:

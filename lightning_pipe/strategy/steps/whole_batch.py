@@ -26,8 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_pipe.capture import Capture, Request
-from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture import Request, Route
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode
 from lightning_pipe.errors import CaptureError
@@ -117,15 +116,15 @@ def role_by_numbers(
 def warn_of_unknown_role(captured: Captured) -> None:
     """Warn of how a loss is combined whose operations do not tell, where it was not measured."""
     capture = captured.capture
-    if isinstance(capture, Capture) and capture.flow.loss not in ("mean", "sum"):
+    if capture.loss_role not in ("mean", "sum"):
         rank_zero_warn(
             f"The operations of the loss of {captured.request.method} do not say whether it is a mean or a sum over "
-            f"samples, and that was not measured: its micro-batches are combined as a mean. {places(capture)}"
+            f"samples, and that was not measured: its micro-batches are combined as a mean. {capture.mixing()}"
         )
 
 
 def measure(
-    captured: Capture | Replay,
+    captured: Route,
     request: Request,
     tensors: Sequence[torch.Tensor],
     *,
@@ -146,28 +145,28 @@ def measure(
     """
     samples, key = sum(sizes), RandomKey(0, 0, 0)
     _refuse_large(captured, request, samples)
-    if isinstance(captured, Replay) and captured.trace.is_random_in_python:
+    if captured.is_random_in_python:
         raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
-    with on_one_device(request) as prepare, NoRandomness():
+    no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+    with on_one_device(request) as prepare, no_randomness:
         plain = plain_run(captured, request, prepare(tensors), key, matched=False)
         found = []
         for one in (role, _OTHER[role]):
             results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=sizes, key=key, role=one)
             if any(wrong_answer(captured.record, one) is not None for one in results):
                 raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
-            line = captured.unequal_denominator() if isinstance(captured, Replay) else ""
+            line = captured.plays.unequal_denominator() if captured.plays is not None else ""
             found.append(Measured(one, *compared(plain, loss, gradients), line))
             if found[-1].agrees:
                 return found[-1]
     return min(found, key=lambda one: one.relative)
 
 
-def _role_of(captured: Capture | Replay) -> Role:
-    role = captured.flow.loss if isinstance(captured, Capture) else captured.trace.combine
-    return "sum" if role == "sum" else "mean"
+def _role_of(captured: Route) -> Role:
+    return "sum" if captured.loss_role == "sum" else "mean"
 
 
-def _refuse_large(captured: Capture | Replay, request: Request, samples: int) -> None:
+def _refuse_large(captured: Route, request: Request, samples: int) -> None:
     graph = captured.graph
     size = sum(node.output_bytes for node in graph.nodes) * samples // graph.samples
     if request.device.type == "cpu" and size > _MOST_ON_HOST_BYTES:
@@ -197,7 +196,7 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
         f"and the gradient of {found.worst.name or 'no parameter'} differs most, by {found.worst.relative:.1e} of its "
         "largest value."
     )
-    if isinstance(capture, Replay) and (why := _unweighable(capture, found)):
+    if why := _unweighable(capture, found):
         raise CaptureError(
             f"{text} The loss {why}, which a replayed step cannot weigh. "
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
@@ -205,54 +204,16 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
         )
     if math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
         raise CaptureError(
-            f"{text} {places(capture)} Training would make all weights NaN. Set microbatches=1, or use fewer "
+            f"{text} {capture.mixing()} Training would make all weights NaN. Set microbatches=1, or use fewer "
             "micro-batches; check=false trains all the same."
         )
-    rank_zero_warn(f"{text} {places(capture)} Gradient accumulation has the same difference; microbatches=1 has none.")
+    rank_zero_warn(f"{text} {capture.mixing()} Gradient accumulation has the same difference; microbatches=1 has none.")
 
 
-def _unweighable(captured: Replay, found: Measured) -> str:
+def _unweighable(captured: Route, found: Measured) -> str:
     if found.denominator:
         return f"divides by what differs between micro-batches at {found.denominator}"
-    return "adds sums over samples to terms of another kind" if captured.trace.has_terms else ""
-
-
-def places(captured: Capture | Replay) -> str:
-    """Return, in words and as far as known, where a step mixes its samples so that micro-batches change it."""
-    if isinstance(captured, Replay):
-        return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
-    nodes = {node.name: node for node in captured.joint.module.graph.nodes}
-    found = dict(captured.flow.coupled)
-    if captured.joint.loss is not None and captured.flow.roles[captured.joint.loss] not in ("mean", "sum"):
-        found.update(dict.fromkeys(mixing(captured), "neither a mean nor a sum over samples"))
-    said: dict[str, None] = {}
-    for name, reason in found.items():
-        custom: dict[str, Any] = nodes[name].meta.get("custom") or {}
-        module = f" in {custom['module']}" if custom.get("module") else ""
-        said[f"{reason}{module} at {custom.get('line') or name}"] = None
-    most = 4
-    more = f", and {len(said) - most} more places" if len(said) > most else ""
-    if not said:
-        custom = nodes[captured.joint.loss or ""].meta.get("custom") or {}
-        return f"No operation is known to mix samples; the loss is made at {custom.get('line') or 'an unknown line'}."
-    return f"Samples are mixed: {'; '.join(list(said)[:most])}{more}."
-
-
-def mixing(captured: Capture) -> list[str]:
-    """Name the first nodes of the loss that are no sum and no mean of values that are."""
-    roles, joint = captured.flow.roles, captured.joint
-    nodes = {node.name: node for node in joint.module.graph.nodes}
-    pending, seen, found = [nodes[joint.loss or ""]], set[str](), []
-    while pending:
-        node = pending.pop()
-        if node.name in seen:
-            continue
-        seen.add(node.name)
-        unknown = [n for n in node.all_input_nodes if roles.get(n.name) not in ("mean", "sum", "same", "cat")]
-        pending.extend(unknown)
-        if not unknown:
-            found.append(node.name)
-    return found
+    return "adds sums over samples to terms of another kind" if captured.has_unweighed_terms else ""
 
 
 class NoRandomness(TorchDispatchMode):

@@ -1,0 +1,44 @@
+"""The places of a graph where samples are mixed, in words: there micro-batches give another result than the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.sample_flow import Flow
+
+
+def mixing_places(joint: JointGraph, flow: Flow) -> str:
+    """Return, in words and as far as known, where a step mixes its samples so that micro-batches change it."""
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    found = dict(flow.coupled)
+    if joint.loss is not None and flow.roles[joint.loss] not in ("mean", "sum"):
+        found.update(dict.fromkeys(_first_mixing(joint, flow), "neither a mean nor a sum over samples"))
+    said: dict[str, None] = {}
+    for name, reason in found.items():
+        custom: dict[str, Any] = nodes[name].meta.get("custom") or {}
+        module = f" in {custom['module']}" if custom.get("module") else ""
+        said[f"{reason}{module} at {custom.get('line') or name}"] = None
+    most = 4
+    more = f", and {len(said) - most} more places" if len(said) > most else ""
+    if not said:
+        custom = nodes[joint.loss or ""].meta.get("custom") or {}
+        return f"No operation is known to mix samples; the loss is made at {custom.get('line') or 'an unknown line'}."
+    return f"Samples are mixed: {'; '.join(list(said)[:most])}{more}."
+
+
+def _first_mixing(joint: JointGraph, flow: Flow) -> list[str]:
+    """Name the first nodes of the loss that are no sum and no mean of values that are."""
+    roles = flow.roles
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    pending, seen, found = [nodes[joint.loss or ""]], set[str](), []
+    while pending:
+        node = pending.pop()
+        if node.name in seen:
+            continue
+        seen.add(node.name)
+        unknown = [n for n in node.all_input_nodes if roles.get(n.name) not in ("mean", "sum", "same", "cat")]
+        pending.extend(unknown)
+        if not unknown:
+            found.append(node.name)
+    return found

@@ -1,0 +1,216 @@
+"""The routes by which a step becomes stages, as the strategy sees them: one protocol for `Capture` and `Replay`.
+
+What differs between a graph and a replayed step is an attribute here, so that who runs steps asks no object for its
+class:
+
+    Capture     one graph of forward and backward: what the Python of the step did is fixed, and the plan decides what
+                is saved for the backward
+    Replay      the Python of the step is played in every stage of every batch: what it says is known afterwards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+
+from lightning_pipe.capture.capture import Capture
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.value_roles import Role
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.steps.record import StepRecord
+from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.step_function import StepRecording
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.policy import ActivationPolicy
+from lightning_pipe.core.profile import Profile
+
+
+class Plays(Protocol):
+    """What the plays of a batch say: the Python of a step, run by stages for every micro-batch."""
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """Return the stages whose plays say something."""
+        ...
+
+    @property
+    def proportional(self) -> frozenset[tuple[str, ...]]:
+        """Return the places of the numbers that the step returns or logs, and that are in proportion to the samples."""
+        ...
+
+    def said(self) -> list[tuple[int, int, int, StepRecording]]:
+        """Return (micro-batch, first sample, samples, words) of every play of the batch that says something."""
+        ...
+
+    def unequal_denominator(self) -> str:
+        """Return the line where plays of the batch divided by counts that weigh wrongly, or ""."""
+        ...
+
+    def leave_whole(self, reason: str) -> None:
+        """Do not cut batches from now on; on all ranks."""
+        ...
+
+
+class Route(Protocol):
+    """A step that can be cut into stages."""
+
+    @property
+    def graph(self) -> Graph:
+        """Return what planners see."""
+        ...
+
+    @property
+    def record(self) -> StepRecord:
+        """Return what is known of the step's words before it runs."""
+        ...
+
+    @property
+    def timing(self) -> Capture | Profile:
+        """Return the seconds of the nodes, if a run has found them; else the graph whose operations are to be timed."""
+        ...
+
+    @property
+    def general(self) -> JointGraph | None:
+        """Return a traced graph that holds for other lengths of the batch too; None if there is none."""
+        ...
+
+    @property
+    def plays(self) -> Plays | None:
+        """Return what the plays of a batch say; None if nothing is played, and `record` says all."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Return the name of the route, as the option `capture` has it."""
+        ...
+
+    @property
+    def fallback(self) -> str:
+        """Return the route that can be taken instead where this one is wrong; "" if there is none."""
+        ...
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether what the Python of the step did is fixed: then nothing that it read may change."""
+        ...
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Return whether replicas of a stage may share the samples of a micro-batch."""
+        ...
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Return whether a rank may begin the next batch before others have ended this one."""
+        ...
+
+    @property
+    def saves_by_plan(self) -> bool:
+        """Return whether the plan decides what is saved for the backward: else autograd saves what it wants."""
+        ...
+
+    @property
+    def whole(self) -> str:
+        """Return why batches must not be cut, "" if they may be."""
+        ...
+
+    @property
+    def kept(self) -> str:
+        """Name the state that the step keeps for its next call, where stages hand it on; "" if there is none."""
+        ...
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Return the names of the parameters that the step writes to; those of buffers may be among them."""
+        ...
+
+    @property
+    def loss_role(self) -> Role:
+        """Return how losses of micro-batches make that of the batch."""
+        ...
+
+    @property
+    def is_random_in_python(self) -> bool:
+        """Return whether the step draws random numbers of Python or NumPy whenever it runs."""
+        ...
+
+    @property
+    def has_unweighed_terms(self) -> bool:
+        """Return whether the loss adds sums over samples to other terms, and this route cannot weigh them apart."""
+        ...
+
+    def told(self) -> str:
+        """Return in a line by which route the step was captured, and why."""
+        ...
+
+    def mixing(self) -> str:
+        """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""
+        ...
+
+    def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:
+        """Take what a batch brings besides tensors; return the tracked numbers that the stages read.
+
+        Args:
+            arguments: positional arguments of the step after the batch.
+            template: the batch without its tensors.
+        """
+        ...
+
+    def changed(self, situation: Situation) -> str:
+        """Return "" if what the step's Python read is as it was, else what has changed."""
+        ...
+
+    def varying(self) -> tuple[Place, ...]:
+        """List the places of numbers that the step read and that have become other numbers."""
+        ...
+
+    def testimony(self, request: Request) -> str:
+        """Return "" if the step's Python does now what it did when it was captured, else what."""
+        ...
+
+    def for_lengths(self, request: Request) -> Route | None:
+        """Return the step for other lengths of its batch, if what was captured holds for them."""
+        ...
+
+    def misfit(self, samples: int) -> str:
+        """Return "" if slices of this many samples can be run, else why not."""
+        ...
+
+    def with_role(self, role: Literal["mean", "sum"]) -> Route:
+        """Return the same step with losses of micro-batches combined as means or as sums."""
+        ...
+
+    def with_totals(
+        self,
+        leaves: Sequence[Any],
+        *,
+        cut: Sequence[bool],
+        sizes: Sequence[int],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """Return the leaves of a whole batch as stages read them, and which are cut."""
+        ...
+
+    def split(
+        self,
+        cuts: tuple[int, ...],
+        *,
+        policies: Sequence[ActivationPolicy] = (),
+        exact_ties: bool = False,
+        held: Mapping[str, Set[int]] = NOT_HELD,
+    ) -> Split:
+        """Cut the step before the nodes at these positions; `()` is one stage."""
+        ...
+
+    def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
+        """Let a plain run of the step draw the random numbers that the captured one draws, inside.
+
+        Yields:
+            A function that says afterwards why the numbers were not the same; "" if they were.
+        """
+        ...
