@@ -6,6 +6,7 @@
     bert        the largest micro-batch of BERT-32 (Piper's profile; its path behind `--profile`), by simulation
     gpt         the same for a GPT on four CPU ranks; then every policy's largest plan is trained under the limit
     limit       a plan under a hard limit of its peak and 5 %: 20 steps; then keeping all, with the same layout
+    peaks       foreseen and measured peaks of all tensors, policy by policy, on two ranks without a limit
     replicas    two replicas with and without shared optimizer state, under a hard limit
     table5      peaks of 1F1B and GPipe on three ranks for 4, 8 and 16 micro-batches (DAPPLE's Table 5)
     exhaustive  plans under a limit against the best of all cuts, warm-ups and choices of what is recomputed
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import random
 import statistics
 import tempfile
@@ -43,8 +45,9 @@ from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import from_yaml, save_yaml, to_yaml
 from lightning_pipe.cost.activations import candidates
+from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.errors import PipeError
-from lightning_pipe.planner.comparison.capacity import Largest, largest_batches
+from lightning_pipe.planner.comparison.capacity import POLICIES, Largest, largest_batches
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.problem import EXECUTED, Constraints, Problem
@@ -281,6 +284,46 @@ def limit() -> None:
         print(f"  {name}, {steps - 1} steps: {_said(done)[:700]}", flush=True)
 
 
+PEAK_MODEL = {"vocabulary": 500, "context": 64, "width": 64, "depth": 8}
+PEAK_RANKS, PEAK_COUNT, PEAK_SAMPLES = 2, 4, 24
+PEAK_POLICIES = ("keep all", "gpipe", "recompute all", "offload all")
+
+
+def _plan_peaks(model: dict[str, int]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return policy, plan and foreseen peaks at one size; copies take no time, as where memory is measured."""
+    sizes = (8, PEAK_SAMPLES)
+    problem = _problem_of_gpt(model, ranks=PEAK_RANKS, limit=1 << 40, microbatches=PEAK_COUNT, sizes=sizes)
+    host = replace(problem.cluster.hosts[0], swap=Link(0.0, math.inf))
+    problem = replace(problem, cluster=Cluster((host,)), samples=PEAK_COUNT * PEAK_SAMPLES)
+    pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
+    trials = [(name, POLICIES[name](problem, pricer, "uniform")) for name in PEAK_POLICIES]
+    return [(name, to_yaml(replace(trial.judged.plan, graph="")), trial.peaks) for name, trial in trials]
+
+
+def _peaks(plan: str) -> list[int]:
+    """Return the measured peaks of all ranks, on rank 0."""
+    torch.manual_seed(0)
+    batch = PEAK_COUNT * PEAK_SAMPLES
+    text = torch.randint(PEAK_MODEL["vocabulary"], (4 * batch, PEAK_MODEL["context"] + 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        save_yaml(from_yaml(Plan, plan), path)
+        strategy = DappleStrategy(plan=str(path), check=False, costs="counted", measure_memory=True)
+        fit_module(GPT(**PEAK_MODEL), DataLoader(TensorDataset(text), batch), strategy)
+    return [round(one.total.measured) for one in strategy.comparison.memory] if strategy.comparison else []
+
+
+def peaks() -> None:
+    """Compare the peaks of all tensors that plans foresee with those that are measured."""
+    (found,) = run_ranks(1, _plan_peaks, PEAK_MODEL)
+    print(f"\nGPT {PEAK_MODEL}, {PEAK_RANKS} ranks, {PEAK_COUNT} micro-batches of {PEAK_SAMPLES}: peaks by rank")
+    for policy, plan, foreseen in found:
+        measured = run_ranks(PEAK_RANKS, _peaks, plan, deadline_s=PATIENCE_S)[0]
+        both = zip(foreseen, measured, strict=True)
+        shown = (f"{format_bytes(a)} foreseen, {format_bytes(b)} ({b / a - 1:+.1%})" for a, b in both)
+        print(f"  {policy:14s} {'   '.join(shown)}", flush=True)
+
+
 REPLICA_MODEL = {"vocabulary": 2000, "context": 8, "width": 512, "depth": 6}
 
 
@@ -422,6 +465,7 @@ def _everything(problem: Problem) -> Iterator[Judged]:
 SECTIONS: dict[str, Callable[[], None]] = {
     "gpt": gpt,
     "limit": limit,
+    "peaks": peaks,
     "replicas": replicas,
     "table5": table5,
     "exhaustive": exhaustive,

@@ -1,16 +1,12 @@
-"""Allocations and releases of host memory within a block of code, as torch's profiler sees them.
+"""Host memory allocated and released by a block of code, read from torch's profiler.
 
     with Allocations() as seen:
-        with seen.span("first"):
+        with span("first"):
             ...
     seen.changes, seen.spans
 
 torch's profiler reports every allocation and release of the thread that runs the block. It does not tell of the release
 of what was allocated outside any such block, nor of what another thread releases: both count as if they had stayed.
-
-Calls of operators are not recorded. It takes long, and a message over gloo that is posted in the block is recorded as
-a call that ends in the thread that waits for it, at whatever time: torch's profiler then writes to memory that it has
-freed, and the process dies (torch 2.13: `std::bad_alloc`, or a segmentation fault some steps later).
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.profiler import profile
 
-from lightning_pipe.capture.torch_private import record_calls, recorded_events
+from lightning_pipe.capture.torch_private import recorded_events
 
 _SILENT = "99"  # above all levels of torch's profiler, which else prints lines beginning with USDT at start and end
 log = logging.getLogger(__name__)
@@ -59,32 +55,17 @@ class Allocations:
 
     def __enter__(self) -> Allocations:
         self._profile.__enter__()
-        record_calls(False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        record_calls(True)
         try:
             self._profile.__exit__(kind, error, trace)
             self._read()
         except MemoryError as failure:
             log.warning("torch's profiler has failed, so allocations are not known: %s", failure)
             self.failed, self.changes, self.spans = True, (), {}
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Give what happens within a part of the block a name."""
-        record_calls(True)
-        recorded = torch.profiler.record_function(_SPAN + name)
-        with recorded:
-            record_calls(False)
-            try:
-                yield
-            finally:
-                record_calls(True)
-        record_calls(False)
 
     def _read(self) -> None:
         changes: list[MemoryChange] = []
@@ -94,6 +75,13 @@ class Allocations:
             elif event.host_bytes:
                 changes.append(MemoryChange(event.start_ns, event.host_bytes))
         self.changes = tuple(sorted(changes, key=itemgetter(0)))  # of the same time: in the order of their report
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Give what happens within a block of `Allocations` a name."""
+    with torch.profiler.record_function(_SPAN + name):
+        yield
 
 
 def highest(changes: Iterable[MemoryChange]) -> int:

@@ -121,7 +121,6 @@ __all__ = [
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
-    "record_calls",
     "recorded_events",
     "reparametrize",
     "shares_memory_with",
@@ -409,11 +408,6 @@ class RecordedEvent(NamedTuple):
     start_ns: int
     end_ns: int
     host_bytes: int
-
-
-def record_calls(wanted: bool) -> None:
-    """Let profilers of this thread see calls of operators from now on, or not; allocations they see anyway."""
-    torch.autograd._enable_record_function(wanted)  # type: ignore[attr-defined]
 
 
 def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedEvent]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -10,13 +12,18 @@ import pytest
 import torch
 
 from lightning_pipe.capture import flatten
+from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Joined
+from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory.policies import policies_of
 from lightning_pipe.planner.problem import Constraints
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.runtime.executor import Executor, run_together
-from lightning_pipe.runtime.job import BatchInput
+from lightning_pipe.runtime.job import BatchInput, ProgramResult
+from lightning_pipe.runtime.memory import PeakMemory
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import SCHEDULES
@@ -46,22 +53,53 @@ def test_so_it_is_with_joined_w(options):
 
 
 def check_peaks(judged: Judged, name: str, microbatches: int) -> None:
-    ranks = judged.plan.layout.ranks
+    outcomes = run(judged, name, microbatches)
+    layout = judged.plan.layout
+    for rank, (outcome, curve) in enumerate(zip(outcomes, judged.curves, strict=True)):
+        peak = max(held for _, held in outcome.memory)
+        handed = any(set(a) & set(b) & {rank} for a, b in itertools.pairwise(layout.stages))
+        assert peak == curve.peak_bytes or (handed and peak < curve.peak_bytes), (rank, peak, curve.peak_bytes)
+
+
+def run(judged: Judged, name: str, microbatches: int, *, seen: PeakMemory | None = None) -> list[ProgramResult]:
+    """Run a plan's program once, on ranks of this thread, and watch the memory of all tensors."""
     layout, capture = judged.plan.layout, captured(name, 0.0)
-    split, hub, module = capture.split(judged.cuts), Hub(), make_module(name).train()
+    split = capture.split(judged.cuts, policies=policies_of(judged.plan, capture.graph, judged.cuts))
+    hub, module = Hub(), make_module(name).train()
     state = State(
         dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers()), torch.device("cpu")
     )
     executors = [
         Executor(split, layout, state=state, transport=hub.endpoint(rank), loss=capture.record.loss)
-        for rank in range(ranks)
+        for rank in range(layout.ranks)
     ]
     tensors, structure = flatten(loader(name)[0])
     sizes = microbatch_sizes(BATCH, microbatches)
     leaves, cut = capture.with_totals(tensors, cut=structure.cut(), sizes=sizes, buffers=state.buffers)
     job = BatchInput(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))))
-    outcomes = run_together(executors, judged.program, [job] * ranks, record_memory=True)
-    for rank, (outcome, curve) in enumerate(zip(outcomes, judged.curves, strict=True)):
-        peak = max(held for _, held in outcome.memory)
-        handed = any(set(a) & set(b) & {rank} for a, b in itertools.pairwise(layout.stages))
-        assert peak == curve.peak_bytes or (handed and peak < curve.peak_bytes), (rank, peak, curve.peak_bytes)
+    with seen or contextlib.nullcontext():
+        return run_together(executors, judged.program, [job] * layout.ranks, record_memory=True)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_peak_of_all_tensors_with_offload_is_what_was_predicted(schedule):
+    """What has come back is gone after the backward that reads it, although when it was copied is still to be told."""
+    name, microbatches = "gpt_tied", 8
+    problem = problem_of(name, ranks=1, wishes=Constraints(microbatches, (1,), schedule))
+    keeping = propose(problem, "uniform")[0]
+    (work,) = Cutter(problem.graph).works(keeping.cuts)
+    (stage,) = keeping.plan.stages
+    away = replace(stage, offload=places_of(problem.graph, work, work.saved))
+    (host,) = problem.cluster.hosts
+    at_once = replace(problem.cluster, hosts=(replace(host, swap=Link(0.0, math.inf)),))  # as where memory is recorded
+    offloading = judge(replace(keeping.plan, stages=(away,)), replace(problem, cluster=at_once))
+    seen = [PeakMemory(torch.device("cpu")) for _ in range(2)]
+    for judged, peak in zip((keeping, offloading), seen, strict=True):
+        run(judged, name, microbatches, seen=peak)
+    parts = [judged.prices.state_parts(0) for judged in (keeping, offloading)]
+    there = [part.parameters + part.optimizer + part.buffers for part in parts]  # gradients are made in the batch
+    peaks = [peak.bytes + state for peak, state in zip(seen, there, strict=True)]
+    wanted = [judged.peak_bytes[0] for judged in (keeping, offloading)]
+    assert peaks == pytest.approx(wanted, rel=0.05), "but for what operations need for themselves, which is not counted"
+    if schedule == "gpipe":
+        assert peaks[1] < 0.6 * peaks[0]

@@ -51,8 +51,8 @@ def test_of_a_loaded_batch_only_the_slice_leaves(host):
     away = send_away({"part": part}, host, slices={address: (part.data_ptr(), part.nbytes)})
     away.parcel.fetch()
     assert away.parcel.returned.wait(FOREVER_S)
-    assert torch.equal(away.tensors()["part"], part)
     assert [storage.nbytes() for storage in away.storages()] == [part.nbytes]
+    assert torch.equal(away.tensors()["part"], part)
 
 
 def test_memory_is_gone_when_the_way_out_has_ended(host):
@@ -62,6 +62,18 @@ def test_memory_is_gone_when_the_way_out_has_ended(host):
     assert away.parcel.left.wait(FOREVER_S)
     del content
     assert seen[1]() is None and not away.storages()
+
+
+def test_memory_that_came_back_is_gone_with_the_tensors_although_the_parcel_is_there(host):
+    """It stayed to the end of the step once, so that a run that offloads took more memory than one that keeps all."""
+    away = send_away(tensors(), host, slices={})
+    away.parcel.fetch()
+    assert away.parcel.returned.wait(FOREVER_S)
+    found = away.tensors()
+    seen = [weakref.ref(tensor.untyped_storage()) for tensor in found.values()]
+    found.clear()
+    assert not any(one() for one in seen) and not away.storages()
+    assert len(away.parcel.spans()) == 2, "when it was copied is still known"
 
 
 def test_places_in_the_file_are_used_again(host):

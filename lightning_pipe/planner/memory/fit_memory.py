@@ -11,6 +11,9 @@ beginning of the list that fits is searched for:
     correction           all stages are judged together; what the judge finds shifts the estimate of each, within the
                          longest beginning known not to fit and the shortest known to fit
 
+Where that is not enough, stages that fit help: by the first, half or all of their choices, one stage after another, as
+long as that brings the others nearer. What they do then moves messages and forwards of the others in time.
+
 A micro-batch that computes is not counted as at rest: what it dropped is recomputed then. Where nothing else is in
 flight it counts all the same, since it is recomputed piece by piece; the judge says how much that helps.
 """
@@ -35,6 +38,7 @@ _MOST_JUDGED = 16
 _LEAST_JUDGED = 4
 _INSTRUCTIONS = 120_000  # that the judge may walk through for one plan, some fifty microseconds each
 _MOST_GUESSED = 5  # beginnings of one list that are tried by estimate; then the interval is halved
+_HELPED = 0.25  # of its memory, by which a rank may exceed it at most for others to help
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the longest free copy: longer ones carry more, but are away for less long
 
 
@@ -70,12 +74,37 @@ class _Relieving:
 
     def best(self) -> Judged:
         """Search, and return the best that was judged on the way."""
-        length = sum(map(len, self._unrelieved.program.ranks))
-        for _ in range(min(_MOST_JUDGED, max(_LEAST_JUDGED, _INSTRUCTIONS // length))):
+        allowed = _INSTRUCTIONS // sum(map(len, self._unrelieved.program.ranks))
+        for _ in range(min(_MOST_JUDGED, max(_LEAST_JUDGED, allowed))):
             if not self._try({s: search.next() for s, search in self._searches.items()}):
                 break
         self._try({s: search.spared() for s, search in self._searches.items()})
-        return min((self._unrelieved, *self._found.values()), key=self._rank_of)
+        best = min((self._unrelieved, *self._found.values()), key=self._rank_of)
+        return self._helped(best, left=min(_MOST_JUDGED, allowed))
+
+    def _helped(self, best: Judged, *, left: int) -> Judged:
+        """Let stages that fit give up something too, until all do, nothing helps, or no judgement is left."""
+        idle = [s for s in range(len(self._works)) if s not in self._searches]
+        while idle and 0 < self._part_over(best) <= _HELPED:
+            tried: list[tuple[Judged, int]] = []
+            for s in idle:
+                search = self._search(best, s, self._excess(best, s))
+                counts = dict.fromkeys((1, (len(search.choices) + 1) // 2, len(search.choices)))
+                for count in [*counts][: left if search.choices else 0]:
+                    stage = self._giving_up(best.plan, s, search.given_up(range(count)))
+                    tried.append((self._judge.judge(stage), s))
+                    left -= 1
+            there, helper = min(tried, key=lambda one: self._rank_of(one[0]), default=(best, -1))
+            if self._rank_of(there) >= self._rank_of(best):
+                break
+            best = there
+            idle.remove(helper)
+        return best
+
+    def _part_over(self, judged: Judged) -> float:
+        """Return by what part of its memory the fullest rank exceeds it."""
+        cluster = self._problem.cluster
+        return max(self._over(judged, rank) / cluster.device(rank).memory_bytes for rank in range(cluster.ranks))
 
     def _try(self, asked: Mapping[int, Sequence[int]]) -> bool:
         """Judge chosen numbers of every stage's list and tell the searches; return whether that is new."""
@@ -88,15 +117,17 @@ class _Relieving:
         return True
 
     def _relieved(self, asked: Mapping[int, Sequence[int]]) -> Plan:
-        stages = list(self._plan.stages)
+        plan = self._plan
         for s, numbers in asked.items():
-            given_up = self._searches[s].given_up(numbers)
-            stages[s] = replace(
-                stages[s],
-                recompute=self._places(s, given_up, "recompute"),
-                offload=self._places(s, given_up, "offload"),
-            )
-        return replace(self._plan, stages=tuple(stages))
+            plan = self._giving_up(plan, s, self._searches[s].given_up(numbers))
+        return plan
+
+    def _giving_up(self, plan: Plan, stage: int, given_up: Iterable[Choice]) -> Plan:
+        """Return a plan of which one stage gives up these choices, and nothing else."""
+        chosen, stages = [*given_up], [*plan.stages]
+        recompute, offload = (self._places(stage, chosen, relief) for relief in ("recompute", "offload"))
+        stages[stage] = replace(stages[stage], recompute=recompute, offload=offload)
+        return replace(plan, stages=tuple(stages))
 
     def _places(self, stage: int, given_up: Iterable[Choice], relief: Relief) -> tuple[str, ...]:
         memories = [choice.memory for choice in given_up if choice.relief == relief]

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_pipe.core.plan import keeps_all
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.candidates.candidate import Candidate, can_meet, never_growing, share_alike
 from lightning_pipe.planner.candidates.cut_points import cuttable, nearby, worthwhile
@@ -195,12 +196,13 @@ class _Search:
         for outline in choices:
             if self._values[outline] <= (excess, seconds * (1 + _error(outline))):
                 found[outline] = fitted(self._problem, outline, judge=judge)
-        if self._is_short(ranked[0]):
+        sieve, is_short = Sieve(self._problem, judge.pricer), self._is_short(ranked[0])
+        if is_short:
             self._climb(ranked, found, judge)
         else:
-            sieve = Sieve(self._problem, judge.pricer)
             self._judge_best(ranked, found, judge, budget, sieve)
-            best = min(found, key=lambda outline: self._rank(found[outline]))
+        best = min(found, key=lambda outline: self._rank(found[outline]))
+        if not is_short or not all(map(keeps_all, found[best].plan.stages)):  # bounds know of no relief
             self._refine(best, found, judge, budget, sieve)
         different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
         return sorted(different.values(), key=self._rank)

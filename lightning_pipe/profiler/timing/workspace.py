@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.allocations import Allocations, highest
+from lightning_pipe.capture.allocations import Allocations, highest, span
 from lightning_pipe.capture.stages.operation_calls import OperatorCall
 from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.profiler.timing.arguments import bytes_of
@@ -70,8 +70,7 @@ class WorkspaceGauge:
         """Return a function that makes a call and watches it."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            seen = self._allocations
-            with nullcontext() if seen is None else seen.span(str(len(self._watched))):
+            with nullcontext() if self._allocations is None else span(str(len(self._watched))):
                 returned = call.target(*args, **kwargs)
             self._watched.append((call.signature, _made_bytes(call, returned, given=(args, kwargs))))
             return returned

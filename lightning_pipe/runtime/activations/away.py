@@ -29,12 +29,12 @@ class Away:
     forms: Mapping[str, _Form]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors in their new memory, once it is back."""
-        storages = self.parcel.storages()
+        """Return the tensors in their new memory, once it is back; it lives as long as they do."""
+        storages = self.parcel.hand_over()
         return {name: _formed(storages[form.piece], form) for name, form in self.forms.items()}
 
     def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Return the new memory, from the moment that it is on its way."""
+        """Return the new memory, from the moment that it is on its way until `tensors`."""
         return self.parcel.storages()
 
 

@@ -133,6 +133,11 @@ class _PinnedParcel:
         """Return the new memory."""
         return [content.untyped_storage() for content in self._contents]
 
+    def hand_over(self) -> Sequence[torch.UntypedStorage]:
+        """Return the new memory, and forget it."""
+        storages, self._contents = self.storages(), []
+        return storages
+
     def spans(self) -> tuple[tuple[Mark, Mark], ...]:
         """Return begin and end of the copies."""
         return tuple((copy.begin, copy.end) for copy in dict.fromkeys((self.left, self.returned)))

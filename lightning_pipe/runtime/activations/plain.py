@@ -209,6 +209,11 @@ class _FileParcel:
         """Return the new memory."""
         return self._storages
 
+    def hand_over(self) -> Sequence[torch.UntypedStorage]:
+        """Return the new memory, and forget it."""
+        storages, self._storages = self._storages, []
+        return storages
+
     def spans(self) -> tuple[tuple[Mark, Mark], ...]:
         """Return begin and end of the copies."""
         return tuple(job.span for job in dict.fromkeys((self.left, self.returned)) if job.landed())

@@ -4,6 +4,7 @@
     parcel.fetch()                  starts the way back, which waits for the end of the way out
     Wait(parcel.returned, ...)      until the content is there again
     parcel.storages()               new storages with the content of the pieces, in their order
+    parcel.hand_over()              the same, which are the caller's alone from then on
 
 A piece is a range of a storage. What a parcel does not need any more it drops itself: the device's memory when the way
 out has ended, that of the host when the way back has.
@@ -57,7 +58,11 @@ class Parcel(Protocol):
         ...
 
     def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Return what the pieces are in again, once `returned` is done."""
+        """Return what the pieces will be in again, from `fetch` until they are handed over."""
+        ...
+
+    def hand_over(self) -> Sequence[torch.UntypedStorage]:
+        """Return what the pieces are in again, once `returned` is done, and hold it no longer."""
         ...
 
     def spans(self) -> tuple[tuple[Mark, Mark], ...]:
