@@ -360,8 +360,10 @@ class Stage:
         """Add gradients to those of their parameters; a first one is taken as it is if nothing else uses its memory."""
         users = Counter(storage_of(content) for content in kept if isinstance(content, torch.Tensor))
         for canonical, names in due.items():
-            gradient = reduce(torch.add, (held[name] for name in names))
-            assert isinstance(gradient, torch.Tensor)
+            terms = [term for name in names if isinstance(term := held[name], torch.Tensor)]
+            if not terms:
+                continue
+            gradient = reduce(torch.add, terms)
             users_of_its_own = 1 if len(names) == 1 else 0
             add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
 

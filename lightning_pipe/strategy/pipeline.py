@@ -68,7 +68,7 @@ from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
 from lightning_pipe.strategy.steps.string_fields import StringReads
-from lightning_pipe.strategy.steps.whole_batch import Role, role_by_numbers, warn_of_unknown_role
+from lightning_pipe.strategy.steps.whole_batch import Role, role_by_numbers, warn_of_mixed_logs, warn_of_unknown_role
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +250,8 @@ class Pipeline:
             captured = self._checked(captured, call, samples)
         if training and self._role is None and plan.microbatches > 1:
             warn_of_unknown_role(captured)
+        if training and plan.microbatches > 1:
+            warn_of_mixed_logs(captured)
         step = self._build(captured, cuts)
         shard = plan.shard_optimizer
         self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)

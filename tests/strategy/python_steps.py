@@ -191,6 +191,7 @@ class Config:
 
     class nested:
         scale = 0.0
+        other = 0.0
 
 
 class ClassAsConfig(Net):
@@ -227,6 +228,26 @@ class NestedClassAsConfig(Net):
 
     def training_step(self, batch, batch_idx):
         return self.scaled(batch, Config.nested.scale)
+
+
+def _first_level() -> float:
+    return Config.nested.scale
+
+
+def _second_level() -> float:
+    return Config.nested.other
+
+
+class TwoFunctionsReadAClass(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        Config.nested.scale = Config.nested.other = 0.0
+
+    def on_train_epoch_end(self):
+        Config.nested.other += 0.5
+
+    def training_step(self, batch, batch_idx):
+        return self.scaled(batch, _first_level() + _second_level())
 
 
 class OwnClassAttribute(Net):
@@ -397,6 +418,63 @@ class AttributeAppears(Net):
         return self.scaled(batch, getattr(self, "boost", 0.0))
 
 
+class FrozenByStep(Net):
+    def training_step(self, batch, batch_idx):
+        self.one.requires_grad_(batch_idx % 2 == 1)
+        return self.error(batch)
+
+
+# ------------------------------------------------------------------------------------------------ read in the backward
+
+
+class Scaled(torch.autograd.Function):
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, x, box):
+        ctx.box = box
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Scaled.factor * ctx.box["scale"], None
+
+
+class ReadInBackward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.box, Scaled.factor = {"scale": 1.0}, 1.0
+
+    def on_train_epoch_end(self):
+        Scaled.factor += 0.5
+        self.box["scale"] += 0.5
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.two(Scaled.apply(self.one(batch["x"]), self.box)), batch["y"])
+
+
+class ReadInHook(Net):
+    scale = 1.0
+
+    def on_train_epoch_end(self):
+        self.scale += 0.5
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.one(batch["x"])
+        hidden.register_hook(lambda gradient: gradient * self.scale * (1 + self.global_step / 10))
+        return F.cross_entropy(self.two(hidden), batch["y"])
+
+
+class ReadsGradient(Net):
+    def training_step(self, batch, batch_idx):
+        return self.scaled(batch, 0.0 if self.one.weight.grad is None else 1.0)
+
+
+class ReadsMomentum(Net):
+    def training_step(self, batch, batch_idx):
+        return self.scaled(batch, 1.0 if self.one.weight in self.optimizers().state else 0.0)
+
+
 # ------------------------------------------------------------------------------------------------ changed by the step
 
 
@@ -487,6 +565,33 @@ class RateByStep(Net):
         loss = self.scaled(batch, group["lr"])
         group["lr"] = 0.05
         return loss
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x, number):
+        return self.each[number](x)
+
+
+class OneOfTheExperts(Net):
+    """The other one gets no gradient, so its momentum and decay rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    @staticmethod
+    def extra(number):
+        return {"expert": number % 2}
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.two(self.experts(self.one(batch["x"]), batch["expert"])), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
 class Iterates(Net):

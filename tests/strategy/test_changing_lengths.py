@@ -67,3 +67,31 @@ def test_a_step_that_counts_its_words_in_python_is_traced_for_every_length() -> 
     assert found == pytest.approx(expected, rel=ROUNDING)
     assert noted == lengths
     assert len({*LENGTHS}) <= traced <= 2 * len({*LENGTHS})
+
+
+class Image(pl.LightningModule):
+    """Divides by the height of its images, which a trace for other widths has as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(batch))).square().mean() / batch.shape[2]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def image_losses(strategy: Any) -> list[float]:
+    torch.manual_seed(0)
+    module, losses, generator = Image().double(), Losses(), torch.Generator().manual_seed(1)
+    sizes = ((8, 8), (8, 12), (12, 8), (12, 12), (8, 10))
+    batches = [torch.randn(4, 1, *size, generator=generator, dtype=torch.float64) for size in sizes]
+    make_trainer(strategy, max_epochs=1, callbacks=[losses]).fit(module, DataLoader(batches, batch_size=None))
+    return losses.losses
+
+
+def test_a_trace_for_other_widths_is_not_taken_for_other_heights() -> None:
+    found = image_losses(dapple(microbatches=2, capture="joint", cache="off"))
+    assert found == pytest.approx(image_losses("auto"), rel=ROUNDING)

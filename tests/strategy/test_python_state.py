@@ -22,6 +22,7 @@ ROUNDING = 1e-5  # of losses and weights; a number that is one batch late makes 
 REFUSED_BY_JOINT = {
     *("PythonRandom", "NumpyRandom", "TorchRandom", "CountsAtBothEnds", "CountsCalls", "Iterates", "DefaultArgument"),
     *("CallbackMetrics", "ArrayInBatch"),  # arrays become tensors on their way to the step
+    *("FrozenByStep", "ReadsGradient", "ReadsMomentum"),
     "SkippedWhereNotANumber",  # a question whose answer changes ends joint training where that happens
 }
 
@@ -152,6 +153,7 @@ ON_TWO_RANKS = (
     "CollectsInValidation",
     "CountsCalls",
     "NumberInBatch",
+    "ReadInBackward",
     "Schedulers",
 )
 LEAVES_A_STAGE = ("WarmUp", "ListItem")  # both stages train all weights at first, and then one of them does

@@ -45,12 +45,14 @@ def changed_sizes(one: Structure, two: Structure, *, batch_dim: int) -> Lengths 
 
 
 def at_lengths(joint: JointGraph, leaves: Sequence[Leaf]) -> JointGraph | None:
-    """Return the graph for tensors of these sizes; None if a condition of the trace does not hold for them.
+    """Return the graph for tensors of these sizes; None if the trace does not hold for them.
 
     Args:
         joint: a graph with symbols for lengths.
         leaves: tensors of a batch; the number of their samples does not matter.
     """
+    if not _constants_hold(joint, leaves):
+        return None
     sizes: dict[sympy.Symbol, sympy.Integer] = {}
     for (leaf, dim), symbol in joint.lengths.items():
         size = leaves[leaf].shape[dim]
@@ -67,6 +69,17 @@ def at_lengths(joint: JointGraph, leaves: Sequence[Leaf]) -> JointGraph | None:
     module = _module_at(joint, sizes)
     return replace(
         joint, module=module, conditions=tuple(conditions), record=_record_at(joint.record, sizes), lengths={}
+    )
+
+
+def _constants_hold(joint: JointGraph, leaves: Sequence[Leaf]) -> bool:
+    """Return whether the sizes that are constants of a graph are those of a batch."""
+    return all(
+        leaves[joint.leaves[node.name]].shape[dim] == size
+        for node in joint.module.graph.find_nodes(op="placeholder")
+        if joint.leaves.get(node.name, len(leaves)) < len(leaves)
+        for dim, size in enumerate(node.meta["val"].shape)
+        if isinstance(size, int)
     )
 
 

@@ -39,6 +39,7 @@ from lightning_pipe.capture.steps.numbers import calls_of_samples, of_samples
 from lightning_pipe.capture.steps.record import LogCall, MetricCall
 from lightning_pipe.capture.steps.step_function import StepFunction, StepRecording, recording_calls
 from lightning_pipe.capture.steps.step_state import state_put_back
+from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.errors import CaptureError, StepError
 from lightning_pipe.lightning_names import pl
 
@@ -238,6 +239,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
     own_device = step.model._device
     with (
         no_collectives(),
+        no_training_state(),
         backward_followed(step.model, step.reading, step.observing),
         mode,
         private.reparametrize(step, state),
@@ -395,6 +397,7 @@ def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, .
         request.context(),
         recording_calls(module, StepRecording()),
         no_collectives(),
+        no_training_state(),
         answerer,
     ):
         getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)

@@ -128,12 +128,14 @@ def _classes_of(module: nn.Module) -> list[type]:
 
 def global_slots(codes: Iterable[Code]) -> Iterator[Place]:
     """List the globals that pieces of code name, and of the user's files and classes among them what they name."""
-    seen: set[Any] = set()
+    listed: set[Any] = set()
     for code, namespace in codes:
         names = dict.fromkeys(names_in(code))
         root = Place({"": namespace}, "", "", (("globals", namespace.get("__name__", "")),))
-        for slot in _named(namespace, root, names, seen):
-            if not is_installed(code.co_filename) or isinstance(slot.read(), _SCALARS):
+        for slot in _named(namespace, root, names, set()):  # others read other attributes of the same class or file
+            is_wanted = not is_installed(code.co_filename) or isinstance(slot.read(), _SCALARS)
+            if is_wanted and slot.place not in listed:
+                listed.add(slot.place)
                 yield slot
 
 

@@ -30,6 +30,7 @@ from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical
 from lightning_pipe.capture.steps.numbers import Place, numbers_said
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
+from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.errors import CaptureError
@@ -116,10 +117,34 @@ class UnitRecorder:
         self._cut = (False,) * len(tensors) if whole else request.structure.cut(request.batch_dim)
 
     def timed(self) -> UnitCall:
-        """Run the step and record its calls of sub-modules, and their time."""
-        with self._scene(StepRecording()), recording_tree(self.request.module) as tree:
-            self._call(self._leaves(0))
+        """Run the step and record its calls of sub-modules, and their time.
+
+        Raises:
+            CaptureError: if it raises an error that the whole batch does not raise.
+        """
+        try:
+            with self._scene(StepRecording()), recording_tree(self.request.module) as tree:
+                self._call(self._leaves(0))
+        except CaptureError:
+            raise
+        except Exception as error:
+            if not self._runs_whole():
+                raise
+            raise CaptureError(
+                f"{self.request.method} runs with a whole batch and raises {type(error).__name__} with its first "
+                f"{self._count(0)} samples: {error}. Of a batch only tensors are cut into micro-batches; a list with "
+                "an item per sample is not. Put such items into a tensor, or set microbatches=1."
+            ) from error
         return tree
+
+    def _runs_whole(self) -> bool:
+        """Return whether the step runs on the batch as it is."""
+        try:
+            with self._scene(StepRecording()):
+                self._call([tensor.clone() for tensor in self._tensors])
+        except Exception:  # what a part of the batch raises is no matter of micro-batches then
+            return False
+        return True
 
     def followed(self, chosen: frozenset[str], kept: ModuleSnapshot, *, other: int = 0) -> Run:
         """Run the step and follow what its units are made of.
@@ -149,7 +174,10 @@ class UnitRecorder:
             raise
         except Exception as error:
             if not other:
-                raise
+                raise CaptureError(
+                    f"{self.request.method} runs, but raises {type(error).__name__} when calls of its sub-modules are "
+                    f"followed: {error}. It cannot be replayed."
+                ) from error
             raise CaptureError(
                 f"The step runs with {self._count(0)} samples and raises {type(error).__name__}: {error} with "
                 f"{self._count(other)}. Let micro-batches have more samples, or all the same number."
@@ -206,6 +234,7 @@ class UnitRecorder:
     def _scene(self, recording: StepRecording) -> Iterator[None]:
         with (
             no_collectives(),
+            no_training_state(),
             recording_calls(self.request.module, recording),
             torch.set_grad_enabled(self.request.method == "training_step"),
             self.request.context(),

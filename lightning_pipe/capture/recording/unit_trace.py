@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_pipe.capture.graphs.trace import Request
 from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
@@ -119,16 +120,17 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
     mutated = (names for one in runs for names in one.mutated.values())
     written = {*itertools.chain.from_iterable(mutated), *(change.name for change in run.changes)}
     escapes = dict.fromkeys(escape for one in runs for escape in one.escapes)
+    units = tuple(
+        replace(_unit(request, k, runs), forward_s=s, backward_s=run.backward_s * s / total)
+        for k, s in enumerate(seconds)
+    )
     return UnitTrace(
-        units=tuple(
-            replace(_unit(request, k, runs), forward_s=s, backward_s=run.backward_s * s / total)
-            for k, s in enumerate(seconds)
-        ),
+        units=units,
         samples=request.count,
         tail=frozenset().union(*(one.tail for one in runs)),
         escapes=tuple(sorted(escapes, key=lambda escape: escape.before)),
         changes=run.changes,
-        trained=run.trained,
+        trained=run.trained | _trainable(request.module, units) if run.loss is not None else run.trained,
         loss=run.loss,
         combine=combine_of([one.reductions for one in runs if one.reductions is not None]),
         is_random=run.is_random,
@@ -140,6 +142,11 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         keeping=_keeping(run),
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
+
+
+def _trainable(module: nn.Module, units: Sequence[Unit]) -> frozenset[str]:
+    """Name the parameters of units that a batch may train, whether the first samples do or not (of an expert, say)."""
+    return frozenset(name for unit in units for name in unit.parameters if module.get_parameter(name).requires_grad)
 
 
 def _why_whole(runs: Sequence[Run]) -> str:

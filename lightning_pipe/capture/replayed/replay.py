@@ -327,7 +327,7 @@ class _Splitter:
         )
         buckets, parameters = self._buckets(programs)
         owners = {LOSS: len(stages) - 1} if self._trace.loss is not None else {}
-        return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners)
+        return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners, may_lack_gradients=True)
 
     def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
         part = self._part(stage, stages)
@@ -380,6 +380,7 @@ class _Splitter:
 
     def _part(self, stage: _Stage, stages: list[_Stage]) -> StageSpec:
         units, needs = self._units, stage.needs
+        used = {name for one in stages for name in one.needs.parameters}
         own = range(stage.begin, stage.end)
         readers = [stage] if stage.number else stages  # the first stage hands leaves to the others
         receivers = [(k, other.number) for other in stages for k in other.needs.units if k in own]
@@ -401,6 +402,7 @@ class _Splitter:
             buffers=tuple(buffers),
             mutations=tuple(n for n in self._buffers if n in mutations or (n in changes and n in needs.state)),
             trained=tuple(name for name in needs.parameters if name in self._trace.trained),
+            spare=tuple(name for name in dict.fromkeys(self._aliases.values()) if name not in used),
             receivers=tuple(receivers),
         )
 

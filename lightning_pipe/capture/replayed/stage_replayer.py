@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -38,6 +38,7 @@ from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_function import StepRecording, metrics_in, recording_calls
 from lightning_pipe.capture.steps.step_state import ModuleState
+from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoints_replaced
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
@@ -85,7 +86,8 @@ class StageSpec:
         absent: names of parameters that glue reads, and of buffers that it writes to, but this stage does not need.
         buffers: names of the buffers that it has.
         mutations: buffers that it changes.
-        trained: canonical names of the parameters whose gradients it makes.
+        trained: canonical names of the parameters whose gradients it makes, in batches that use them.
+        spare: canonical names of the parameters that no stage uses.
         receivers: (unit, stage that is given it) whose gradients come back.
     """
 
@@ -100,6 +102,7 @@ class StageSpec:
     buffers: tuple[str, ...]
     mutations: tuple[str, ...]
     trained: tuple[str, ...]
+    spare: tuple[str, ...]
     receivers: tuple[tuple[int, int], ...]
 
 
@@ -130,12 +133,13 @@ class PlayedStep:
 
 @dataclass(frozen=True)
 class _Tape:
-    """A play that waits for its backward: what was sent and given, the loss, and the parameters."""
+    """A play that waits for its backward: what was sent and given, the loss, its parameters, and those of no stage."""
 
     sent: Mapping[int, Tensors]
     given: Mapping[int, Tensors]
     loss: torch.Tensor | None
-    parameters: Mapping[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    spare: dict[str, torch.Tensor]
 
 
 class StageReplayer:
@@ -203,6 +207,7 @@ class StageReplayer:
                 hung(self._slots, {**state, **apart, **twins, **self._absent}),
                 checkpoints_replaced(play.in_checkpoint, where=lambda: play.is_inside),
                 no_collectives(),
+                no_training_state(),
                 keyed(key, self._step.device),
                 recording_calls(self._step.module, recording, self.metrics),
                 torch.set_grad_enabled(self._step.has_backward),
@@ -233,7 +238,7 @@ class StageReplayer:
         *,
         tangent: torch.Tensor | None,
         gradients: Mapping[tuple[int, int], Tensors],
-    ) -> tuple[dict[int, Tensors], dict[str, torch.Tensor]]:
+    ) -> tuple[dict[int, Tensors], dict[str, torch.Tensor | None]]:
         """Differentiate a play.
 
         Args:
@@ -242,7 +247,11 @@ class StageReplayer:
             gradients: what came back for sent units, by unit and receiving stage; of tensors with a gradient only.
 
         Returns:
-            Gradients of the given units (of tensors with a gradient only), and of the parameters.
+            Gradients of the given units (of tensors with a gradient only), and of the parameters: None of those that
+            this micro-batch does not use (an expert without a token, a parameter that is frozen now).
+
+        Raises:
+            PipelineError: if it trains a parameter that the step did not use when it was traced.
         """
         tape = self._tapes.pop(handle)
         made: list[torch.Tensor] = [] if tape.loss is None or tangent is None else [tape.loss]
@@ -256,14 +265,25 @@ class StageReplayer:
                     made.append(tensor)
                     towards.append(sum((one[i] for one in back[1:]), start=back[0][i]))
         leaves = {k: self._differentiated(k, tensors) for k, tensors in tape.given.items()}
-        wanted = [*itertools.chain(*leaves.values()), *tape.parameters.values()]
+        parameters = {name: p for name, p in (tape.parameters | tape.spare).items() if p.requires_grad}
+        given = [*itertools.chain(*leaves.values())]
+        wanted = [*given, *parameters.values()]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if made and wanted:
             with torch.enable_grad():
                 found = torch.autograd.grad(made, wanted, towards, allow_unused=True)
-        complete = iter([torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)])
+        complete = iter([torch.zeros_like(w) if g is None else g for g, w in zip(found, given, strict=False)])
         returned = {k: tuple(itertools.islice(complete, len(tensors))) for k, tensors in leaves.items()}
-        return returned, dict(zip(tape.parameters, complete, strict=True))
+        trained = dict(zip(parameters, found[len(given) :], strict=True))
+        self._refuse_spare(name for name in tape.spare if trained.get(name) is not None)
+        return returned, {name: trained.get(name) for name in tape.parameters}
+
+    def _refuse_spare(self, names: Iterable[str]) -> None:
+        for name in names:
+            raise PipelineError(
+                f"{self._step.method} trains {name} in this batch, and did not use it when it was traced on the first "
+                "one, so no stage has it. Use it in every batch, multiplied by zero where it is not wanted."
+            )
 
     def _left(self, python: ModuleState, recording: StepRecording) -> list[KeptState]:
         """List what a play has left behind in Python state, as far as this stage knows it."""
@@ -288,7 +308,8 @@ class StageReplayer:
         handle = next(_HANDLES)
         if self._step.has_backward:
             trained = {name: state[self._part.parameters[name][0]] for name in self._part.trained}
-            self._tapes[handle] = _Tape(play.sent, play.leaves, loss, trained)
+            spare = {name: self._step.module.get_parameter(name) for name in self._part.spare}
+            self._tapes[handle] = _Tape(play.sent, play.leaves, loss, trained, spare)
         return handle
 
     def _differentiated(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

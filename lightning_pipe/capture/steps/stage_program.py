@@ -109,7 +109,7 @@ class Half:
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    run: Callable[..., tuple[torch.Tensor | int, ...]]
+    run: Callable[..., tuple[torch.Tensor | int | None, ...]]
     along: Mapping[str, int] | None = None
     streamed: Streamed | None = None
 
@@ -162,6 +162,7 @@ class Split:
         traffic: edges with bytes, gradient buckets, loading stages, stages whose weight halves can be joined.
         bucket_parameters: canonical parameter names of each bucket of `traffic.buckets`.
         owners: result value name -> stage that produces it.
+        may_lack_gradients: whether a backward may make no gradient (None) of a parameter that it differentiates.
     """
 
     stages: tuple[StageProgram, ...]
@@ -169,3 +170,4 @@ class Split:
     traffic: Traffic
     bucket_parameters: tuple[tuple[str, ...], ...]
     owners: Mapping[str, int]
+    may_lack_gradients: bool = False

@@ -3,7 +3,8 @@
 Each rank contributes its local sum once per bucket, however many stages of the bucket it holds. A bucket is summed in
 flat pieces of at most `piece_bytes`, begun at `Reduce` while other stages still compute, and finished at `Step`.
 Whether a parameter takes part is decided from the split, alike on all ranks: a parameter that some stage
-differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`.
+differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`, and so
+does one of a replayed step of which no rank has made a gradient (an expert to which the batch sends nothing).
 
 Buffers that F mutates: floating ones become the mean over the replicas of their stage, in the proportions in which
 these share the samples; others, and those that change once per batch, are those of replica 0.
@@ -79,9 +80,15 @@ class Gradients:
             return
         own = (self._state.parameters[name] for name in names)
         for parameters in flat_runs(own, most_bytes=self._piece_bytes):
-            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
+            flat = torch.cat([*(_gradient(p).reshape(-1) for p in parameters), *self._presence(parameters)])
             handle = self._transport.all_reduce(flat, group=group)
             self._under_way.append(_Piece(parameters, flat, handle, reduce, self._recorder.mark()))
+
+    def _presence(self, parameters: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+        """Yield a number per parameter that is not zero where it has a gradient, if some may have none."""
+        if self._split.may_lack_gradients:
+            first = parameters[0]
+            yield torch.tensor([float(p.grad is not None) for p in parameters], dtype=first.dtype, device=first.device)
 
     def finish(self) -> Walk[None]:
         """Wait for all sums begun and put them into `grad`."""
@@ -89,8 +96,10 @@ class Gradients:
             yield Wait(piece.handle, piece.reduce)
             self._recorder.add(piece.reduce, piece.posted)
             sizes = [parameter.numel() for parameter in piece.parameters]
-            for parameter, summed in zip(piece.parameters, torch.split(piece.flat, sizes), strict=True):
-                parameter.grad = summed.view_as(parameter)
+            gradients, present = piece.flat.split((sum(sizes), piece.flat.numel() - sum(sizes)))
+            absent = (present == 0).tolist() or [False] * len(sizes)
+            for p, summed, is_absent in zip(piece.parameters, gradients.split(sizes), absent, strict=True):
+                p.grad = None if is_absent else summed.view_as(p)
         self._under_way.clear()
 
     def synchronise_buffers(self) -> Walk[None]:

@@ -27,7 +27,7 @@ from lightning_pipe.capture.steps.stage_program import Combine, Value
 from lightning_pipe.core.program import Samples
 from lightning_pipe.errors import PipelineError
 
-Content: TypeAlias = torch.Tensor | int
+Content: TypeAlias = torch.Tensor | int | None  # None is a gradient that was not made
 Part: TypeAlias = tuple[Samples, torch.Tensor]
 
 

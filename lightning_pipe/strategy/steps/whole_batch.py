@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_pipe.capture import Request, Route
+from lightning_pipe.capture.steps.record import LogCall, Ref
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode
 from lightning_pipe.errors import CaptureError
@@ -120,6 +121,21 @@ def warn_of_unknown_role(captured: Captured) -> None:
         rank_zero_warn(
             f"The operations of the loss of {captured.request.method} do not say whether it is a mean or a sum over "
             f"samples, and that was not measured: its micro-batches are combined as a mean. {capture.mixing()}"
+        )
+
+
+def warn_of_mixed_logs(captured: Captured) -> None:
+    """Say which logged numbers of a graph micro-batches change: those that are no sum, mean or extreme over samples."""
+    capture = captured.capture
+    if not isinstance(capture, Capture):
+        return
+    logs = [call for call in capture.record.calls if isinstance(call, LogCall) and isinstance(call.value, Ref)]
+    if mixed := {log.name: log.line for log in logs if capture.flow.roles.get(log.value.name) == "mixed"}:
+        named = "; ".join(f"{name!r} at {line}" for name, line in mixed.items())
+        rank_zero_warn(
+            f"{captured.request.method} logs what is no sum, mean or extreme over samples: {named}. It is computed "
+            "for each of the micro-batches, and their mean is logged; microbatches=1 logs that of the batch, as does a "
+            "torchmetrics object."
         )
 
 
