@@ -81,7 +81,8 @@ def test_all_are_drawn_if_asked_for(told):
 
 def test_a_schedule_that_cannot_be_made_says_why_in_its_row(told):
     text = told("devices=3")
-    assert len([name for name in SCHEDULES if cells(text, name)[0] == "-"]) == text.count("even number of devices")
+    reasons = " ".join(text.split()).count("even number of devices")  # which may be broken into lines
+    assert len([name for name in SCHEDULES if cells(text, name)[0] == "-"]) == reasons > 0
     assert cells(text, "chimera")[-1].startswith("found the devices")
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_pipe.capture import Request, Route
+from lightning_pipe.capture import Capture, Request, Route
 from lightning_pipe.capture.steps.record import LogCall, Ref
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode
@@ -125,7 +125,7 @@ def warn_of_unknown_role(captured: Captured) -> None:
 
 
 def warn_of_mixed_logs(captured: Captured) -> None:
-    """Say which logged numbers of a graph micro-batches change: those that are no sum, mean or extreme over samples."""
+    """Warn of logged numbers that micro-batches change: those that are no sum, mean or extreme over samples."""
     capture = captured.capture
     logs = [call for call in capture.record.calls if isinstance(call, LogCall) and isinstance(call.value, Ref)]
     values = capture.mixed_values
