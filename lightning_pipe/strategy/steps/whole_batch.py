@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_pipe.capture import Capture, Request, Route
+from lightning_pipe.capture import Request, Route
 from lightning_pipe.capture.steps.record import LogCall, Ref
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode
