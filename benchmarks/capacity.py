@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import math
 import random
 import statistics
 import tempfile
@@ -289,37 +288,35 @@ PEAK_RANKS, PEAK_COUNT, PEAK_SAMPLES = 2, 4, 24
 PEAK_POLICIES = ("keep all", "gpipe", "recompute all", "offload all")
 
 
-def _plan_peaks(model: dict[str, int]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return policy, plan and foreseen peaks at one size; copies take no time, as where memory is measured."""
-    sizes = (8, PEAK_SAMPLES)
-    problem = _problem_of_gpt(model, ranks=PEAK_RANKS, limit=1 << 40, microbatches=PEAK_COUNT, sizes=sizes)
-    host = replace(problem.cluster.hosts[0], swap=Link(0.0, math.inf))
-    problem = replace(problem, cluster=Cluster((host,)), samples=PEAK_COUNT * PEAK_SAMPLES)
+def _plan_peaks(model: dict[str, int]) -> list[tuple[str, str]]:
+    """Return policies and their plans at one size."""
+    problem = _problem_of_gpt(model, ranks=PEAK_RANKS, limit=1 << 40, microbatches=PEAK_COUNT, sizes=(PEAK_SAMPLES,))
+    problem = replace(problem, samples=PEAK_COUNT * PEAK_SAMPLES)
     pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
     trials = [(name, POLICIES[name](problem, pricer, "uniform")) for name in PEAK_POLICIES]
-    return [(name, to_yaml(replace(trial.judged.plan, graph="")), trial.peaks) for name, trial in trials]
+    return [(name, to_yaml(replace(trial.judged.plan, graph=""))) for name, trial in trials]
 
 
-def _peaks(plan: str) -> list[int]:
-    """Return the measured peaks of all ranks, on rank 0."""
+def _peaks(plan: str) -> list[tuple[int, int]]:
+    """Return the peaks of all ranks, as the run foresees them from its own measurements and as it measures them."""
     torch.manual_seed(0)
     batch = PEAK_COUNT * PEAK_SAMPLES
     text = torch.randint(PEAK_MODEL["vocabulary"], (4 * batch, PEAK_MODEL["context"] + 1))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.yaml"
         save_yaml(from_yaml(Plan, plan), path)
-        strategy = DappleStrategy(plan=str(path), check=False, costs="counted", measure_memory=True)
+        strategy = DappleStrategy(plan=str(path), check=False, cache="off", measure_memory=True, deadline_s=PATIENCE_S)
         fit_module(GPT(**PEAK_MODEL), DataLoader(TensorDataset(text), batch), strategy)
-    return [round(one.total.measured) for one in strategy.comparison.memory] if strategy.comparison else []
+    found = strategy.comparison.memory if strategy.comparison is not None else ()
+    return [(round(one.total.predicted), round(one.total.measured)) for one in found]
 
 
 def peaks() -> None:
     """Compare the peaks of all tensors that plans foresee with those that are measured."""
     (found,) = run_ranks(1, _plan_peaks, PEAK_MODEL)
     print(f"\nGPT {PEAK_MODEL}, {PEAK_RANKS} ranks, {PEAK_COUNT} micro-batches of {PEAK_SAMPLES}: peaks by rank")
-    for policy, plan, foreseen in found:
-        measured = run_ranks(PEAK_RANKS, _peaks, plan, deadline_s=PATIENCE_S)[0]
-        both = zip(foreseen, measured, strict=True)
+    for policy, plan in found:
+        both = run_ranks(PEAK_RANKS, _peaks, plan, deadline_s=PATIENCE_S)[0]
         shown = (f"{format_bytes(a)} foreseen, {format_bytes(b)} ({b / a - 1:+.1%})" for a, b in both)
         print(f"  {policy:14s} {'   '.join(shown)}", flush=True)
 

@@ -377,8 +377,7 @@ def _is_last_batch(trainer: pl.Trainer) -> bool:
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:
     """Return whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
-    wanted = config.trace is not None or config.report is not None or config.measure_memory
-    return wanted or (ranks > 1 and config.costs == "measured")
+    return config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
 
 
 def _contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:

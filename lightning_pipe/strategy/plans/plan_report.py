@@ -13,7 +13,6 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.cost.prices import price
 from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
@@ -135,12 +134,12 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
     problem = planned.problem
     if problem.profile.source != "measured" or recorded.graph != problem.graph.fingerprint:
         return None
-    program, layout = recorded.program, planned.plan.layout
-    prices = price(problem.graph, planned.cuts, layout, profile=problem.profile, cluster=problem.cluster)
+    program, layout, prices = recorded.program, planned.plan.layout, planned.judged[0].prices
     if set(program.traffic.edges) != set(prices.traffic.edges):
         return None
     begins = (0.0,) * len(program.ranks) if problem.runs_ahead else None
-    predicted = simulate(program, prices, begins=begins)
+    cards = prices if len(problem.cluster.hosts) > 1 else None
+    predicted = simulate(program, prices, begins=begins, cards=cards)
     curves = memory_curves(predicted, program=program, prices=prices)
     expected = [RankPeak(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
     comparison = compare(

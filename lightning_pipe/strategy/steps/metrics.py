@@ -10,7 +10,7 @@ told that there is nobody to synchronise with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torchmetrics
@@ -138,7 +138,7 @@ def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> 
 
 def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:
     """Return the first question whose answer is not the one that the step was captured with, None if all are."""
-    return next((guard for guard in record.guards if float(values[guard.ref.name]) > 0), None)
+    return next((guard for guard in record.guards if float(cast("torch.Tensor", values[guard.ref.name])) > 0), None)
 
 
 def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
