@@ -308,7 +308,7 @@ class StageReplayer:
         handle = next(_HANDLES)
         if self._step.has_backward:
             trained = {name: state[self._part.parameters[name][0]] for name in self._part.trained}
-            spare = {name: self._step.module.get_parameter(name) for name in self._part.spare}
+            spare: dict[str, torch.Tensor] = {name: self._step.module.get_parameter(name) for name in self._part.spare}
             self._tapes[handle] = _Tape(play.sent, play.leaves, loss, trained, spare)
         return handle
 

@@ -138,7 +138,8 @@ def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> 
 
 def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:
     """Return the first question whose answer is not the one that the step was captured with, None if all are."""
-    return next((guard for guard in record.guards if float(values[guard.ref.name]) > 0), None)
+    wrong = ((guard, values[guard.ref.name]) for guard in record.guards)
+    return next((guard for guard, value in wrong if value is not None and float(value) > 0), None)
 
 
 def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
