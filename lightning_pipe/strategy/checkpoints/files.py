@@ -69,7 +69,9 @@ def _safetensors(files: list[Path]) -> dict[str, Unread]:
     try:
         from safetensors import safe_open
     except ImportError:
-        raise ConfigError("found weights in .safetensors, which need `pip install 'lightning-pipe[weights]'`.") from None
+        raise ConfigError(
+            "found weights in .safetensors, which need `pip install 'lightning-pipe[weights]'`."
+        ) from None
     found: dict[str, Unread] = {}
     for file in files:
         opened: Any = safe_open(str(file), framework="pt", device="cpu")
