@@ -107,7 +107,30 @@ class Wandering(Layers):
         return F.cross_entropy(self.head(x), y) * float(self.global_step + 1)
 
 
-MODULES = {cls.__name__: cls for cls in (Annealed, Branching, Measured, Mixup, Wandering)}
+class Attaching(Layers):
+    """What the first call makes is a constant at first, and is trained later."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        side = self.blocks[0](x)
+        side = side.detach() if self.global_step < 2 else side
+        for block in self.blocks[1:]:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x + 0.1 * side), y)
+
+
+class Detaching(Attaching):
+    """What the first call makes is a constant always."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        side = self.blocks[0](x).detach()
+        for block in self.blocks[1:]:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x + 0.1 * side), y)
+
+
+MODULES = {cls.__name__: cls for cls in (Annealed, Attaching, Branching, Detaching, Measured, Mixup, Wandering)}
 
 
 class Scaler(pl.Callback):
@@ -148,6 +171,7 @@ def fitted(name: str, options: dict[str, Any], steps: int = 5) -> tuple[list[flo
         ("Annealed", 2, {"microbatches": 4, "schedule": "interleaved"}),
         ("Mixup", 2, {"microbatches": 2, "schedule": "gpipe"}),
         ("Measured", 2, {"microbatches": 2}),
+        ("Detaching", 2, {"microbatches": 2, "capture": "replay", "layout": "1-1"}),
         ("Mixup", 3, {"microbatches": 2, "layout": "2-1"}),  # replicas see what the last stage sees
         ("Mixup", 2, {"microbatches": 2, "layout": "2"}),
     ],
@@ -191,3 +215,8 @@ def test_one_device_is_accumulation():
 def test_a_step_that_calls_other_modules_ends_with_one_error_on_every_rank():
     with pytest.raises(Exception, match=r"training_step calls blocks\.2(\.0)? where it called blocks\.1"):
         World(2).run(fitted, "Wandering", {"microbatches": 2, "capture": "replay"})
+
+
+def test_a_value_that_is_trained_later_than_it_was_traced_ends_with_one_error_on_every_rank():
+    with pytest.raises(Exception, match=r"differentiates what blocks\.0.* took its values only"):
+        World(2).run(fitted, "Attaching", {"microbatches": 2, "capture": "replay", "layout": "1-1"})

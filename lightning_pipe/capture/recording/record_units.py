@@ -49,7 +49,8 @@ class Seen:
         template: what it returned, with slots for tensors.
         outputs: forms of these tensors.
         is_understood: whether all tensors that it returned have slots.
-        differentiated: numbers of the outputs that got a gradient.
+        differentiable: numbers of the outputs that a gradient could flow through.
+        differentiated: numbers of those that got one.
         saved: bytes of what autograd keeps, by memory.
     """
 
@@ -58,6 +59,7 @@ class Seen:
     template: Any = None
     outputs: list[Form] = field(default_factory=list)
     is_understood: bool = False
+    differentiable: set[int] = field(default_factory=set)
     differentiated: set[int] = field(default_factory=set)
     saved: dict[Any, int] = field(default_factory=dict)
 
@@ -347,6 +349,7 @@ class _Units:
             seen.outputs.append((tensor.dtype, tuple(tensor.shape), _order(tensor)))
             self.follower.returned(tensor, unit, number)
             if tensor.requires_grad:
+                seen.differentiable.add(number)
                 tensor.register_hook(partial(_note_gradient, seen.differentiated, number))
         return output
 

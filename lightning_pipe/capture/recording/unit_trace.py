@@ -230,6 +230,7 @@ def _output(request: Request, runs: Sequence[Run], k: int, i: int) -> tuple[Unit
         rows=rows if fixed else 0,
         order=order,
         has_gradient=i in runs[0].seen[k].differentiated,
+        is_detached=i in runs[0].seen[k].differentiable - runs[0].seen[k].differentiated,
         is_overwritten=any((k, i) in run.overwritten for run in runs),
     )
     return output, fixed

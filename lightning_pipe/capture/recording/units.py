@@ -34,6 +34,7 @@ class UnitOutput:
         rows: rows of `batch_dim` per sample.
         order: dimensions from the slowest to the fastest in memory; () is row-major.
         has_gradient: whether a gradient flows back to the unit through it.
+        is_detached: whether none does although the unit made it differentiably: the step took its values only.
         is_overwritten: whether it (or memory that it shares) is changed in place after the unit has returned it.
     """
 
@@ -43,6 +44,7 @@ class UnitOutput:
     rows: int
     order: tuple[int, ...]
     has_gradient: bool
+    is_detached: bool
     is_overwritten: bool
 
 

@@ -267,16 +267,27 @@ class StageReplayer:
         leaves = {k: self._differentiated(k, tensors) for k, tensors in tape.given.items()}
         parameters = {name: p for name, p in (tape.parameters | tape.spare).items() if p.requires_grad}
         given = [*itertools.chain(*leaves.values())]
-        wanted = [*given, *parameters.values()]
+        detached = {k: self._detached(k, tensors) for k, tensors in tape.given.items()}
+        wanted = [*given, *parameters.values(), *itertools.chain(*detached.values())]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if made and wanted:
             with torch.enable_grad():
                 found = torch.autograd.grad(made, wanted, towards, allow_unused=True)
         complete = iter([torch.zeros_like(w) if g is None else g for g, w in zip(found, given, strict=False)])
         returned = {k: tuple(itertools.islice(complete, len(tensors))) for k, tensors in leaves.items()}
-        trained = dict(zip(parameters, found[len(given) :], strict=True))
+        trained = dict(zip(parameters, found[len(given) :], strict=False))
+        surprising = iter(found[len(given) + len(parameters) :])
+        self._refuse_attached(k for k, tensors in detached.items() for _ in tensors if next(surprising) is not None)
         self._refuse_spare(name for name in tape.spare if trained.get(name) is not None)
         return returned, {name: trained.get(name) for name in tape.parameters}
+
+    def _refuse_attached(self, units: Iterable[int]) -> None:
+        for k in units:
+            raise PipelineError(
+                f"{self._step.method} differentiates what {self._units[k].path} returns in this batch, and took its "
+                "values only (detached) when it was traced on the first one, so no gradient is sent back to its stage. "
+                "Differentiate it in every batch, multiplied by zero where that is not wanted, or in none."
+            )
 
     def _refuse_spare(self, names: Iterable[str]) -> None:
         for name in names:
@@ -314,6 +325,9 @@ class StageReplayer:
 
     def _differentiated(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t for t, output in zip(tensors, self._units[k].outputs, strict=True) if output.has_gradient]
+
+    def _detached(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [t for t, output in zip(tensors, self._units[k].outputs, strict=True) if output.is_detached]
 
     def _loss(self, output: Any) -> torch.Tensor | None:
         if not self._part.is_last or self._step.trace.loss is None:
@@ -498,7 +512,7 @@ class _Play:
         unit = self._player.step.trace.units[number]
         has_backward = self._player.step.has_backward
         leaves = tuple(
-            tensor.detach().requires_grad_(output.has_gradient and has_backward)
+            tensor.detach().requires_grad_((output.has_gradient or output.is_detached) and has_backward)
             for tensor, output in zip(self._given[number], unit.outputs, strict=True)
         )
         self.leaves[number] = leaves
