@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from ranks.world import crowding
+from ranks.world import Crowding
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"
@@ -18,6 +18,6 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     """Give a test more time on a crowded machine."""
-    if (shared := crowding()) > 1 and item.get_closest_marker("timeout") is None:
+    if (shared := Crowding.look()) > 1 and item.get_closest_marker("timeout") is None:
         limit = float(item.config.getoption("timeout", None) or item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(limit * shared))

@@ -310,11 +310,14 @@ class DappleStrategy(ParallelStrategy):
         if self._links is not None or self._failed or not self._has_met:
             yield self._links
             return
-        links = self._connect()
+        links, is_healthy = self._connect(), False
         try:
             yield links
+            # who closes while another still connects ends its connections
+            links.control.sum(torch.zeros(1), what="the other ranks (before connections are closed)")
+            is_healthy = True
         finally:
-            links.close()
+            links.close(healthy=is_healthy)
             self._end_watch()
 
     def _end_watch(self) -> None:

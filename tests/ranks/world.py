@@ -31,9 +31,16 @@ PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipe", 
 DEADLINE_S = 60.0  # on an idle machine
 
 
-def crowding() -> float:
-    """Return how many processes share a core of this machine, at least one; deadlines of tests are as much longer."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+class Crowding:
+    """How many processes share a core of this machine, at least one; deadlines of tests are as much longer."""
+
+    now = 1.0
+
+    @classmethod
+    def look(cls) -> float:
+        """Return it, and keep it for the deadlines of the test that begins."""
+        cls.now = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        return cls.now
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class World:
     def results(self, function: Callable[..., Any], *args: Any, deadline_s: float | None = None) -> list[Result]:
         """Call the function on all ranks and say what became of each."""
         processes = _Processes.of(self.size)
-        deadline_s = DEADLINE_S * crowding() if deadline_s is None else deadline_s
+        deadline_s = DEADLINE_S * Crowding.now if deadline_s is None else deadline_s
         results = processes.call(pickle.dumps((list(sys.path), pickle.dumps((function, args)))), deadline_s)
         if not all(isinstance(result, Returned) for result in results):
             processes.end()
