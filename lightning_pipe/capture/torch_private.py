@@ -37,6 +37,8 @@
   hooks on the backward of modules.
 * `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group`: what every collective asks first.
 * `distributed_c10d._get_default_group`: what `get_rank` and `get_world_size` ask.
+* `GradScaler._per_optimizer_states`, `_scale`: whether gradients of an optimizer were finite, and where that is kept;
+  `Optimizer._step_supports_amp_scaling`: whether an optimizer looks itself.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -117,17 +119,20 @@ __all__ = [
     "is_real",
     "is_traced",
     "keeping_version",
+    "looks_for_overflow",
     "numbered_checkpoints",
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
     "recorded_events",
     "reparametrize",
+    "set_whether_overflowed",
     "shares_memory_with",
     "swap_contents",
     "tag_nodes",
     "unchecked_distributions",
     "unguarded",
+    "whether_overflowed",
     "without_modes",
     "without_overrides",
     "written_by",
@@ -371,6 +376,25 @@ def unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         distribution.set_default_validate_args(before)
+
+
+def whether_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a gradient that this process has is not finite, after `scaler.unscale_(optimizer)`."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(bool(value) for value in found.values())
+
+
+def set_whether_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, overflowed: bool) -> None:
+    """Let a scaler believe that gradients are not finite, or that all are, though there may be none in this process."""
+    assert scaler._scale is not None, "it has scaled a loss"
+    device = scaler._scale.device
+    found = torch.full((), float(overflowed), dtype=torch.float32, device=device)
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {device: found}
+
+
+def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer looks itself whether gradients are finite, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -26,6 +26,8 @@ _signal_connector._sigterm_notifier_fn      what SIGTERM does; Lightning's broad
                                     never returns where one rank alone got the signal
 _init_dist_connection, _get_default_process_group_backend_for_device     open the default process group
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
+WeightAveraging._average_model, ._swap_models, ._copy_average_to_current, ._device; StochasticWeightAveraging's
+_average_model and _device          copies of the module that callbacks average, and what reads or writes both
 Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizers_to_device, _optimizer_to_device   move optimizer state
 """
@@ -161,6 +163,63 @@ def _inside(context: Callable[[], AbstractContextManager[None]], function: Calla
 def throughputs(monitor: ThroughputMonitor) -> list[Throughput]:
     """Return what a monitor measures throughput with, one for each kind of loop."""
     return list(monitor._throughputs.values())
+
+
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")  # the first is newer than the oldest Lightning
+
+
+def keeps_average(callback: pl.Callback) -> bool:
+    """Return whether a callback is one of Lightning's that average weights."""
+    return any(is_lightnings(callback, name) for name in _AVERAGING)
+
+
+def is_lightnings(callback: pl.Callback, name: str) -> bool:
+    """Return whether a callback is Lightning's of this name, or made from it."""
+    kind = getattr(lightning_module("pytorch.callbacks"), name, None)
+    return kind is not None and isinstance(callback, kind)
+
+
+def averaged_model(callback: Any) -> Any:
+    """Return what a callback averages into: a module, or torch's `AveragedModel` around one; None if there is none."""
+    return callback._average_model
+
+
+def average_of(callback: pl.Callback) -> pl.LightningModule | None:
+    """Return the copy of the module into which a callback averages, once it is made."""
+    averaged = averaged_model(callback)
+    is_bare = averaged is None or is_lightnings(callback, _AVERAGING[1])
+    copy: pl.LightningModule | None = averaged if is_bare else averaged.module
+    return copy
+
+
+def device_of_average(callback: Any) -> torch.device | None:
+    """Return where a callback wants its averages; None beside the weights."""
+    return None if callback._device is None else torch.device(callback._device)
+
+
+def function_of_all(callback: pl.Callback) -> Any:
+    """Return the function with which a callback averages all parameters at once, None if there is none."""
+    return getattr(averaged_model(callback), "multi_avg_fn", None)
+
+
+def averaging_methods(callback: pl.Callback) -> list[tuple[Any, str]]:
+    """Return objects and names of their methods that go through the parameters of a module and of its average."""
+    averaged = averaged_model(callback)
+    if is_lightnings(callback, _AVERAGING[1]):
+        return [(callback, "update_parameters"), (callback, "transfer_weights"), (averaged, "to")]
+    return [(averaged, "update_parameters"), (callback, "_swap_models"), (callback, "_copy_average_to_current")]
+
+
+def copy_on_host(callback: pl.Callback, module: pl.LightningModule) -> Callable[[], Any]:
+    """Let a callback copy the module on the host, before it is known which part stays here; return what undoes this."""
+    usual = callback.setup
+
+    def setup(*arguments: Any, **options: Any) -> None:
+        with on_host(module):
+            usual(*arguments, **options)
+
+    vars(callback)["setup"] = setup
+    return lambda: vars(callback).pop("setup", None)
 
 
 def swap_optimization(trainer: pl.Trainer, loop: AutomaticOptimization) -> AutomaticOptimization:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Iterator
 
 import torch
@@ -10,18 +12,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.capture import Route
-from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled
+from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled, looks_for_overflow
+from lightning_pipe.config import DappleConfig
 from lightning_pipe.errors import CaptureError, UnsupportedError
 from lightning_pipe.lightning_names import (
     MixedPrecision,
-    OnExceptionCheckpoint,
+    Precision,
     callbacks_of,
     is_overridden,
     is_param_in_hook_signature,
     pl,
+    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_pipe.lightning_package import name_in_use
+from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.parameters.meta_modules import without_origin
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -30,13 +35,16 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _BEFORE_ZEROING = "on_before_zero_grad"
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
-# callback (some are newer than the oldest Lightning that we support) -> what it needs that no rank has; the way out
+# callback (some are newer than the oldest Lightning that we support) -> what it does; the way out
 _CALLBACKS = {
-    "WeightAveraging": ("averages the weights of the whole module", "Average the checkpoints after training."),
-    "StochasticWeightAveraging": ("averages the weights of the whole module", "Average the checkpoints instead."),
-    "BatchSizeFinder": ("runs the whole module on one device", "Set batch_size, or find it with devices=1."),
-    "LearningRateFinder": ("restarts training from a copy of the module", "Find the rate with devices=1."),
-    "ModelPruning": ("prunes the weights of the whole module", "Prune the module after training."),
+    "BatchSizeFinder": (
+        "doubles the batch until a device runs out of memory, which ends all ranks of a pipeline",
+        "Set batch_size; `lightning-pipe max-batch` finds the largest that fits, without devices.",
+    ),
+    "ModelPruning": (
+        "compares the weights of the whole module, of which no rank of a pipeline has all",
+        "Prune the module after training.",
+    ),
 }
 
 
@@ -49,16 +57,25 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UnsupportedError(
-            f"{name} uses manual optimization (automatic_optimization = False). A pipeline runs forward and backward "
-            "of many micro-batches in one program, which manual_backward cannot be part of. With one optimizer, return "
-            "the loss from training_step instead; with several, as in a GAN, use strategy='ddp'."
+            f"{name} uses manual optimization (automatic_optimization = False{_line_of(module)}). A pipeline runs "
+            "forward and backward of many micro-batches in one program, which manual_backward cannot be part of. With "
+            "one optimizer, return the loss from training_step instead; with several, as in a GAN, use strategy='ddp'."
         )
-    _refuse_precision(trainer)
     _refuse_synchronised_norms(trainer, module)
-    _refuse_compiled(module)
     _refuse_hooks(module)
     for callback in callbacks_of(trainer):
-        _refuse_callback(callback, ranks=trainer.world_size)
+        _refuse_callback(callback)
+
+
+def _line_of(module: pl.LightningModule) -> str:
+    """Return where a class of the module sets automatic_optimization, "" if that is not to be found."""
+    for kind in type(module).__mro__:
+        with contextlib.suppress(OSError, TypeError):
+            lines, first = inspect.getsourcelines(kind)
+            for number, line in enumerate(lines, start=first):
+                if re.search(r"\bautomatic_optimization\s*=[^=]", line):
+                    return f", set at {inspect.getsourcefile(kind)}:{number}"
+    return ""
 
 
 def refuse_parameters(module: pl.LightningModule) -> None:
@@ -74,6 +91,15 @@ def refuse_parameters(module: pl.LightningModule) -> None:
             "which. Build it in configure_model or inside `with trainer.init_module(empty_init=True)`; or call "
             "save_hyperparameters() in its __init__, so that it can be built again; or give all values by weights= or "
             "ckpt_path=."
+        )
+
+
+def say_compiled(module: pl.LightningModule) -> None:
+    """Say once which modules run without the compilation that the user has asked for."""
+    if compiled := [path or type(module).__name__ for path, child in module.named_modules() if is_compiled(child)]:
+        rank_zero_info(
+            f"{', '.join(compiled)}: torch.compile is left out, since the whole step is captured as graphs anyway. "
+            "Names in checkpoints stay as they are."
         )
 
 
@@ -123,12 +149,19 @@ def refusing_several_optimizers(module: pl.LightningModule) -> Iterator[None]:
         ) from error
 
 
-def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.LightningModule) -> None:
+def refuse_optimizers(optimizers: list[torch.optim.Optimizer], plugin: Precision) -> None:
     """Check what `configure_optimizers` returned.
 
     Raises:
         UnsupportedError: naming what cannot work, why, and the way out.
     """
+    is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+    for optimizer in optimizers:
+        if is_scaled and looks_for_overflow(optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}(fused=True) looks itself whether gradients are finite, with "
+                "precision='16-mixed', and sees those of one rank only. Set fused=False, or precision='bf16-mixed'."
+            )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise UnsupportedError(
             "LBFGS evaluates the step several times and multiplies gradients of all parameters, which are on several "
@@ -136,12 +169,39 @@ def refuse_optimizers(optimizers: list[torch.optim.Optimizer], module: pl.Lightn
         )
 
 
-def refuse_post_validation(module: pl.LightningModule) -> None:
+def refuse_averages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Check the callbacks that average weights once the module is complete.
+
+    Raises:
+        UnsupportedError: naming what cannot be averaged where it is, and the way out.
+    """
+    for callback in filter(private.keeps_average, callbacks_of(trainer)):
+        name = type(callback).__name__
+        norm = next((path for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)), None)
+        if norm is not None and private.is_lightnings(callback, "StochasticWeightAveraging"):
+            raise UnsupportedError(
+                f"{name} takes the statistics of {norm} (BatchNorm) anew in one more epoch, without backward, which no "
+                "program of a pipeline does. WeightAveraging() averages the statistics along with the weights."
+            )
+        if getattr(trainer.strategy, "config", DappleConfig()).save_distributed_checkpoint:
+            raise UnsupportedError(
+                f"{name} writes two sets of weights into a checkpoint, and save_distributed_checkpoint=True has place "
+                "for one. Set it to False, or remove the callback."
+            )
+
+
+def refuse_post_validation(module: pl.LightningModule, plugin: Precision) -> None:
     """Check that an optimizer step can be taken back and taken again.
 
     Raises:
-        UnsupportedError: naming the hook that stands in the way.
+        UnsupportedError: naming what stands in the way.
     """
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise UnsupportedError(
+            "precision='16-mixed' asks all ranks before every optimizer step whether gradients are finite, so "
+            "post_validation=True, which steps before ranks are asked, gains nothing. Set it to False, or "
+            "precision='bf16-mixed'."
+        )
     for hook in ("configure_gradient_clipping", "optimizer_step"):
         if is_overridden(hook, module, pl.LightningModule):
             raise UnsupportedError(
@@ -173,28 +233,11 @@ def check_written(capture: Route, module: pl.LightningModule, *, microbatches: i
     )
 
 
-def _refuse_callback(callback: pl.Callback, *, ranks: int) -> None:
+def _refuse_callback(callback: pl.Callback) -> None:
     for kind in type(callback).__mro__:
         if kind.__name__ in _CALLBACKS and kind.__module__.startswith(name_in_use("pytorch.callbacks")):
             why, way_out = _CALLBACKS[kind.__name__]
-            raise UnsupportedError(
-                f"The callback {type(callback).__name__} {why}; in a pipeline no rank has all of it. {way_out}"
-            )
-    saves = isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
-    if saves and ranks > 1:
-        raise UnsupportedError(
-            f"The callback {type(callback).__name__} saves a checkpoint when a rank fails, but the weights of the "
-            "other ranks cannot be collected then. Save checkpoints often (every_n_train_steps) instead."
-        )
-
-
-def _refuse_precision(trainer: pl.Trainer) -> None:
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        raise UnsupportedError(
-            f"precision={plugin.precision!r} scales the loss by a GradScaler, which is not supported. Use "
-            "precision='bf16-mixed', 'bf16-true' or '32-true'."
-        )
+            raise UnsupportedError(f"The callback {type(callback).__name__} {why}. {way_out}")
 
 
 def _refuse_synchronised_norms(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -206,15 +249,6 @@ def _refuse_synchronised_norms(trainer: pl.Trainer, module: pl.LightningModule) 
             "sync_batchnorm=False; replicas that see batch statistics take whole micro-batches instead, and "
             "microbatches=1 normalises whole batches."
         )
-
-
-def _refuse_compiled(module: pl.LightningModule) -> None:
-    for path, child in module.named_modules():
-        if is_compiled(child):
-            raise UnsupportedError(
-                f"{path or type(module).__name__} is compiled with torch.compile, but the step is captured from the "
-                "plain module. Remove the call of torch.compile."
-            )
 
 
 def _refuse_hooks(module: pl.LightningModule) -> None:

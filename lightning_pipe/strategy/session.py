@@ -39,9 +39,11 @@ from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.gradients.clipping import Clipper
 from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
+from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
+from lightning_pipe.strategy.parameters.averages import Averages, Connected
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
@@ -67,6 +69,7 @@ class Session:
         feed: who loads.
         plugin: precision of the trainer.
         device: where this rank computes.
+        connected: opens connections to the other ranks, after the fit too.
 
     Attributes:
         stop: whether the results of the last batch said that a rank is asked to stop; None if they did not say.
@@ -81,6 +84,7 @@ class Session:
         feed: Feed,
         plugin: Precision,
         device: torch.device,
+        connected: Connected,
     ) -> None:
         self._module, self._config, self._links, self._feed = module, config, links, feed
         self._plugin, self._device = plugin, device
@@ -95,6 +99,7 @@ class Session:
         self._optimizers: list[Optimizer] = []
         self._shared_states: list[SharedState] = []  # of the optimizer; there is one at most
         self._contexts = _contexts(plugin)
+        self._loss_scale = LossScale(plugin, links.control)
         self._limit = contextlib.ExitStack()
         self._is_early = False  # whether the plan has to wait for the first training batch
         self._clippers: list[Clipper] = []
@@ -109,6 +114,7 @@ class Session:
             device=device,
             later=self._later,
         )
+        self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)
         self._shared: tuple[Any, Structure] | None = None
         self._recording: Recording | None = None
@@ -130,6 +136,7 @@ class Session:
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Train with these optimizers, over parameters of the whole module."""
         self._optimizers = optimizers
+        self._loss_scale.install()
         self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
         for shared in self._shared_states:
             private.call_before_step(self._plugin, shared.drop)
@@ -142,6 +149,11 @@ class Session:
             )
             clipper.install(self._plugin)
             self._clippers.append(clipper)
+
+    def share(self) -> None:
+        """Give every rank the weights of rank 0, and their averages."""
+        self.weights.share()
+        self._averages.begin()
 
     def expect_readers(self, hooks: Sequence[str]) -> None:
         """Prepare gradients for these hooks of the user, which look at them after the backward of every batch."""
@@ -238,7 +250,7 @@ class Session:
         turn = RunOptions(
             leaves,
             number=number,
-            weight=weight,
+            weight=weight * self._loss_scale.factor if method == TRAINING else weight,
             synchronise=synchronise,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
@@ -285,9 +297,12 @@ class Session:
         self._recording = None
         if healthy:
             self.settle()
-            self.weights.restore(whole_ranks(self._config, self.weights, self._links.control))
+            ranks = whole_ranks(self._config, self.weights, self._links.control)
+            self.weights.restore(ranks)
+            self._averages.restore(ranks)
         else:
             self.weights.forget()
+            self._averages.forget()
         for groups in self.groups:
             groups.follow()
         self._module.example_input_array = self._example
@@ -295,6 +310,7 @@ class Session:
         self._limit.close()
         self._pipeline.close()
         Clipper.remove(self._plugin)
+        self._loss_scale.remove()
         private.forget_before_step(self._plugin)
         for shared in self._shared_states:
             shared.end()
@@ -313,6 +329,7 @@ class Session:
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
         self.weights.move(self._device)
+        self._averages.place(self._device)
         self._hold()
         for shared in self._shared_states:
             shared.connect()

@@ -48,6 +48,7 @@ from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.checkpoints.after_exception import save_where_all_meet, saves_at_exception
 from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
 from lightning_pipe.strategy.checkpoints.saving import load, save_plain, save_sharded
@@ -63,6 +64,7 @@ from lightning_pipe.strategy.parameters.stand_ins import bare
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plans.plan_report import make_room
 from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, GuardedScriptLauncher
 from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.ranks.network_card import choose_card
@@ -70,10 +72,12 @@ from lightning_pipe.strategy.ranks.outcome import FitOutcome
 from lightning_pipe.strategy.refusals import (
     readers_of_gradients,
     refuse,
+    refuse_averages,
     refuse_optimizers,
     refuse_parameters,
     refuse_post_validation,
     refusing_several_optimizers,
+    say_compiled,
 )
 from lightning_pipe.strategy.session import Session
 
@@ -273,6 +277,7 @@ class DappleStrategy(ParallelStrategy):
         self.set_world_ranks()
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
         self._undo.append(private.hide_advice_to_synchronise())
+        self._adapt_callbacks(self.lightning_module)
         self._links = self._connect()
         self._feed = Feed(
             self._links.control,
@@ -282,6 +287,14 @@ class DappleStrategy(ParallelStrategy):
         )
         callbacks = callbacks_of(self.lightning_module.trainer)
         self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
+
+    def _adapt_callbacks(self, module: pl.LightningModule) -> None:
+        """Let callbacks copy the module on the host, and save at an exception only where all ranks come to it."""
+        for callback in callbacks_of(module.trainer):
+            if private.keeps_average(callback):
+                self._undo.append(private.copy_on_host(callback, module))
+            if saves_at_exception(callback):
+                self._undo.append(save_where_all_meet(callback, lambda: self._watch))
 
     def _connect(self) -> Connections:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
@@ -320,6 +333,11 @@ class DappleStrategy(ParallelStrategy):
             links.close(healthy=is_healthy)
             self._end_watch()
 
+    @contextlib.contextmanager
+    def _control(self) -> Iterator[ControlPlane | None]:
+        with self._connected() as links:
+            yield None if links is None else links.control
+
     def _end_watch(self) -> None:
         if self._watch is not None:
             self._watch.close()
@@ -331,6 +349,7 @@ class DappleStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None, "connected by the trainer"
         self.accelerator.setup(trainer)
+        self._leave_compilation_out(module)
         measure_whole_batches(trainer, ranks=self.world_size)
         private.make_loaders_inside(trainer, self._feed.data.while_loading)
         self._give_weights(module)
@@ -344,24 +363,33 @@ class DappleStrategy(ParallelStrategy):
             feed=self._feed,
             plugin=self.precision_plugin,
             device=self.root_device,
+            connected=self._control,
         )
-        self._session.weights.share()
+        self._session.share()
         if trainer.state.fn == TrainerFn.FITTING:
+            refuse_averages(trainer, module)
             control = self._links.control
             control.agreed(lambda: make_room(self.config), source=0, what="whether a report can be written")
             self._install_loop(trainer)
             with refusing_several_optimizers(module):
                 self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers, module)
+            refuse_optimizers(self.optimizers, self.precision_plugin)
             if self.world_size > 1:
                 control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
             if self.config.post_validation:
-                refuse_post_validation(module)
+                refuse_post_validation(module, self.precision_plugin)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
+
+    def _leave_compilation_out(self, module: pl.LightningModule) -> None:
+        """Let what the user has compiled run as it is written, until teardown: steps are captured as graphs."""
+        say_compiled(module)
+        stance = contextlib.ExitStack()
+        stance.enter_context(torch.compiler.set_stance("force_eager"))
+        self._undo.append(stance.close)
 
     def _give_weights(self, module: pl.LightningModule) -> None:
         """Let a module that comes here first have the weights that the user names, unless a checkpoint gives some."""
@@ -376,7 +404,8 @@ class DappleStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's state from a checkpoint."""
         self._is_resumed = True
-        super().load_model_state_dict(checkpoint, strict=strict)
+        with self.whole_module():  # that of a run which is under way has parts, as when the learning rate is searched
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def _check_optimizers(self) -> None:
         for optimizer in self.optimizers:

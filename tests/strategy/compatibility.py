@@ -5,6 +5,7 @@ python -m strategy.compatibility    (in tests) writes docs/compatibility.md from
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import re
 from collections.abc import Callable
@@ -14,8 +15,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch import loggers
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader, grad_norm
 from torch import nn
 from torch.utils.data import (
@@ -126,6 +131,35 @@ def resume(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> None
     trainer.fit(module, loader(), loader(), ckpt_path=f"{folder}/resume.ckpt")
 
 
+def scaled(scale: float) -> dict[str, Any]:
+    """Return a plug-in as `precision="16-mixed"` makes it on a GPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "max_epochs": 5}
+
+
+def scales(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    fit(trainer, module, folder)
+    return {name: torch.tensor(value) for name, value in trainer.precision_plugin.state_dict().items()}
+
+
+def averages(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    """Fit, and return what the checkpoints of the last epoch hold, current weights and averages."""
+    trainer.callbacks.append(every := cb.ModelCheckpoint(folder, save_top_k=-1, monitor="val_loss"))
+    fit(trainer, module, folder)
+    trainer.strategy.barrier()
+    saved = torch.load(every.best_model_path, weights_only=False)
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    trainer.strategy.barrier()
+    after = torch.load(f"{folder}/after.ckpt", weights_only=False)
+    parts = ("state_dict", "current_model_state", "averaging_state")
+    return [{part: dict(found[part]) for part in parts} for found in (saved, after)]
+
+
+def mixed(averages: Any, current: Any, count: Any) -> None:
+    for average, now in zip(averages, current, strict=True):
+        average.lerp_(now, float(current[0].mean()))
+
+
 def fit_twice(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> None:
     fit(trainer, module, folder)
     trainer.fit_loop.max_epochs = 3
@@ -148,6 +182,25 @@ def predict_with_writer(interval: str) -> Row:
         return dict(kept)
 
     return Row(f"BasePredictionWriter(write_interval='{interval}')", using(lambda: Writer(interval)), run=run)
+
+
+class Failing(cb.Callback):
+    """An error that all ranks find, as a check of losses does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise FloatingPointError("the loss is too large")
+
+
+def failing(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    """Fail in training, and return what the checkpoint of the exception holds."""
+    with contextlib.suppress(FloatingPointError):
+        fit(trainer, module, folder)
+    found = [torch.load(file, weights_only=False) for file in Path(folder).glob("*.ckpt")]
+    last = max(found, key=lambda checkpoint: checkpoint["global_step"])
+    for name, parameter in module.named_parameters():
+        parameter.data = last["state_dict"][name]  # a rank keeps its own part when a run fails
+    return torch.tensor(last["global_step"])
 
 
 def rates(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
@@ -220,12 +273,89 @@ class Normalised(Net):
         self.backbone.append(nn.BatchNorm1d(8).double())
 
 
+class Average(Net):
+    """A buffer that training changes, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("fixed", torch.ones(2, dtype=torch.float64))
+        self.head.register_buffer("at_head", torch.zeros(3, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.seen += batch[0].sum()
+        return super().training_step(batch, batch_idx)
+
+
+class Tuned(Net):
+    """A learning rate that is searched for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class EveryEpoch(cb.LearningRateFinder):
+    """Search for the learning rate anew in every epoch, as Lightning's documentation does."""
+
+    def __init__(self) -> None:
+        super().__init__(num_training_steps=15, mode="linear")
+
+    def on_fit_start(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.lr_find(trainer, module)
+
+
+def tuned(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    fit(trainer, module, folder)
+    finder = next(one for one in trainer.callbacks if isinstance(one, cb.LearningRateFinder)).optimal_lr
+    return [torch.tensor(module.lr), torch.tensor(finder.results["loss"]), torch.tensor(finder.results["lr"])]
+
+
+def tuned_before(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any:
+    found = Tuner(trainer).lr_find(module, loader(), num_training=20)
+    fit(trainer, module, folder)
+    return [torch.tensor(module.lr), torch.tensor(found.results["loss"])]
+
+
 class Compiled(Net):
     """A child that torch compiles."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = torch.compile(self.backbone)
+        self.backbone = torch.compile(self.backbone, backend="eager")
+
+
+class CompiledLate(Net):
+    """A child that is compiled as Lightning's most used template does it."""
+
+    def setup(self, stage: str) -> None:
+        self.backbone = torch.compile(self.backbone, backend="eager")
+
+
+class CompiledInPlace(Net):
+    """A child that is compiled by its method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.compile(backend="eager")
+
+
+class CompiledLoss(Net):
+    """A function that is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = torch.compile(F.cross_entropy, backend="eager")
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.criterion(self(batch[0].to(self.head[0].weight.dtype)), batch[1])
 
 
 class Configured(Net):
@@ -306,7 +436,7 @@ def batch_sampled() -> DataLoader:
     return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 6, drop_last=False))
 
 
-NO_PART = "in a pipeline no rank has all of it"
+AT_EXCEPTION = "Where all ranks come to it; else the run says why there is none."
 FILES = {"enable_checkpointing": True}
 LR = torch.optim.lr_scheduler
 
@@ -338,6 +468,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("barebones=True", lambda _: BAREBONES, note="Nothing is logged, as on one device."),
         Row("profiler='simple'", {"profiler": "simple"}),
         Row("profiler='advanced'", {"profiler": "advanced"}),
+        Row("PyTorchProfiler", lambda f: {"profiler": PyTorchProfiler(f, "trace", export_to_chrome=False)}),
         Row("enable_model_summary=True", {"enable_model_summary": True}),
         Row("enable_progress_bar=True", {"enable_progress_bar": True}),
         Row("sync_batchnorm=True without BatchNorm", {"sync_batchnorm": True}),
@@ -352,6 +483,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
             tolerance=1e-5, note="Rounding of float32."),
         Row("precision='bf16-mixed'", {"precision": "bf16-mixed"}, tolerance=5e-2, note="Rounding of bfloat16."),
         Row("precision='16-mixed' on a CPU", {"precision": "16-mixed"}, tolerance=5e-2, note="It is bf16-mixed there."),
+        Row("precision='16-mixed' with a loss scale", lambda _: scaled(2.0**12), run=scales, tolerance=5e-2,
+            note="One scale for all stages. Rounding of float16."),
+        Row("precision='16-mixed' with gradients that overflow", lambda _: scaled(2.0**40), run=scales, tolerance=5e-2,
+            note="All ranks skip the same steps."),
+        Row("precision='16-mixed' with a fused optimizer", lambda _: scaled(2.0**12), optimized_by(
+            lambda m: torch.optim.Adam(m.parameters(), fused=True)), refused="(fused=True) looks itself"),
         Row("precision='bf16-true'", {"precision": "bf16-true"}, tolerance=1e-1, note="Rounding of bfloat16."),
     ),
     "Callbacks": (
@@ -360,10 +497,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "callbacks": [cb.ModelCheckpoint(f, monitor="val_loss")], **FILES}, run=best_files),
         Row("ModelCheckpoint(every_n_train_steps=2)", lambda f: {"callbacks": [cb.ModelCheckpoint(
             f, every_n_train_steps=2, save_top_k=-1)], **FILES}),
-        Row("ModelCheckpoint(save_on_exception=True)", lambda f: {"callbacks": [saving(f)], **FILES},
-            refused="saves a checkpoint when a rank fails"),
-        Row("OnExceptionCheckpoint", lambda f: {"callbacks": [cb.OnExceptionCheckpoint(f)], **FILES},
-            refused="saves a checkpoint when a rank fails"),
+        Row("ModelCheckpoint(save_on_exception=True)", lambda f: {"callbacks": [saving(f), Failing()], **FILES},
+            run=failing, note=AT_EXCEPTION),
+        Row("OnExceptionCheckpoint", lambda f: {"callbacks": [cb.OnExceptionCheckpoint(f), Failing()], **FILES},
+            run=failing, note=AT_EXCEPTION),
         Row("LearningRateMonitor", lambda f: {"callbacks": [cb.LearningRateMonitor()], **logged(f, loggers.CSVLogger)}),
         Row("GradientAccumulationScheduler", using(lambda: cb.GradientAccumulationScheduler({0: 1, 1: 3}))),
         Row("Timer", using(lambda: cb.Timer("00:01:00:00"))),
@@ -381,11 +518,23 @@ ROWS: dict[str, tuple[Row, ...]] = {
             **logged(f, loggers.CSVLogger)}, note="Every batch counts once."),
         Row("DeviceStatsMonitor", lambda f: {"callbacks": [cb.DeviceStatsMonitor(cpu_stats=False)],
             **logged(f, loggers.CSVLogger)}, note="Of rank 0, where the logger is."),
-        Row("StochasticWeightAveraging", using(lambda: cb.StochasticWeightAveraging(1e-2)), refused=NO_PART),
-        Row("WeightAveraging, EMAWeightAveraging", using(lambda: cb.WeightAveraging()), refused=NO_PART),
-        Row("BatchSizeFinder", using(cb.BatchSizeFinder), refused=NO_PART),
-        Row("LearningRateFinder", using(cb.LearningRateFinder), refused=NO_PART),
-        Row("ModelPruning", using(lambda: cb.ModelPruning("l1_unstructured")), refused=NO_PART),
+        Row("StochasticWeightAveraging", using(lambda: cb.StochasticWeightAveraging(1e-2, swa_epoch_start=1),
+            max_epochs=4), note="Each rank averages what it holds."),
+        Row("StochasticWeightAveraging with BatchNorm", using(lambda: cb.StochasticWeightAveraging(1e-2)), Normalised,
+            refused="takes the statistics of backbone.3 (BatchNorm) anew"),
+        Row("WeightAveraging", using(lambda: cb.WeightAveraging()), run=averages,
+            note="Each rank averages what it holds."),
+        Row("EMAWeightAveraging", using(lambda: cb.EMAWeightAveraging(decay=0.9)), Average, run=averages,
+            note="Each rank averages what it holds."),
+        Row("EMAWeightAveraging, fit(ckpt_path=...)", using(lambda: cb.EMAWeightAveraging(decay=0.9)), run=resume),
+        Row("a multi_avg_fn that mixes parameters", using(lambda: cb.WeightAveraging(multi_avg_fn=mixed)),
+            refused="sees all parameters at once"),
+        Row("BatchSizeFinder", using(cb.BatchSizeFinder), refused="until a device runs out of memory"),
+        Row("LearningRateFinder", using(lambda: cb.LearningRateFinder(num_training_steps=20)), Tuned, run=tuned),
+        Row("LearningRateFinder in an epoch", using(EveryEpoch), Tuned, run=tuned),
+        Row("Tuner.lr_find", module=Tuned, run=tuned_before),
+        Row("ModelPruning", using(lambda: cb.ModelPruning("l1_unstructured")),
+            refused="compares the weights of the whole module"),
     ),
     "Modules": (
         Row("self.log(sync_dist=True)", module=changed(training_step=lambda self, batch, batch_idx: (
@@ -416,7 +565,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("several optimizers", module=optimized_by(lambda m: [torch.optim.SGD(part.parameters(), 0.1) for part in (
             m.backbone, m.head)]), refused="returned several optimizers; expected one"),
         Row("LBFGS", module=optimized_by(lambda m: torch.optim.LBFGS(m.parameters())), refused="LBFGS evaluates"),
-        Row("torch.compile of a child", module=Compiled, refused="backbone is compiled with torch.compile"),
+        Row("torch.compile of a child", module=Compiled, note="Is left out, as the step is captured anyway."),
+        Row("torch.compile of a child in setup", module=CompiledLate, note="Is left out."),
+        Row("compile() of a child", module=CompiledInPlace, note="Is left out."),
+        Row("torch.compile of a function", module=CompiledLoss, note="Is left out."),
         Row("backward", module=changed(backward=lambda self, loss: loss.backward()), refused="overrides backward"),
     ),
     "Data": (

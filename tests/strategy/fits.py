@@ -108,8 +108,8 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """Make a quiet trainer: on this world's ranks for a `DappleStrategy`, else on one device."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    plugins = [WorldEnvironment()] if dist.is_initialized() and isinstance(strategy, DappleStrategy) else []
-    devices = dist.get_world_size() if plugins else 1
+    here = [WorldEnvironment()] if dist.is_initialized() and isinstance(strategy, DappleStrategy) else []
+    devices, plugins = dist.get_world_size() if here else 1, [*here, *options.pop("plugins", [])]
     return pl.Trainer(**{**QUIET, "devices": devices, "strategy": strategy, "plugins": plugins, **options})
 
 

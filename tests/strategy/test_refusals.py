@@ -15,7 +15,7 @@ from torch import nn
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError, UnsupportedError
 from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
-from ranks.world import Raised, World
+from ranks.world import World
 from strategy.fits import dapple, make_trainer
 
 NAME = "parameter_groups"
@@ -37,17 +37,12 @@ MODULES = {
     "manual optimization": lambda: changed(lambda m: setattr(m, "automatic_optimization", False)),
     "overrides backward": lambda: of_class(backward=lambda self, loss: loss.backward()),
     "LBFGS": lambda: of_class(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())),
-    "torch.compile": lambda: changed(lambda m: setattr(m, "body", torch.compile(m.body))),
     "`dataloader_iter`": lambda: of_class(training_step=lambda self, dataloader_iter: None),
     "no values": lambda: changed(lambda m: setattr(m, "head", nn.Linear(12, 7, device="meta"))),
     "is on the meta device, or lazy": lambda: changed(lambda m: setattr(m, "head", nn.LazyLinear(7))),
 }
 CALLBACKS = {
-    "StochasticWeightAveraging": lambda: cb.StochasticWeightAveraging(1e-2),
-    "WeightAveraging": lambda: cb.WeightAveraging(),
-    "EMAWeightAveraging": lambda: cb.EMAWeightAveraging(),
     "BatchSizeFinder": lambda: cb.BatchSizeFinder(),
-    "LearningRateFinder": lambda: cb.LearningRateFinder(),
     "ModelPruning": lambda: cb.ModelPruning("l1_unstructured"),
 }
 
@@ -62,15 +57,21 @@ def test_a_module_that_cannot_work_is_refused(words: str) -> None:
         fit(MODULES[words]())
 
 
-@pytest.mark.parametrize("name", [name for name in CALLBACKS if hasattr(cb, name)])  # some are newer than Lightning 2.5
+@pytest.mark.parametrize("name", CALLBACKS)
 def test_a_callback_that_needs_the_whole_module_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"The callback {name} "):
         fit(make_module(NAME), callbacks=[CALLBACKS[name]()])
 
 
-def fit_saving_on_exception(callback: type, folder: str) -> None:
-    trainer = make_trainer(dapple(), max_epochs=1, callbacks=[callback(folder)], enable_checkpointing=True)
-    trainer.fit(make_module(NAME), make_loader(NAME))
+class FailsOn(pl.Callback):
+    """Raise on one rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == self.rank:
+            raise FloatingPointError("on one rank")
 
 
 class SavingOnException(cb.ModelCheckpoint):
@@ -83,11 +84,31 @@ class SavingOnException(cb.ModelCheckpoint):
         self.save_on_exception = True
 
 
-@pytest.mark.parametrize("callback", [cb.OnExceptionCheckpoint, SavingOnException])
-def test_a_checkpoint_after_a_failure_is_refused_on_several_ranks(callback: type, tmp_path: Any) -> None:
-    for result in World(2).results(fit_saving_on_exception, callback, str(tmp_path)):
-        assert isinstance(result, Raised) and result.kind == "UnsupportedError", result
-    fit_saving_on_exception(callback, str(tmp_path / "alone"))
+def fail_and_save(callback: type, rank: int, folder: str) -> tuple[str, list[str]]:
+    """Return the error of this rank, and what it was warned of."""
+    trainer = make_trainer(
+        dapple(layout="1-1", deadline_s=6), max_epochs=1, callbacks=[callback(folder), FailsOn(rank)],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(make_module(NAME), make_loader(NAME))
+        except Exception as error:
+            return type(error).__name__, [str(warning.message) for warning in caught]
+    return "", []
+
+
+@pytest.mark.parametrize(("callback", "rank"), [(cb.OnExceptionCheckpoint, 1), (SavingOnException, 0)])
+def test_where_one_rank_fails_alone_no_checkpoint_is_saved_and_the_reason_is_said(
+    callback: type, rank: int, tmp_path: Any
+) -> None:
+    results = World(2).results(fail_and_save, callback, rank, str(tmp_path))
+    errors = [result.value[0] for result in results]
+    assert errors[rank] == "FloatingPointError" and errors[1 - rank] == "PeerFailure", errors
+    (said,) = [text for text in results[0].value[1] if "saves no checkpoint" in text]
+    assert "FloatingPointError after optimizer step 1" in said or "on one rank" in said
+    assert not [*tmp_path.iterdir()]
 
 
 def test_unknown_options_are_refused_with_a_hint() -> None:

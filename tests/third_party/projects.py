@@ -173,6 +173,37 @@ def pytorch_metric_learning() -> Made:
     return _user_module(Net(), lambda m, batch: m.loss(m.net(batch[0]), batch[1])), _tensors((64, 8), classes=4)
 
 
+def pytorch_forecasting() -> Made:
+    from pytorch_forecasting import DecoderMLP, TimeSeriesDataSet
+    from pytorch_forecasting.metrics import QuantileLoss
+
+    data = TimeSeriesDataSet(
+        _series(), time_idx="time", target="value", group_ids=["group"], max_encoder_length=16,
+        max_prediction_length=4, time_varying_known_reals=["time"], target_normalizer=None,
+    )  # fmt: skip
+    module = DecoderMLP.from_dataset(data, hidden_size=16, n_hidden_layers=3, dropout=0.0, loss=QuantileLoss())
+    return module, data.to_dataloader(train=True, batch_size=8, shuffle=False)
+
+
+def vit_pytorch() -> Made:
+    from vit_pytorch import ViT
+
+    model = ViT(image_size=16, patch_size=4, num_classes=3, dim=16, depth=3, heads=2, mlp_dim=32, channels=1)
+    step = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    return _user_module(model, step, "pytorch_lightning"), _tensors((64, 1, 16, 16), classes=3)
+
+
+def tab_transformer_pytorch() -> Made:
+    from tab_transformer_pytorch import FTTransformer
+
+    model = FTTransformer(categories=(5, 7), num_continuous=4, dim=16, dim_out=3, depth=3, heads=2)
+    random = torch.Generator().manual_seed(1)
+    kinds, numbers = torch.randint(5, (64, 2), generator=random), torch.randn(64, 4, generator=random)
+    labels = torch.randint(3, (64,), generator=random)
+    step = lambda model, batch: nn.functional.cross_entropy(model(*batch[:2]), batch[2])  # noqa: E731
+    return _user_module(model, step), DataLoader(TensorDataset(kinds, numbers, labels), 8)
+
+
 SINGLE = {"neuralforecast"}
 """Projects whose own data are float32; all others train in float64."""
 
@@ -180,6 +211,6 @@ PROJECTS: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
         gluonts, neuralforecast, litgpt, pytorch_lifestream, torch_geometric, monai, x_transformers, pytorch_tcn,
-        pytorch_metric_learning,
+        pytorch_metric_learning, pytorch_forecasting, vit_pytorch, tab_transformer_pytorch,
     )
 }  # fmt: skip

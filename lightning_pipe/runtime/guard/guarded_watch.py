@@ -163,6 +163,27 @@ class GuardedWatch:
         failure = Failure(self.rank, where, cause, shown, session, raised=True, late_s=late_s)
         self.guard.fail(failure, wait_s=self.patience.parting_s)
 
+    def meet(self, words: str, *, patience_s: float) -> str:
+        """Return why not all ranks come here with the same words, outside of programs and in no wait; "" if they do.
+
+        Nothing is sent, so that those who do not come are not disturbed.
+        """
+        if self.guard.page.state.waits != NO_WAIT:
+            return f"rank {self.rank} was interrupted while it waited for {self.guard.page.state.waiting}"
+        end = time.monotonic() + patience_s
+        self._at = words.encode()
+        self._note()
+        while True:
+            if self.guard.failure is not None:
+                return str(self.guard.failure).partition("\n")[0]
+            states = self.guard.where(self._others)
+            late = [rank for rank in self._others if states.get(rank, UNHEARD).at != words]
+            if not late:
+                return ""
+            if time.monotonic() > end:
+                return ", ".join(f"rank {rank} is {states.get(rank, UNHEARD)}" for rank in late)
+            time.sleep(POLL_S / 4)
+
     def settled(self, error: BaseException) -> None:
         """Raise the failure of another rank in the place of an error that is its consequence."""
         if _is_of_connection(error):

@@ -36,6 +36,7 @@ __all__ = [
     "bare",
     "form_of",
     "occupy",
+    "only_present",
     "unguarded",
     "vacate",
 ]
@@ -238,6 +239,20 @@ def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter, kind in stand_ins:
             parameter.__class__ = kind
+
+
+@contextlib.contextmanager
+def only_present(module: nn.Module) -> Iterator[None]:
+    """Let a module have no parameters and buffers inside but those that are here, for who goes through all of them."""
+    tables: list[dict[str, Any]] = [table for one in module.modules() for table in (one._parameters, one._buffers)]
+    hidden = [(table, name, x) for table in tables for name, x in table.items() if isinstance(x, Guarded)]
+    for table, name, _ in hidden:
+        table[name] = None
+    try:
+        yield
+    finally:
+        for table, name, tensor in hidden:
+            table[name] = tensor
 
 
 def absent_buffer(

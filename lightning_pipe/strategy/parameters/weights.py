@@ -122,9 +122,21 @@ class Weights:
         self._vacate(self._elsewhere())
         self._hide_buffers()
 
+    def follow(self, other: Weights, *, device: torch.device) -> None:
+        """Keep on this rank what it keeps of another module with the same names, on a device."""
+        self._holders, self._moving = dict(other._holders), dict(other._moving)
+        self._whole_on, self._device = other._whole_on, device
+        self._vacate(self._elsewhere())
+        self.move(device)
+
     def reach(self, control: ControlPlane) -> None:
         """Ask other ranks by these connections from now on."""
         self._control = control
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """Return the module whose weights these are."""
+        return self._module
 
     @property
     def control(self) -> ControlPlane:
