@@ -232,27 +232,53 @@ def swap_optimization(trainer: pl.Trainer, loop: AutomaticOptimization) -> Autom
 
 def replace_sigterm_broadcast(trainer: pl.Trainer, any_rank_stops: Callable[[bool], bool]) -> None:
     """Ask all ranks in our way before every batch whether the process is to end."""
-
-    def ask() -> None:
-        if any_rank_stops(bool(trainer.received_sigterm)):
-            raise SIGTERMException
-
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    vars(epoch_loop)["_broadcast_sigterm_tensor"] = ask
+    vars(epoch_loop)["_broadcast_sigterm_tensor"] = partial(end_where_asked, trainer, any_rank_stops)
+
+
+def end_where_asked(trainer: pl.Trainer, any_rank_stops: Callable[[bool], bool]) -> None:
+    """End the run where a rank is asked to end; on all ranks together.
+
+    Raises:
+        SIGTERMException: on all ranks.
+    """
+    if any_rank_stops(is_asked_to_end(trainer)):
+        connector: Any = trainer._signal_connector
+        connector.received_sigterm = True
+        raise SIGTERMException
+
+
+def is_asked_to_end(trainer: pl.Trainer) -> bool:
+    """Return whether this process has got SIGTERM, though Lightning may not have been told yet."""
+    connector: Any = getattr(trainer, "_signal_connector", None)
+    return connector is not None and bool(connector.received_sigterm or vars(connector).get(_NOTED))
+
+
+_NOTED = "noted_sigterm"
 
 
 def replace_sigterm_handler(trainer: pl.Trainer) -> Callable[[], Any]:
-    """Let SIGTERM be noted, and passed on to the processes that this one has started; return what undoes this."""
+    """Let SIGTERM be noted, and passed on to the processes that this one has started; return what undoes this.
+
+    While training, Lightning is not told before all ranks are: it would end this one alone, after the batch.
+    """
     connector: Any = trainer._signal_connector
 
     def note(signum: Any, _: Any) -> None:
         launcher = trainer.strategy.launcher
-        if launcher is not None and not connector.received_sigterm:
+        if launcher is not None and not is_asked_to_end(trainer):
             launcher.kill(signum)
-        connector.received_sigterm = True
+        if trainer.training:
+            vars(connector)[_NOTED] = True
+        else:
+            connector.received_sigterm = True
+
+    def undo() -> None:
+        for name in ("_sigterm_notifier_fn", _NOTED):
+            vars(connector).pop(name, None)
 
     connector._sigterm_notifier_fn = note
-    return lambda: vars(connector).pop("_sigterm_notifier_fn", None)
+    return undo
 
 
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:

@@ -254,7 +254,7 @@ class Session:
             synchronise=synchronise,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
-            stop=bool(getattr(self._module.trainer, "received_sigterm", False)),
+            stop=private.is_asked_to_end(self._module.trainer),
         )
         present = tuple(tensors) if self._feed.loads else None
         assert self.plan is not None, "planned above"

@@ -428,12 +428,20 @@ class DappleStrategy(ParallelStrategy):
         """Return whether a rank is asked to stop: as the results of the last batch said, if they did."""
         if self._session is not None and self._session.stop is not None:
             return self._session.stop
+        return self._any_rank_stops_now(stops)
+
+    def _any_rank_stops_now(self, stops: bool) -> bool:
         return self.reduce_boolean_decision(stops, all=False)
 
     def on_train_start(self) -> None:
         """Give loaders the state that a checkpoint has for them; Lightning has loaded it since we asked for data."""
         assert self.lightning_module is not None
         private.restore_loader_states(self.lightning_module.trainer)
+
+    def on_train_end(self) -> None:
+        """End all ranks where one was asked to end since the last batch began."""
+        assert self.lightning_module is not None
+        private.end_where_asked(self.lightning_module.trainer, self._any_rank_stops_now)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let all ranks iterate the loader together; only the first stage loads."""

@@ -312,3 +312,29 @@ def test_modes_are_left_out_where_torch_is_asked_itself():
         assert torch.ones(1).item() == 4.0  # ones, and the number that is read
         with private.without_modes():
             assert torch.ones(1).item() == 1.0
+
+
+@pytest.mark.parametrize("gradient", [3.0, float("inf")])
+def test_a_scaler_is_told_whether_gradients_are_finite(gradient: float):
+    scaler, parameter = torch.amp.GradScaler("cpu", init_scale=8.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    assert not private.looks_for_overflow(optimizer)
+    assert private.looks_for_overflow(torch.optim.SGD([parameter], lr=1.0, fused=True))
+    scaler.scale(torch.ones(()))
+    parameter.grad = torch.tensor([8.0, gradient])
+    scaler.unscale_(optimizer)
+    assert private.whether_overflowed(scaler, optimizer) == (gradient == float("inf"))
+    private.set_whether_overflowed(scaler, optimizer, gradient == 3.0)  # the opposite is believed
+    scaler.step(optimizer)
+    assert torch.equal(parameter, torch.ones(2)) == (gradient == 3.0)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if gradient == 3.0 else 8.0)
+
+
+def test_a_scaler_is_told_where_it_has_seen_no_gradient():
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    private.set_whether_overflowed(scaler, optimizer, False)
+    scaler.step(optimizer)
+    scaler.update()

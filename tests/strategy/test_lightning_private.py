@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage
 
@@ -72,6 +75,27 @@ def test_the_hook_before_the_transfer_is_skipped_for_stand_ins_only() -> None:
     private.call_hook_before_transfer(module)
     module._on_before_batch_transfer(1j)
     assert called == [3, 1j]
+
+
+@pytest.mark.parametrize("name", [n for n in ("WeightAveraging", "EMAWeightAveraging") if hasattr(callbacks, n)])
+def test_a_callback_that_averages_goes_through_weights_in_three_methods(name: str) -> None:
+    callback, module = getattr(callbacks, name)(), make_module("dict_batch")
+    assert private.keeps_average(callback) and private.average_of(callback) is None
+    assert private.device_of_average(callback) is None
+    undo = private.copy_on_host(callback, module)
+    callback.setup(make_trainer("auto"), module, "fit")
+    undo()
+    assert type(private.average_of(callback)) is type(module) and "setup" not in vars(callback)
+    assert all(callable(getattr(owner, method)) for owner, method in private.averaging_methods(callback))
+
+
+def test_stochastic_averaging_goes_through_weights_in_two_methods_and_moves_its_copy() -> None:
+    callback, module = callbacks.StochasticWeightAveraging(1e-2), make_module("dict_batch")
+    callback.setup(make_trainer("auto"), module, "fit")
+    assert private.is_lightnings(callback, "StochasticWeightAveraging") and private.function_of_all(callback) is None
+    assert private.average_of(callback) is private.averaged_model(callback) is not None
+    assert private.device_of_average(callback) == torch.device("cpu")
+    assert all(callable(getattr(owner, method)) for owner, method in private.averaging_methods(callback))
 
 
 def test_every_private_name_is_described() -> None:

@@ -63,54 +63,6 @@ def test_a_callback_that_needs_the_whole_module_is_refused(name: str) -> None:
         fit(make_module(NAME), callbacks=[CALLBACKS[name]()])
 
 
-class FailsOn(pl.Callback):
-    """Raise on one rank alone."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == self.rank:
-            raise FloatingPointError("on one rank")
-
-
-class SavingOnException(cb.ModelCheckpoint):
-    """What `ModelCheckpoint(save_on_exception=True)` is in newer Lightning."""
-
-    save_on_exception = True
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self.save_on_exception = True
-
-
-def fail_and_save(callback: type, rank: int, folder: str) -> tuple[str, list[str]]:
-    """Return the error of this rank, and what it was warned of."""
-    trainer = make_trainer(
-        dapple(layout="1-1", deadline_s=6), max_epochs=1, callbacks=[callback(folder), FailsOn(rank)],
-        enable_checkpointing=True,
-    )  # fmt: skip
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            trainer.fit(make_module(NAME), make_loader(NAME))
-        except Exception as error:
-            return type(error).__name__, [str(warning.message) for warning in caught]
-    return "", []
-
-
-@pytest.mark.parametrize(("callback", "rank"), [(cb.OnExceptionCheckpoint, 1), (SavingOnException, 0)])
-def test_where_one_rank_fails_alone_no_checkpoint_is_saved_and_the_reason_is_said(
-    callback: type, rank: int, tmp_path: Any
-) -> None:
-    results = World(2).results(fail_and_save, callback, rank, str(tmp_path))
-    errors = [result.value[0] for result in results]
-    assert errors[rank] == "FloatingPointError" and errors[1 - rank] == "PeerFailure", errors
-    (said,) = [text for text in results[0].value[1] if "saves no checkpoint" in text]
-    assert "FloatingPointError after optimizer step 1" in said or "on one rank" in said
-    assert not [*tmp_path.iterdir()]
-
-
 def test_unknown_options_are_refused_with_a_hint() -> None:
     with pytest.raises(ConfigError, match="microbatches"):
         DappleStrategy(microbatch=3)

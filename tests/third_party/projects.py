@@ -185,10 +185,10 @@ def pytorch_forecasting() -> Made:
     return module, data.to_dataloader(train=True, batch_size=8, shuffle=False)
 
 
-def vit_pytorch() -> Made:
-    from vit_pytorch import ViT
+def mlp_mixer_pytorch() -> Made:
+    from mlp_mixer_pytorch import MLPMixer
 
-    model = ViT(image_size=16, patch_size=4, num_classes=3, dim=16, depth=3, heads=2, mlp_dim=32, channels=1)
+    model = MLPMixer(image_size=16, channels=1, patch_size=4, dim=16, depth=3, num_classes=3)
     step = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
     return _user_module(model, step, "pytorch_lightning"), _tensors((64, 1, 16, 16), classes=3)
 
@@ -204,13 +204,13 @@ def tab_transformer_pytorch() -> Made:
     return _user_module(model, step), DataLoader(TensorDataset(kinds, numbers, labels), 8)
 
 
-SINGLE = {"neuralforecast"}
+SINGLE = {"neuralforecast", "pytorch_forecasting"}
 """Projects whose own data are float32; all others train in float64."""
 
 PROJECTS: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
         gluonts, neuralforecast, litgpt, pytorch_lifestream, torch_geometric, monai, x_transformers, pytorch_tcn,
-        pytorch_metric_learning, pytorch_forecasting, vit_pytorch, tab_transformer_pytorch,
+        pytorch_metric_learning, pytorch_forecasting, mlp_mixer_pytorch, tab_transformer_pytorch,
     )
 }  # fmt: skip

@@ -51,9 +51,12 @@ def train(name: str, *, pipeline: bool, microbatches: int) -> dict[str, torch.Te
     logging.getLogger(pl.__name__).setLevel(logging.ERROR)
     trainer = pl.Trainer(**options)
     module.train()
+    before = {key: value.detach().clone() for key, value in module.named_parameters()}
     trainer.fit(module, data)
     weights = {key: value.detach().clone() for key, value in module.named_parameters()}
     assert trainer.global_step == STEPS, trainer.global_step
+    moved = [key for key, value in weights.items() if not torch.equal(value, before[key])]
+    assert len(moved) > len(weights) / 2, f"{len(moved)} of {len(weights)} parameters have moved"
     return {**weights, **{f"metric {key}": value for key, value in trainer.callback_metrics.items()}}
 
 

@@ -168,7 +168,7 @@ class GuardedWatch:
 
         Nothing is sent, so that those who do not come are not disturbed.
         """
-        if self.guard.page.state.waits != NO_WAIT:
+        if self.guard.failure is None and self.guard.page.state.waits != NO_WAIT:
             return f"rank {self.rank} was interrupted while it waited for {self.guard.page.state.waiting}"
         end = time.monotonic() + patience_s
         self._at = words.encode()

@@ -124,8 +124,9 @@ class Weights:
 
     def follow(self, other: Weights, *, device: torch.device) -> None:
         """Keep on this rank what it keeps of another module with the same names, on a device."""
-        self._holders, self._moving = dict(other._holders), dict(other._moving)
+        before, self._holders, self._moving = self._holders, dict(other._holders), dict(other._moving)
         self._whole_on, self._device = other._whole_on, device
+        self._fetch(before)
         self._vacate(self._elsewhere())
         self.move(device)
 

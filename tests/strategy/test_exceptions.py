@@ -1,0 +1,93 @@
+"""Checkpoints at an exception: saved where all ranks come to it between two batches, else the reason is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks as cb
+
+from models.parity import make_loader, make_module
+from ranks.world import World
+from strategy.fits import dapple, make_trainer
+
+NAME = "parameter_groups"
+
+
+class FailsOn(pl.Callback):
+    """Raise on one rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == self.rank:
+            raise FloatingPointError("on one rank")
+
+
+class SavingOnException(cb.ModelCheckpoint):
+    """What `ModelCheckpoint(save_on_exception=True)` is in newer Lightning."""
+
+    save_on_exception = True
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.save_on_exception = True
+
+
+def fail_and_save(callback: type, rank: int, folder: str) -> tuple[str, list[str]]:
+    """Return the error of this rank, and what it was warned of."""
+    trainer = make_trainer(
+        dapple(layout="1-1", deadline_s=6), max_epochs=1, callbacks=[callback(folder), FailsOn(rank)],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(make_module(NAME), make_loader(NAME))
+        except Exception as error:
+            return type(error).__name__, [str(warning.message) for warning in caught]
+    return "", []
+
+
+@pytest.mark.parametrize(("callback", "rank"), [(cb.OnExceptionCheckpoint, 1), (SavingOnException, 0)])
+def test_where_one_rank_fails_alone_no_checkpoint_is_saved_and_the_reason_is_said(
+    callback: type, rank: int, tmp_path: Any
+) -> None:
+    results = World(2).results(fail_and_save, callback, rank, str(tmp_path))
+    errors = [result.value[0] for result in results]
+    assert errors[rank] == "FloatingPointError" and errors[1 - rank] == "PeerFailure", errors
+    (said,) = [text for text in results[0].value[1] if "saves no checkpoint" in text]
+    assert "FloatingPointError after optimizer step 1" in said or "on one rank" in said
+    assert not [*tmp_path.iterdir()]
+
+
+class Preempted(pl.Callback):
+    """A scheduler that wants one of the hosts back."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempt(folder: str) -> dict[str, Any]:
+    callbacks = [SavingOnException(folder), Preempted()]
+    trainer = make_trainer(dapple(layout="1-1"), max_epochs=9, callbacks=callbacks, enable_checkpointing=True)
+    try:
+        trainer.fit(make_module(NAME), make_loader(NAME))
+    except BaseException as error:
+        saved = [torch.load(file, weights_only=False) for file in Path(folder).glob("*.ckpt")]
+        return {"error": type(error).__name__, "steps": [one["global_step"] for one in saved]}
+    return {}
+
+
+def test_a_preemption_of_one_rank_saves_the_weights_of_all(tmp_path: Path) -> None:
+    for result in World(2).run(preempt, str(tmp_path)):
+        assert result["error"] == "SIGTERMException" and len(result["steps"]) == 1, result
+        assert 2 <= result["steps"][0] <= 3, result
