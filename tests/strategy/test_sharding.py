@@ -82,6 +82,7 @@ class Left:
     parameters: dict[str, torch.Tensor]
     state_bytes: int
     states: dict[int, dict[str, Any]]
+    states_after_the_fit: dict[int, dict[str, Any]]
 
 
 class Watching(pl.Callback):
@@ -104,7 +105,8 @@ def trained(case: Case, sharded: str) -> Left:
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[watching], **case.trainer)
     trainer.fit(module, DataLoader(data, 6))
     parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return Left(parameters, watching.state_bytes, watching.states)
+    later = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
+    return Left(parameters, watching.state_bytes, watching.states, later)
 
 
 def both(case: Case) -> tuple[Left, Left]:
@@ -137,7 +139,8 @@ def test_training_and_checkpoints_are_those_of_unshared_state_to_the_last_bit(ca
     assert shared.states.keys() == plain.states.keys()
     for index, state in plain.states.items():
         assert state.keys() == shared.states[index].keys()
-        assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(shared.states[index][n])) for n, x in state.items())
+        for found_in in (shared.states, shared.states_after_the_fit, plain.states_after_the_fit):
+            assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(found_in[index][n])) for n, x in state.items())
 
 
 def test_two_replicas_have_half_of_the_state_each():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from third_party.projects import PROJECTS, SINGLE
@@ -32,6 +34,8 @@ def train(name: str, *, pipeline: bool, microbatches: int) -> dict[str, torch.Te
     """Return weights and logged values after some steps."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+    random.seed(0)  # a forked process has a random state of its own
+    np.random.seed(0)
     torch.set_default_dtype(torch.float32 if name in SINGLE else torch.float64)
     module, data = PROJECTS[name]()
     options: dict[str, Any] = {

@@ -284,9 +284,9 @@ class Weights:
         self._share_moving()
         self.buffers.show()
         self._moving = {}
-        self._whole_on = frozenset(ranks)
-        if len(ranks) == self._control.ranks:
-            self._owners = {}
+        self._whole_on = frozenset(
+            ranks
+        )  # owners stay: a checkpoint may be saved with the optimizer state that they have
 
     def missing_bytes(self) -> int:
         """Return the size of the parameters whose values are on other ranks."""
