@@ -286,7 +286,7 @@ class Weights:
         self._moving = {}
         self._whole_on = frozenset(
             ranks
-        )  # owners stay: they have the optimizer state of a checkpoint that is saved now
+        )  # owners stay: their state may be saved
 
     def missing_bytes(self) -> int:
         """Return the size of the parameters whose values are on other ranks."""
