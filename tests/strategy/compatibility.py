@@ -35,6 +35,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from strategy.compat_project import CLASSES, Data, Named, Net, Stream, fit, loader, tensors
+from third_party.projects import SEEN
 
 Run = Callable[..., Any]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -646,7 +647,23 @@ def page() -> str:
             remark = f"“{row.refused}”" if row.refused else row.note
             lines.append(f"| `{row.name}` | {verdict} | {remark} |" if re.search(r"[=(_.A-Z]", row.name)
                          else f"| {row.name} | {verdict} | {remark} |")  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_projects()]) + "\n"
+
+
+def _projects() -> list[str]:
+    """Return the part of the page about modules of other projects, which `tests/third_party` trains."""
+    lines = [
+        "",
+        "## Projects",
+        "",
+        "Modules of these projects from PyPI, their own or written around their models, train 20 steps split over two",
+        "ranks as on one device (`tests/third_party`, with the extra `projects`). The largest relative difference of a",
+        "weight or logged value is that of 2026-11-22, on a 2-core CPU with torch 2.13 and Lightning 2.6.6.",
+        "",
+        "| project | field | largest difference |",
+        "|---|---|---|",
+    ]
+    return lines + [f"| {' | '.join(seen)} |" for seen in SEEN.values()]
 
 
 if __name__ == "__main__":

@@ -284,9 +284,7 @@ class Weights:
         self._share_moving()
         self.buffers.show()
         self._moving = {}
-        self._whole_on = frozenset(
-            ranks
-        )  # owners stay: their state may be saved
+        self._whole_on = frozenset(ranks)  # owners stay: their state may be saved
 
     def missing_bytes(self) -> int:
         """Return the size of the parameters whose values are on other ranks."""
