@@ -394,6 +394,12 @@ def skipping(self: Net, batch: Any, batch_idx: int) -> int | None:
     return -1 if self.trainer.current_epoch == 1 and batch_idx == 1 else None
 
 
+def stepping(self: Net, batch: Any, batch_idx: int) -> Any:
+    """Run a step whose Python reads a value of the batch, so that it is replayed."""
+    x = self.backbone(batch[0])
+    return F.cross_entropy(self.head(x if float(batch[0].sum()) > -1e9 else -x), batch[1])
+
+
 def named_step(self: Net, batch: Any, batch_idx: int) -> Any:
     return self.loss((batch["x"], batch["y"]))
 
@@ -486,6 +492,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("precision='16-mixed' on a CPU", {"precision": "16-mixed"}, tolerance=5e-2, note="It is bf16-mixed there."),
         Row("precision='16-mixed' with a loss scale", lambda _: scaled(2.0**12), run=scales, tolerance=5e-2,
             note="One scale for all stages. Rounding of float16."),
+        Row("precision='16-mixed' in a replayed step", lambda _: scaled(2.0**12), changed(training_step=stepping),
+            run=scales, tolerance=5e-2, note="Rounding of float16."),
         Row("precision='16-mixed' with gradients that overflow", lambda _: scaled(2.0**40), run=scales, tolerance=5e-2,
             note="All ranks skip the same steps."),
         Row("precision='16-mixed' with a fused optimizer", lambda _: scaled(2.0**12), optimized_by(
@@ -658,8 +666,8 @@ def _projects() -> list[str]:
         "",
         "Modules of these projects from PyPI, their own or written around their models, train 20 steps split over two",
         "ranks as on one device (`tests/third_party`, with the extra `projects`). The largest relative difference of a",
-        "weight or logged value is that of 2026-11-22, on a 2-core CPU with torch 2.13 and Lightning 2.6.6. Where it is",
-        "0, a batch cannot be cut, so that the second stage has it whole after the first.",
+        "weight or logged value is that of 2026-11-22, on a 2-core CPU with torch 2.13 and Lightning 2.6.6. Where it",
+        "is 0, a batch cannot be cut, so that the second stage has it whole after the first.",
         "",
         "| project | field | largest difference |",
         "|---|---|---|",

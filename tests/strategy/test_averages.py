@@ -120,6 +120,16 @@ def test_averages_are_those_of_one_device_wherever_weights_are(case: str, tmp_pa
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
+def fit_alone(strategy: Any) -> dict[str, torch.Tensor]:
+    trainer, module = make_trainer(strategy, max_epochs=2, callbacks=[average()]), Net()
+    trainer.fit(module, loader(), loader())
+    return {**module.state_dict(), "loss": trainer.callback_metrics["val_loss"]}
+
+
+def test_a_single_rank_averages_as_ever() -> None:
+    torch.testing.assert_close(fit_alone(dapple(microbatches=2)), fit_alone("auto"), rtol=1e-9, atol=1e-9)
+
+
 def peek() -> None:
     trainer = make_trainer(dapple(layout="1-1"), max_epochs=1, callbacks=[Peeking()])
     trainer.fit(Net(), loader())
