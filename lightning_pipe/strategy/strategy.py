@@ -425,10 +425,9 @@ class DappleStrategy(ParallelStrategy):
         self._undo.append(undo)
 
     def _any_rank_stops(self, stops: bool) -> bool:
-        """Return whether a rank is asked to stop: as the results of the last batch said, if they did."""
-        if self._session is not None and self._session.stop is not None:
-            return self._session.stop
-        return self._any_rank_stops_now(stops)
+        """Return whether a rank is asked to stop: as the results of the last batch said, if that has run since."""
+        said = self._session.take_stop() if self._session is not None else None
+        return self._any_rank_stops_now(stops) if said is None else said
 
     def _any_rank_stops_now(self, stops: bool) -> bool:
         return self.reduce_boolean_decision(stops, all=False)
