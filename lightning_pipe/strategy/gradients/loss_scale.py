@@ -26,7 +26,8 @@ class LossScale:
     """
 
     def __init__(self, plugin: Precision, control: ControlPlane) -> None:
-        self._scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._control = control
 
     @property
