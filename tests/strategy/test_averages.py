@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ class Peeking(cb.EMAWeightAveraging):
             float(parameter.sum())
 
 
+class Inside(cb.EMAWeightAveraging):
+    """Averages while every rank has all weights, though not all averages."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        with getattr(trainer.strategy, "whole_module", contextlib.nullcontext)():
+            super().on_train_batch_end(trainer, *arguments)
+
+
 def average(**options: Any) -> cb.Callback:
     return cb.EMAWeightAveraging(decay=0.8, **options)
 
@@ -78,6 +87,7 @@ CASES: dict[str, tuple[type, Any, dict[str, Any], dict[str, Any]]] = {
         Spread, lambda: average(use_buffers=False, update_every_n_steps=2, update_starting_at_step=2), {}, {}),
     "a module built in configure_model": (Built, average, {}, {}),
     "replay": (Net, average, {"capture": "replay"}, {}),
+    "inside whole_module()": (Spread, lambda: Inside(decay=0.8), {}, {}),
     "no rank gets the whole module": (Net, average, {"restore": "none"}, {}),
     "the first rank gets the whole module": (Net, average, {"restore": "first"}, {}),
     "averages of epochs, on three stages": (Net, stochastic, {"layout": "1-1-1"}, {}),

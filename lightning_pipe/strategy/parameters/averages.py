@@ -113,7 +113,7 @@ class _Average:
     @contextlib.contextmanager
     def _on_what_is_here(self) -> Iterator[None]:
         self._settle()
-        with only_present(self._of.module), only_present(self._copy):
+        with only_present(self._of.module, self._copy):
             yield
 
     @contextlib.contextmanager

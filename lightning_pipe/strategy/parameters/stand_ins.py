@@ -12,6 +12,7 @@ This package itself looks behind a stand-in with `unguarded()`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -242,10 +243,17 @@ def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_present(module: nn.Module) -> Iterator[None]:
-    """Let a module have no parameters and buffers inside but those that are here, for who goes through all of them."""
-    tables: list[dict[str, Any]] = [table for one in module.modules() for table in (one._parameters, one._buffers)]
-    hidden = [(table, name, x) for table in tables for name, x in table.items() if isinstance(x, Guarded)]
+def only_present(*alike: nn.Module) -> Iterator[None]:
+    """Let modules of one structure have inside no parameters and buffers but those that are here in all of them.
+
+    Who goes through the tensors of several of them side by side meets those of one name together.
+    """
+    paths = [dict(module.named_modules()) for module in alike]
+    hidden: list[tuple[dict[str, Any], str, Any]] = []
+    for path, kind in itertools.product(paths[0], ("_parameters", "_buffers")):
+        tables = [getattr(named[path], kind) for named in paths if path in named]
+        absent = {name for table in tables for name, x in table.items() if isinstance(x, Guarded)}
+        hidden += [(table, name, table[name]) for table in tables for name in absent if name in table]
     for table, name, _ in hidden:
         table[name] = None
     try:
