@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from third_party.projects import PROJECTS, SINGLE
+from third_party.projects import PROJECTS, SEEN, SINGLE
 
 PACKAGES = {"pytorch_lifestream": "ptls"}
 TOLERANCE = {True: 1e-4, False: 1e-9}  # 20 steps of Adam amplify the rounding of float32
+
+
+def test_the_page_lists_every_project() -> None:
+    assert SEEN.keys() == PROJECTS.keys() and len(PROJECTS) >= 12
+    assert all(float(difference) < TOLERANCE[name in SINGLE] for name, (_, _, difference) in SEEN.items())
 
 
 @pytest.mark.slow
