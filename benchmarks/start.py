@@ -1,13 +1,12 @@
-"""Start of training where no process can hold the whole module: memory, time, and what a crash leaves.
+"""Start of training where no process can hold the whole module: memory, and what a crash leaves.
 
     python -m benchmarks.start large                      # 1.5 billion parameters on 4 ranks of 3 GiB each
     python -m benchmarks.start large --width 256          # the same path, small
     python -m benchmarks.start kill                       # SIGKILL at 20 random moments of a save, of both kinds
-    python -m benchmarks.start phases --layers 12 24      # seconds of every phase between fit() and the first step
 
 `large` trains, saves a directory, is killed, resumes on fewer ranks, and makes the plain file. Every process has a
 limit on its private memory (RLIMIT_DATA). Peaks are those of the resident memory that is no file (RssAnon), looked at
-ten times a second.
+ten times a second. `benchmarks.start_phases` prints how long a start takes.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,6 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import DappleStrategy
 from lightning_pipe.strategy.checkpoints import saving, sharded
-from lightning_pipe.strategy.parameters.building import building
-from lightning_pipe.strategy.parameters.initial_values import make
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.units import format_bytes, parse_bytes
 
@@ -288,45 +284,18 @@ def _one_of(tensors: dict[str, torch.Tensor]) -> int:
     return int(number)
 
 
-def phases(options: argparse.Namespace) -> None:
-    """Print the seconds that the phases of a start take in one process."""
-    from lightning_pipe.capture import Request, capture_step, flatten
-
-    for layers in options.layers:
-        seconds: dict[str, float] = {}
-        with _timed(seconds, "build with values"):
-            GPT(options.width, layers).configure_model()
-        module = GPT(options.width, layers)
-        with _timed(seconds, "build without"), building():
-            module.configure_model()
-        structure = flatten(torch.zeros(SAMPLES, options.context + 1, dtype=torch.long))[1]
-        with _timed(seconds, "capture"):
-            capture_step(Request(module, "training_step", structure, samples=2))
-        with _timed(seconds, "make a quarter"):
-            parameters = list(module.parameters())
-            make(parameters[: len(parameters) // 4], device=torch.device("cpu"))
-        print(f"{layers} layers: " + ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    begin = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - begin
-
-
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     every: dict[str, Callable[[argparse.Namespace], None]] = {
-        "large": large, "train": train, "kill": kill, "phases": phases,
+        "large": large, "train": train, "kill": kill,
     }  # fmt: skip
     for name in every:
         one = commands.add_parser(name)
         add = partial(one.add_argument)
-        add("--width", type=int, default=256 if name == "phases" else 3968)
-        add("--layers", type=int, nargs="+" if name == "phases" else None, default=[12, 24] if name == "phases" else 8)
+        add("--width", type=int, default=3968)
+        add("--layers", type=int, default=8)
         add("--precision", default="bf16-true")
         add("--context", type=int, default=16)
         add("--limit", default="3GiB")

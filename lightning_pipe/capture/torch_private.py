@@ -4,7 +4,8 @@
 
 * `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
 * descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
-* `FunctionalTensor`: what tensors are while a joint graph is traced.
+* `FunctionalTensor`: what tensors are while a joint graph is traced; `SymNode`, `_get_dispatch_mode` and
+  `disable_proxy_modes_tracing`: the arithmetic of symbolic sizes, and whether a graph is made of it.
 * `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
   symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
 * `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
@@ -75,6 +76,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives, distributed_c10d
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
@@ -121,6 +124,7 @@ __all__ = [
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
+    "quick_symbols",
     "recorded_events",
     "reparametrize",
     "shares_memory_with",
@@ -359,6 +363,54 @@ def parameters_in_new_lists() -> Iterator[None]:
 def _attribute(container: Any, key: Any) -> str:
     is_dict = isinstance(container, nn.ParameterDict)
     return str(container._key_to_attr(key) if is_dict else container._get_abs_string_index(key))
+
+
+@contextlib.contextmanager
+def quick_symbols() -> Iterator[None]:
+    """Compute the same expression of symbolic sizes once while a step is traced; it takes half of the time otherwise.
+
+    Every tensor asks for the product of its sizes, and whether strides equal such products, again and again. What is
+    computed is as before: an expression depends on its operands, and on what is known to be equal by now. What the
+    wrapper of a tensor asks about itself while it is made is not part of the graph.
+    """
+    known: dict[Any, SymNode] = {}
+    methods = {name: vars(SymNode)[name] for name in _OF_TWO_SYMBOLS}
+    make = FunctionalTensor.__new__
+
+    def make_untraced(cls: type[FunctionalTensor], *args: Any, **kwargs: Any) -> FunctionalTensor:
+        with disable_proxy_modes_tracing():
+            return make(cls, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name, compute in methods.items():
+            stack.enter_context(mock.patch.object(SymNode, name, _remembering(name, compute, known)))
+        stack.enter_context(mock.patch.object(FunctionalTensor, "__new__", make_untraced))
+        yield
+
+
+_OF_TWO_SYMBOLS = ("add", "sub", "mul", "eq", "ne", "gt", "lt", "le", "ge", "and_", "or_", "sym_max", "sym_min")
+
+
+def _remembering(
+    name: str, compute: Callable[[SymNode, SymNode], SymNode], known: dict[Any, SymNode]
+) -> Callable[[SymNode, SymNode], SymNode]:
+    """Return the same operation on symbols, which looks first among what is known."""
+
+    def operation(one: SymNode, other: SymNode) -> SymNode:
+        env = one.shape_env
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        if is_traced or env is None or one._hint is None or other._hint is None:
+            return compute(one, other)
+        operands = (one._expr, one.pytype, one._optimized_summation, other._expr, other.pytype)
+        key = (name, id(env), env._replacements_version_counter, *operands, other._optimized_summation)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = compute(one, other)
+        result = SymNode.__new__(SymNode)  # of its own, since a trace knows symbols by the identity of their nodes
+        vars(result).update(vars(found))
+        return result
+
+    return operation
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ from lightning_pipe.strategy.plans.plan_report import findings, introduce, write
 from lightning_pipe.strategy.plans.recording import Recording
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
+from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 
@@ -67,6 +68,7 @@ class Session:
         feed: who loads.
         plugin: precision of the trainer.
         device: where this rank computes.
+        stopwatch: measures how long the start takes.
 
     Attributes:
         stop: whether the results of the last batch said that a rank is asked to stop; None if they did not say.
@@ -81,9 +83,10 @@ class Session:
         feed: Feed,
         plugin: Precision,
         device: torch.device,
+        stopwatch: Stopwatch,
     ) -> None:
         self._module, self._config, self._links, self._feed = module, config, links, feed
-        self._plugin, self._device = plugin, device
+        self._plugin, self._device, self._stopwatch = plugin, device, stopwatch
         self.weights = Weights(module, links.control)
         self._later = (
             PostValidation(links.control.wait, is_last=lambda: _is_last_batch(module.trainer))
@@ -108,6 +111,7 @@ class Session:
             contexts=self._contexts,
             device=device,
             later=self._later,
+            stopwatch=stopwatch,
         )
         self._metrics = MetricsAlone(module)
         self._shared: tuple[Any, Structure] | None = None
@@ -331,6 +335,7 @@ class Session:
         _warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
             _warn_of_backward_hooks(self._module)
+        self._stopwatch.lap("placing")
 
     def _hold(self) -> None:
         """Let CUDA's allocator hold this rank to the limit that the user has set."""

@@ -76,6 +76,7 @@ from lightning_pipe.strategy.refusals import (
     refusing_several_optimizers,
 )
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.start.stopwatch import Stopwatch
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class DappleStrategy(ParallelStrategy):
         self._synchronise = True
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
+        self._stopwatch = Stopwatch(is_running=False)  # of the last start
         self._world_size_reads = WorldSizeReads()
         self._is_resumed = False  # whether a checkpoint gives this run its weights
         self._initialised: Callable[[], pl.LightningModule | None] = lambda: None  # that has got the weights of a file
@@ -199,6 +201,11 @@ class DappleStrategy(ParallelStrategy):
     def foreseen(self) -> tuple[Foreseen, ...]:
         """Return the memory that the plan of the last fit foresees, by rank; () before it is made."""
         return () if self._session is None else self._session.foreseen
+
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of the phases of the last start on this rank, up to the end of the first step."""
+        return self._stopwatch.seconds
 
     @property
     def steps_taken_back(self) -> int:
@@ -251,10 +258,15 @@ class DappleStrategy(ParallelStrategy):
             return
         if self.config.start_method == "popen":
             self._launcher = GuardedScriptLauncher(
-                environment, self.num_processes, self.num_nodes, begin=self._begin_watch
+                environment, self.num_processes, self.num_nodes, begin=self._launched
             )
         else:
-            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._begin_watch)
+            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._launched)
+
+    def _launched(self, *, verdict: str = "") -> GuardClient:
+        """Begin to guard a process that is launched, and to measure how long it takes to start."""
+        self._stopwatch = Stopwatch()
+        return self._begin_watch(verdict=verdict)
 
     def _begin_watch(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard this process, for one fit."""
@@ -273,7 +285,10 @@ class DappleStrategy(ParallelStrategy):
         self.set_world_ranks()
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
         self._undo.append(private.hide_advice_to_synchronise())
+        if not self._stopwatch.is_running:
+            self._stopwatch = Stopwatch()
         self._links = self._connect()
+        self._stopwatch.lap("processes")
         self._feed = Feed(
             self._links.control,
             ahead=self.config.post_validation,
@@ -330,6 +345,7 @@ class DappleStrategy(ParallelStrategy):
         assert self.accelerator is not None and self._links is not None and self._feed is not None
         module = self.lightning_module
         assert module is not None, "connected by the trainer"
+        self._stopwatch.lap("module")
         self.accelerator.setup(trainer)
         measure_whole_batches(trainer, ranks=self.world_size)
         private.make_loaders_inside(trainer, self._feed.data.while_loading)
@@ -344,8 +360,10 @@ class DappleStrategy(ParallelStrategy):
             feed=self._feed,
             plugin=self.precision_plugin,
             device=self.root_device,
+            stopwatch=self._stopwatch,
         )
         self._session.weights.share()
+        self._stopwatch.lap("values")
         if trainer.state.fn == TrainerFn.FITTING:
             control = self._links.control
             control.agreed(lambda: make_room(self.config), source=0, what="whether a report can be written")
@@ -360,6 +378,7 @@ class DappleStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
+            self._stopwatch.lap("optimizers")
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
 
@@ -422,7 +441,8 @@ class DappleStrategy(ParallelStrategy):
         """Run forward and backward of a batch; gradients are summed unless they are accumulated further."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return self._step(
+        self._stopwatch.lap("hooks and data")
+        result = self._step(
             "training_step",
             batch,
             arguments,
@@ -430,6 +450,10 @@ class DappleStrategy(ParallelStrategy):
             weight=1.0 / trainer.accumulate_grad_batches,
             synchronise=self._synchronise,
         )
+        self._stopwatch.lap("first step")
+        if self.is_global_zero and (line := self._stopwatch.stop()):
+            log.info(line)
+        return result
 
     def validation_step(self, batch: Any, *arguments: int) -> Any:
         """Run the module's validation step."""
@@ -629,6 +653,7 @@ class DappleStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Give ranks the whole trained module, as `restore` says, and let go of the others; whatever has happened."""
+        self._stopwatch.stop()
         with contextlib.ExitStack() as undo:
             undo.callback(self._end_watch)
             undo.callback(self._disconnect)

@@ -246,6 +246,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.fx_traceback.preserve_node_meta(),
         private.compiling_state(),
         private.fused_recurrent_kernels(),
+        private.quick_symbols(),
         private.unchecked_distributions(),
         private.parameters_in_new_lists(),
         private.numbered_checkpoints(),
