@@ -2,6 +2,7 @@
 
     python -m benchmarks.start large                      # 1.5 billion parameters on 4 ranks of 3 GiB each
     python -m benchmarks.start large --width 256          # the same path, small
+    python -m benchmarks.start large --folder DIR --parts train resume3    # some of its parts
     python -m benchmarks.start kill                       # SIGKILL at 20 random moments of a save, of both kinds
 
 `large` trains, saves a directory, is killed, resumes on fewer ranks, and makes the plain file. Every process has a
@@ -41,6 +42,7 @@ from lightning_pipe.units import format_bytes, parse_bytes
 
 VOCABULARY, SAMPLES = 512, 4
 MOMENTS = 20
+PARTS = ("plain", "train", "resume2", "resume3", "consolidate")
 
 
 class Block(nn.Module):
@@ -173,23 +175,46 @@ def train(options: argparse.Namespace) -> None:
 
 
 def large(options: argparse.Namespace) -> None:
-    """Start, train, save, be killed, resume on fewer ranks, and make the plain file."""
+    """Start, train, save, be killed, resume on fewer ranks, and make the plain file; or some of these parts."""
     size = 12 * options.width**2 * options.layers + 2 * VOCABULARY * options.width
     print(f"GPT of {size / 1e9:.2f} billion parameters, {options.precision}")
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
         saved = str(Path(folder, "saved.ckpt"))
-        _, ended = _trained(options, folder, ranks=1, steps=1, limit=options.limit, may_fail=True)
-        print(f"1 rank, plain Trainer, limit {options.limit}: {ended}")
-        _report(_trained(options, folder, ranks=4, steps=3, limit=options.limit, save=saved, stay=True))
-        for ranks in (2, 3):
+        for part in options.parts:
+            _part(options, part, folder=folder, saved=saved)
+
+
+def _part(options: argparse.Namespace, part: str, *, folder: str, saved: str) -> None:
+    match part:
+        case "plain":
+            _, ended = _trained(options, folder, ranks=1, steps=1, limit=options.limit, may_fail=True)
+            print(f"1 rank, plain Trainer, limit {options.limit}: {ended}", flush=True)
+        case "train":
+            _report(_trained(options, folder, ranks=options.ranks, steps=3, limit=options.limit, save=saved, stay=True))
+        case "resume2" | "resume3":
+            ranks = int(part[-1])
             _report(_trained(options, folder, ranks=ranks, steps=5, limit=options.wider, resume=saved))
-        limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({parse_bytes(options.limit)},) * 2)"
-        begin = time.perf_counter()
-        code = f"{limited}; from lightning_pipe.cli import main; main({['consolidate', saved, folder + '/out.ckpt']!r})"
-        subprocess.run([sys.executable, "-c", code], check=True)
-        found = torch.load(Path(folder, "out.ckpt"), mmap=True, weights_only=True)["state_dict"]
-        count = sum(value.numel() for value in found.values())
-        print(f"plain file of {count / 1e9:.2f} billion parameters in {time.perf_counter() - begin:.0f} s")
+        case _:
+            _consolidate(options, saved, str(Path(folder, "out.ckpt")))
+
+
+def _consolidate(options: argparse.Namespace, saved: str, out: str) -> None:
+    """Make the plain file in a limited process, and read it."""
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({parse_bytes(options.limit)},) * 2)"
+    begin = time.perf_counter()
+    code = f"{limited}; from lightning_pipe.cli import main; main({['consolidate', saved, out]!r})"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        peaks = Peaks(process.pid)
+        while process.poll() is None:
+            peaks.look()
+            time.sleep(0.1)
+    if process.returncode:
+        raise RuntimeError(f"consolidate has ended with {process.returncode}")
+    found = torch.load(out, mmap=True, weights_only=True)["state_dict"]
+    count = sum(value.numel() for value in found.values())
+    peak, seconds = format_bytes(peaks.of(process.pid)), time.perf_counter() - begin
+    print(f"plain file of {count / 1e9:.2f} billion parameters in {seconds:.0f} s, at most {peak}", flush=True)
 
 
 def _trained(
@@ -229,7 +254,8 @@ def _trained(
 
 def _report(run: tuple[list[dict[str, Any]], str]) -> None:
     found, ended = run
-    print(f"{len(found)} ranks, {ended}, first step after {found[0]['first_s']:.0f} s, losses {found[0]['losses']}")
+    first_s = found[0]["first_s"]
+    print(f"{len(found)} ranks, {ended}, first step after {first_s:.0f} s, losses {found[0]['losses']}", flush=True)
     for rank, one in enumerate(found):
         own, peak = (format_bytes(one[name]) for name in ("own", "peak"))
         print(f"  rank {rank}: own {own}, peak {peak}, over {format_bytes(one['peak'] - one['own'])}")
@@ -301,6 +327,7 @@ def main() -> None:
         add("--limit", default="3GiB")
         add("--wider", default="5GiB", help="limit where fewer ranks hold more each")
         add("--folder", default=None, help="where checkpoints are written")
+        add("--parts", nargs="+", default=PARTS, choices=PARTS, help="of `large`; later ones need --folder")
         for option, default in (("ranks", 4), ("steps", 3)):
             add(f"--{option}", type=int, default=default)
         for option in ("save", "resume", "out"):

@@ -384,6 +384,7 @@ def quick_symbols() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, compute in methods.items():
             stack.enter_context(mock.patch.object(SymNode, name, _remembering(name, compute, known)))
+        stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", _remembering_number(SymNode.maybe_as_int)))
         stack.enter_context(mock.patch.object(FunctionalTensor, "__new__", make_untraced))
         yield
 
@@ -411,6 +412,22 @@ def _remembering(
         return result
 
     return operation
+
+
+def _remembering_number(compute: Callable[[SymNode], int | None]) -> Callable[[SymNode], int | None]:
+    """Return the same question whether a symbol is a number, which looks first among what is known."""
+    known: dict[Any, int | None] = {}
+
+    def number(symbol: SymNode) -> int | None:
+        env = symbol.shape_env
+        if env is None:
+            return compute(symbol)
+        key = (symbol._expr, symbol.pytype, id(env), env._replacements_version_counter)
+        if key not in known:
+            known[key] = compute(symbol)
+        return known[key]
+
+    return number
 
 
 @contextlib.contextmanager

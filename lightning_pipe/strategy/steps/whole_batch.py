@@ -17,6 +17,7 @@ long or too much memory.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -237,7 +238,7 @@ class NoRandomness(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation without randomness."""
         kwargs = kwargs or {}
-        names = [argument.name for argument in func._schema.arguments]
+        names = _argument_names(func)
         for name in ("dropout_p", "dropout"):  # of fused attention and recurrent layers
             if name in names:
                 place = names.index(name)
@@ -259,3 +260,8 @@ class NoRandomness(TorchDispatchMode):
         if name.startswith(("rand", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")):
             return result.fill_(0.5 if result.is_floating_point() else 0)
         return result
+
+
+@functools.cache
+def _argument_names(operator: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operator._schema.arguments)
