@@ -288,22 +288,21 @@ class Pipeline:
         if refusal := control.broadcast(self._weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
-        try:
-            with self._weights.whole():
+        with self._weights.whole():
+            try:
                 seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
-        except CaptureError as error:
-            if self._config.capture != "auto" or not captured.capture.fallback:
-                raise
-            self._planned = None
-            raise _WrongCapture(str(error)) from error
-        return self._weighed(captured, call, seconds=seconds)
+            except CaptureError as error:
+                if self._config.capture != "auto" or not captured.capture.fallback:
+                    raise
+                self._planned = None
+                raise _WrongCapture(str(error)) from error
+            return self._weighed(captured, call, seconds=seconds)
 
     def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
-        """Let numbers decide how losses of micro-batches are combined, where a batch is cut."""
+        """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
         sizes = self._sizes(captured.capture, self.samples(call.structure))
         if len(sizes) > 1:
-            with self._weights.whole():
-                self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
+            self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
         return captured.with_role(self._role)
 
     def run(self, call: StepRequest, turn: RunOptions) -> StepResult:

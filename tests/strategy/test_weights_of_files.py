@@ -203,7 +203,7 @@ def test_lora_on_a_sharded_directory_reads_shares_and_saves_what_is_merged(tmp_p
     source.save_pretrained(tmp_path / "base", max_shard_size="100KB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
     _, expected = adapt(str(tmp_path / "base"), str(tmp_path / "plain"), None)
-    options = {"layout": "1-1", "microbatches": 2, "restore": "none"}
+    options = {"layout": "1-1", "microbatches": 2, "restore": "none", "check": False}  # which reads all on rank 0
     found = World(2).run(adapt, str(tmp_path / "base"), str(tmp_path / "merged"), options)
     whole = sum(parameter.nbytes for parameter in source.parameters())
     assert sum(read for read, _ in found) == whole
