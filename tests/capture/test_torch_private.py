@@ -324,7 +324,7 @@ class _Sizes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x).view(x.shape[0] * 2, 3)
         y = torch.cat([y, y[: y.shape[0] // 2]]).sum() / y.numel() + y.mean() + y.t().contiguous().std(dim=0).sum()
-        return y / (x.numel() + len(x))
+        return y / (x.numel() + x.shape[0])
 
 
 def _symbolic_joint(module: nn.Module, *, quick: bool) -> torch.fx.GraphModule:

@@ -47,8 +47,8 @@ def gradients(*, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     dense = {f"p{n}": torch.randn(n, 7, generator=generator) for n in (0, 1, 5, 40)}
     strided = torch.randn(6, 9, generator=generator).t()
-    rows = torch.tensor([[1, 3, 1]])
-    sparse = torch.sparse_coo_tensor(rows, torch.randn(3, 4, generator=generator), (5, 4))
+    rows, values = torch.tensor([[1, 3, 1]]), torch.randn(3, 4, generator=generator)
+    sparse = torch.sparse_coo_tensor(rows, values, (5, 4), check_invariants=True)
     return {**dense, "strided": strided, "complex": torch.randn(8, generator=generator) + 2j, "sparse": sparse}
 
 

@@ -165,7 +165,8 @@ class Adapted(pl.LightningModule):
             self.model = peft.get_peft_model(llama.double(), lora)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.model(input_ids=batch, labels=batch).loss
+        logits = self.model(input_ids=batch).logits[:, :-1]  # whose own loss is computed in float32
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)

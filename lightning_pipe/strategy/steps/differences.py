@@ -66,7 +66,7 @@ def _furthest(found: torch.Tensor | None, expected: torch.Tensor | None) -> tupl
     furthest: tuple[float, float, float] | None = None
     for one, two in _pieces(found, expected):
         apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs())
-        apart = apart.nan_to_num_(nan=torch.inf)
+        apart = apart.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         at = int(apart.argmax())
         if furthest is None or float(apart[at]) > furthest[0]:
             furthest = (float(apart[at]), float(one[at]), float(two[at]))
