@@ -403,7 +403,7 @@ def _remembering(
         if is_traced or env is None or one._hint is None or other._hint is None:
             return compute(one, other)
         operands = (one._expr, one.pytype, one._optimized_summation, other._expr, other.pytype)
-        key = (name, id(env), env._replacements_version_counter, *operands, other._optimized_summation)
+        key = (name, env, env._replacements_version_counter, *operands, other._optimized_summation)
         found = known.get(key)
         if found is None:
             found = known[key] = compute(one, other)
@@ -422,7 +422,7 @@ def _remembering_number(compute: Callable[[SymNode], int | None]) -> Callable[[S
         env = symbol.shape_env
         if env is None:
             return compute(symbol)
-        key = (symbol._expr, symbol.pytype, id(env), env._replacements_version_counter)
+        key = (symbol._expr, symbol.pytype, env, env._replacements_version_counter)
         if key not in known:
             known[key] = compute(symbol)
         return known[key]
