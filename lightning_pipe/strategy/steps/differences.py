@@ -44,21 +44,22 @@ def compared(
 ) -> tuple[Difference, Difference]:
     """Return the difference of the loss, and the largest of a gradient; what one run has not counts as zeros."""
     least = torch.finfo(plain.coarsest).eps ** 0.25
-    largest = max(map(_largest, plain.gradients.values()), default=0.0)
+    largest = {name: _largest(gradient) for name, gradient in plain.gradients.items()}
+    least_gradient = least * max(largest.values(), default=0.0)
 
-    def difference(name: str, found: torch.Tensor | None, expected: torch.Tensor | None, least: float) -> Difference:
-        scale = max(0.0 if expected is None else _largest(expected), least)
-        absolute, *numbers = _furthest(found, expected)
+    def difference(name: str, pair: tuple[torch.Tensor | None, torch.Tensor | None], scale: float) -> Difference:
+        absolute, *numbers = _furthest(*pair)
         relative = 0.0 if absolute == 0.0 else absolute / scale if scale and absolute < torch.inf else torch.inf
         return Difference(name, numbers[0], numbers[1], relative, plain.coarsest)
 
     every = (
-        difference(name, gradients.get(name), plain.gradients.get(name), least * largest)
+        difference(name, (gradients.get(name), plain.gradients.get(name)), max(largest.get(name, 0.0), least_gradient))
         for name in {**plain.gradients, **gradients}
     )
     none = Difference("", 0.0, 0.0, 0.0, plain.coarsest)
     worst = max(every, key=lambda one: one.relative, default=none)
-    return difference("", loss.cpu().reshape(1), plain.loss.cpu().reshape(1), least), worst
+    losses = (loss.cpu().reshape(1), plain.loss.cpu().reshape(1))
+    return difference("", losses, max(_largest(losses[1]), least)), worst
 
 
 def _furthest(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[float, float, float]:
