@@ -79,10 +79,12 @@ def _pieces(found: torch.Tensor | None, expected: torch.Tensor | None) -> Iterat
     one, two = (None if tensor is None else _numbers(tensor) for tensor in (found, expected))
     present = one if one is not None else two
     assert present is not None, "one of both has a gradient"
+    absent = present.new_zeros(min(present.numel(), _PIECE)) if one is None or two is None else present
     for first in range(0, present.numel(), _PIECE):
-        both = [None if numbers is None else numbers[first : first + _PIECE].double() for numbers in (one, two)]
-        zeros = torch.zeros_like(present[first : first + _PIECE], dtype=torch.float64)
-        yield (zeros if both[0] is None else both[0], zeros if both[1] is None else both[1])
+        size = min(_PIECE, present.numel() - first)
+        parts = (absent[:size] if numbers is None else numbers[first : first + size] for numbers in (one, two))
+        left, right = (part.double() for part in parts)
+        yield left, right
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
