@@ -367,11 +367,12 @@ def _attribute(container: Any, key: Any) -> str:
 
 @contextlib.contextmanager
 def quick_symbols() -> Iterator[None]:
-    """Compute the same expression of symbolic sizes once while a step is traced; it takes half of the time otherwise.
+    """Compute the same expression of symbolic sizes once while a step is traced.
 
-    Every tensor asks for the product of its sizes, and whether strides equal such products, again and again. What is
-    computed is as before: an expression depends on its operands, and on what is known to be equal by now. What the
-    wrapper of a tensor asks about itself while it is made is not part of the graph.
+    Otherwise that takes almost half of the time of a trace: every tensor asks for the product of its sizes, and whether
+    strides equal such products, again and again. What is computed is as before: an expression depends on its operands,
+    and on what is known to be equal by now. What the wrapper of a tensor asks about itself while it is made is not part
+    of the graph.
     """
     known: dict[Any, SymNode] = {}
     methods = {name: vars(SymNode)[name] for name in _OF_TWO_SYMBOLS}

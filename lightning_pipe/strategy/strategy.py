@@ -450,7 +450,7 @@ class DappleStrategy(ParallelStrategy):
             synchronise=self._synchronise,
         )
         self._stopwatch.lap("first step")
-        if self.is_global_zero and (line := self._stopwatch.stop()):
+        if (line := self._stopwatch.stop()) and self.is_global_zero:
             log.info(line)
         return result
 
