@@ -1,13 +1,13 @@
-"""Start of training where no process can hold the whole module: memory, time, and what a crash leaves.
+"""Start of training where no process can hold the whole module: memory, and what a crash leaves.
 
     python -m benchmarks.start large                      # 1.5 billion parameters on 4 ranks of 3 GiB each
     python -m benchmarks.start large --width 256          # the same path, small
+    python -m benchmarks.start large --folder DIR --parts train resume3    # some of its parts
     python -m benchmarks.start kill                       # SIGKILL at 20 random moments of a save, of both kinds
-    python -m benchmarks.start phases --layers 12 24      # seconds of every phase between fit() and the first step
 
 `large` trains, saves a directory, is killed, resumes on fewer ranks, and makes the plain file. Every process has a
 limit on its private memory (RLIMIT_DATA). Peaks are those of the resident memory that is no file (RssAnon), looked at
-ten times a second.
+ten times a second. `benchmarks.start_phases` prints how long a start takes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,12 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import DappleStrategy
 from lightning_pipe.strategy.checkpoints import saving, sharded
-from lightning_pipe.strategy.parameters.building import building
-from lightning_pipe.strategy.parameters.initial_values import make
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.units import format_bytes, parse_bytes
 
 VOCABULARY, SAMPLES = 512, 4
 MOMENTS = 20
+PARTS = ("plain", "train", "resume2", "resume3", "consolidate")
 
 
 class Block(nn.Module):
@@ -177,23 +175,46 @@ def train(options: argparse.Namespace) -> None:
 
 
 def large(options: argparse.Namespace) -> None:
-    """Start, train, save, be killed, resume on fewer ranks, and make the plain file."""
+    """Start, train, save, be killed, resume on fewer ranks, and make the plain file; or some of these parts."""
     size = 12 * options.width**2 * options.layers + 2 * VOCABULARY * options.width
     print(f"GPT of {size / 1e9:.2f} billion parameters, {options.precision}")
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
         saved = str(Path(folder, "saved.ckpt"))
-        _, ended = _trained(options, folder, ranks=1, steps=1, limit=options.limit, may_fail=True)
-        print(f"1 rank, plain Trainer, limit {options.limit}: {ended}")
-        _report(_trained(options, folder, ranks=4, steps=3, limit=options.limit, save=saved, stay=True))
-        for ranks in (2, 3):
+        for part in options.parts:
+            _part(options, part, folder=folder, saved=saved)
+
+
+def _part(options: argparse.Namespace, part: str, *, folder: str, saved: str) -> None:
+    match part:
+        case "plain":
+            _, ended = _trained(options, folder, ranks=1, steps=1, limit=options.limit, may_fail=True)
+            print(f"1 rank, plain Trainer, limit {options.limit}: {ended}", flush=True)
+        case "train":
+            _report(_trained(options, folder, ranks=options.ranks, steps=3, limit=options.limit, save=saved, stay=True))
+        case "resume2" | "resume3":
+            ranks = int(part[-1])
             _report(_trained(options, folder, ranks=ranks, steps=5, limit=options.wider, resume=saved))
-        limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({parse_bytes(options.limit)},) * 2)"
-        begin = time.perf_counter()
-        code = f"{limited}; from lightning_pipe.cli import main; main({['consolidate', saved, folder + '/out.ckpt']!r})"
-        subprocess.run([sys.executable, "-c", code], check=True)
-        found = torch.load(Path(folder, "out.ckpt"), mmap=True, weights_only=True)["state_dict"]
-        count = sum(value.numel() for value in found.values())
-        print(f"plain file of {count / 1e9:.2f} billion parameters in {time.perf_counter() - begin:.0f} s")
+        case _:
+            _consolidate(options, saved, str(Path(folder, "out.ckpt")))
+
+
+def _consolidate(options: argparse.Namespace, saved: str, out: str) -> None:
+    """Make the plain file in a limited process, and read it."""
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({parse_bytes(options.limit)},) * 2)"
+    begin = time.perf_counter()
+    code = f"{limited}; from lightning_pipe.cli import main; main({['consolidate', saved, out]!r})"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        peaks = Peaks(process.pid)
+        while process.poll() is None:
+            peaks.look()
+            time.sleep(0.1)
+    if process.returncode:
+        raise RuntimeError(f"consolidate has ended with {process.returncode}")
+    found = torch.load(out, mmap=True, weights_only=True)["state_dict"]
+    count = sum(value.numel() for value in found.values())
+    peak, seconds = format_bytes(peaks.of(process.pid)), time.perf_counter() - begin
+    print(f"plain file of {count / 1e9:.2f} billion parameters in {seconds:.0f} s, at most {peak}", flush=True)
 
 
 def _trained(
@@ -233,7 +254,8 @@ def _trained(
 
 def _report(run: tuple[list[dict[str, Any]], str]) -> None:
     found, ended = run
-    print(f"{len(found)} ranks, {ended}, first step after {found[0]['first_s']:.0f} s, losses {found[0]['losses']}")
+    first_s = found[0]["first_s"]
+    print(f"{len(found)} ranks, {ended}, first step after {first_s:.0f} s, losses {found[0]['losses']}", flush=True)
     for rank, one in enumerate(found):
         own, peak = (format_bytes(one[name]) for name in ("own", "peak"))
         print(f"  rank {rank}: own {own}, peak {peak}, over {format_bytes(one['peak'] - one['own'])}")
@@ -288,50 +310,24 @@ def _one_of(tensors: dict[str, torch.Tensor]) -> int:
     return int(number)
 
 
-def phases(options: argparse.Namespace) -> None:
-    """Print the seconds that the phases of a start take in one process."""
-    from lightning_pipe.capture import Request, capture_step, flatten
-
-    for layers in options.layers:
-        seconds: dict[str, float] = {}
-        with _timed(seconds, "build with values"):
-            GPT(options.width, layers).configure_model()
-        module = GPT(options.width, layers)
-        with _timed(seconds, "build without"), building():
-            module.configure_model()
-        structure = flatten(torch.zeros(SAMPLES, options.context + 1, dtype=torch.long))[1]
-        with _timed(seconds, "capture"):
-            capture_step(Request(module, "training_step", structure, samples=2))
-        with _timed(seconds, "make a quarter"):
-            parameters = list(module.parameters())
-            make(parameters[: len(parameters) // 4], device=torch.device("cpu"))
-        print(f"{layers} layers: " + ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    begin = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - begin
-
-
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     every: dict[str, Callable[[argparse.Namespace], None]] = {
-        "large": large, "train": train, "kill": kill, "phases": phases,
+        "large": large, "train": train, "kill": kill,
     }  # fmt: skip
     for name in every:
         one = commands.add_parser(name)
         add = partial(one.add_argument)
-        add("--width", type=int, default=256 if name == "phases" else 3968)
-        add("--layers", type=int, nargs="+" if name == "phases" else None, default=[12, 24] if name == "phases" else 8)
+        add("--width", type=int, default=3968)
+        add("--layers", type=int, default=8)
         add("--precision", default="bf16-true")
         add("--context", type=int, default=16)
         add("--limit", default="3GiB")
         add("--wider", default="5GiB", help="limit where fewer ranks hold more each")
         add("--folder", default=None, help="where checkpoints are written")
+        add("--parts", nargs="+", default=PARTS, choices=PARTS, help="of `large`; later ones need --folder")
         for option, default in (("ranks", 4), ("steps", 3)):
             add(f"--{option}", type=int, default=default)
         for option in ("save", "resume", "out"):

@@ -44,6 +44,7 @@ from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import LogCall, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph, Node, Operation
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
@@ -275,12 +276,13 @@ def capture_step(request: Request) -> Capture:
     Raises:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
-    if request.lengths:
-        with contextlib.suppress(CaptureError):
-            if (found := _captured_at_lengths(trace(request), request)) is not None:
-                return found
-        request = replace(request, lengths=frozenset())
-    return _captured(trace(request), request)
+    with without_collection():
+        if request.lengths:
+            with contextlib.suppress(CaptureError):
+                if (found := _captured_at_lengths(trace(request), request)) is not None:
+                    return found
+            request = replace(request, lengths=frozenset())
+        return _captured(trace(request), request)
 
 
 def _captured_at_lengths(general: JointGraph, request: Request) -> Capture | None:

@@ -4,7 +4,8 @@
 
 * `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
 * descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
-* `FunctionalTensor`: what tensors are while a joint graph is traced.
+* `FunctionalTensor`: what tensors are while a joint graph is traced; `SymNode`, `_get_dispatch_mode` and
+  `disable_proxy_modes_tracing`: the arithmetic of symbolic sizes, and whether a graph is made of it.
 * `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
   symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
 * `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
@@ -77,6 +78,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives, distributed_c10d
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
@@ -124,6 +127,7 @@ __all__ = [
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
+    "quick_symbols",
     "recorded_events",
     "reparametrize",
     "set_whether_overflowed",
@@ -364,6 +368,72 @@ def parameters_in_new_lists() -> Iterator[None]:
 def _attribute(container: Any, key: Any) -> str:
     is_dict = isinstance(container, nn.ParameterDict)
     return str(container._key_to_attr(key) if is_dict else container._get_abs_string_index(key))
+
+
+@contextlib.contextmanager
+def quick_symbols() -> Iterator[None]:
+    """Compute the same expression of symbolic sizes once while a step is traced.
+
+    Otherwise that takes almost half of the time of a trace: every tensor asks for the product of its sizes, and whether
+    strides equal such products, again and again. What is computed is as before: an expression depends on its operands,
+    and on what is known to be equal by now. What the wrapper of a tensor asks about itself while it is made is not part
+    of the graph.
+    """
+    known: dict[Any, SymNode] = {}
+    methods = {name: vars(SymNode)[name] for name in _OF_TWO_SYMBOLS}
+    make = FunctionalTensor.__new__
+
+    def make_untraced(cls: type[FunctionalTensor], *args: Any, **kwargs: Any) -> FunctionalTensor:
+        with disable_proxy_modes_tracing():
+            return make(cls, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name, compute in methods.items():
+            stack.enter_context(mock.patch.object(SymNode, name, _remembering(name, compute, known)))
+        stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", _remembering_number(SymNode.maybe_as_int)))
+        stack.enter_context(mock.patch.object(FunctionalTensor, "__new__", make_untraced))
+        yield
+
+
+_OF_TWO_SYMBOLS = ("add", "sub", "mul", "eq", "ne", "gt", "lt", "le", "ge", "and_", "or_", "sym_max", "sym_min")
+
+
+def _remembering(
+    name: str, compute: Callable[[SymNode, SymNode], SymNode], known: dict[Any, SymNode]
+) -> Callable[[SymNode, SymNode], SymNode]:
+    """Return the same operation on symbols, which looks first among what is known."""
+
+    def operation(one: SymNode, other: SymNode) -> SymNode:
+        env = one.shape_env
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        if is_traced or env is None or one._hint is None or other._hint is None:
+            return compute(one, other)
+        operands = (one._expr, one.pytype, one._optimized_summation, other._expr, other.pytype)
+        key = (name, env, env._replacements_version_counter, *operands, other._optimized_summation)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = compute(one, other)
+        result = SymNode.__new__(SymNode)  # of its own, since a trace knows symbols by the identity of their nodes
+        vars(result).update(vars(found))
+        return result
+
+    return operation
+
+
+def _remembering_number(compute: Callable[[SymNode], int | None]) -> Callable[[SymNode], int | None]:
+    """Return the same question whether a symbol is a number, which looks first among what is known."""
+    known: dict[Any, int | None] = {}
+
+    def number(symbol: SymNode) -> int | None:
+        env = symbol.shape_env
+        if env is None:
+            return compute(symbol)
+        key = (symbol._expr, symbol.pytype, env, env._replacements_version_counter)
+        if key not in known:
+            known[key] = compute(symbol)
+        return known[key]
+
+    return number
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """Cache of measured timings, and the keys under which they stay valid.
 
-One JSON file for every kind of device and version of torch, in a directory that the caller names:
+One JSON file for every host, kind of device and version of torch, in a directory that the caller names:
 
     {"device": {...}, "timings": {"digest of a signature": [seconds, spread, scratch bytes], ...}}
 
-It may be deleted at any time; times that are missing are measured again. Files are replaced as a whole, so that readers
-never see half of one; of two processes that write at the same time, one may lose what it added. A file that cannot be
-read, or a directory that cannot be written, is said once and does not stop anything.
+It may be deleted at any time; times that are missing are measured again. It holds some ten thousand times at most; then
+others give way. Files are replaced as a whole, so that readers never see half of one; of two processes that write at
+the same time, one may lose what it added. A file that cannot be read, or a directory that cannot be written, is said
+once and does not stop anything.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import logging
 import math
 import os
+import platform
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from lightning_pipe.profiler.devices import device_kind
 log = logging.getLogger(__name__)
 
 _FORMAT = 2  # raised when what is measured changes
+_MOST_TIMES = 50_000  # of a file: about 4 MiB
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ def conditions(device: torch.device) -> dict[str, str | int | bool]:
     """Return what times depend on besides the call."""
     found: dict[str, str | int | bool] = {
         "format": _FORMAT,
+        "host": platform.node(),
         "device": device_kind(device),
         "torch": str(torch.__version__),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -111,7 +115,9 @@ def store_timings(directory: Path, device: torch.device, timings: Timings) -> No
     with contextlib.suppress(*_UNREADABLE):  # `load_timings` has said so
         known = _read(path, device)
     whole = {name: timing for name, timing in timings.items() if not math.isnan(timing.seconds + timing.scratch_bytes)}
-    rows = {name: dataclasses.astuple(timing) for name, timing in sorted({**known, **whole}.items())}
+    older = {name: timing for name, timing in known.items() if name not in whole}
+    both = [*list(older.items())[: max(0, _MOST_TIMES - len(whole))], *whole.items()]
+    rows = {name: dataclasses.astuple(timing) for name, timing in sorted(both)}
     content = json.dumps({"device": conditions(device), "timings": rows}, indent=0)
     try:
         directory.mkdir(parents=True, exist_ok=True)

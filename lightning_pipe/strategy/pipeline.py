@@ -58,6 +58,7 @@ from lightning_pipe.strategy.plans.planning import (
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.refusals import check_written
+from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
@@ -101,6 +102,7 @@ class Pipeline:
         contexts: step method -> context that the step runs in (autocast, no_grad).
         device: where this rank computes.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
+        stopwatch: measures how long the start takes.
 
     Attributes:
         runner: runs captured steps.
@@ -117,7 +119,9 @@ class Pipeline:
         contexts: Contexts,
         device: torch.device,
         later: PostValidation | None = None,
+        stopwatch: Stopwatch,
     ) -> None:
+        self._stopwatch = stopwatch
         self._modules = tuple(module.modules())
         self._module, self._config, self._links, self._weights = module, config, links, weights
         self._contexts, self._device = contexts, device
@@ -186,6 +190,7 @@ class Pipeline:
         self._given = control.agreed(lambda: given_plan(config), source=0, what="the plan file")
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._runner.seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
+        self._stopwatch.lap("first batch")
         try:
             self._plan_by(call, self._capture(call, self._first_slice(self.samples(call.structure))), optimizers)
         except _WrongCapture as wrong:
@@ -207,6 +212,7 @@ class Pipeline:
             check_samples(self._wanted_microbatches, samples)
         graph = captured.capture.graph
         agree(self._links, {"captured graph": graph.fingerprint})
+        self._stopwatch.lap("capture")
         problem = self._costs.problem(
             captured.capture,
             samples=samples if training else max(samples, self._wanted_microbatches),  # later batches may be larger
@@ -215,6 +221,7 @@ class Pipeline:
             training=training,
             takes_back=self._clips_by_norm,
         )
+        self._stopwatch.lap("profile")
         candidates: list[Judged] = []  # on rank 0
 
         def make() -> Plan:
@@ -243,11 +250,13 @@ class Pipeline:
             "Lightning": vars(pl)["__version__"],
         }
         agree(self._links, {"plan": to_yaml(plan), **versions})
+        self._stopwatch.lap("plan")
         if not self._sizes(captured.capture, samples):
             captured = self._capture_for(call, samples)
             cuts = self._cuts(captured.capture.graph)
         if training and config.check:
             captured = self._checked(captured, call, samples)
+            self._stopwatch.lap("check")
         if training and self._role is None and plan.microbatches > 1:
             warn_of_unknown_role(captured)
         if training and plan.microbatches > 1:
@@ -259,6 +268,7 @@ class Pipeline:
         for program in step.split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:
                 self._held.setdefault(name, set()).add(program.stage)
+        self._stopwatch.lap("stages")
 
     def _wanted(self, captured: Captured) -> DappleConfig:
         """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
@@ -278,22 +288,21 @@ class Pipeline:
         if refusal := control.broadcast(self._weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
-        try:
-            with self._weights.whole():
+        with self._weights.whole():
+            try:
                 seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
-        except CaptureError as error:
-            if self._config.capture != "auto" or not captured.capture.fallback:
-                raise
-            self._planned = None
-            raise _WrongCapture(str(error)) from error
-        return self._weighed(captured, call, seconds=seconds)
+            except CaptureError as error:
+                if self._config.capture != "auto" or not captured.capture.fallback:
+                    raise
+                self._planned = None
+                raise _WrongCapture(str(error)) from error
+            return self._weighed(captured, call, seconds=seconds)
 
     def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
-        """Let numbers decide how losses of micro-batches are combined, where a batch is cut."""
+        """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
         sizes = self._sizes(captured.capture, self.samples(call.structure))
         if len(sizes) > 1:
-            with self._weights.whole():
-                self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
+            self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
         return captured.with_role(self._role)
 
     def run(self, call: StepRequest, turn: RunOptions) -> StepResult:

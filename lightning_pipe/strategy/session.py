@@ -53,6 +53,7 @@ from lightning_pipe.strategy.plans.plan_report import findings, introduce, write
 from lightning_pipe.strategy.plans.recording import Recording
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
+from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 
@@ -70,6 +71,7 @@ class Session:
         plugin: precision of the trainer.
         device: where this rank computes.
         connected: opens connections to the other ranks, after the fit too.
+        stopwatch: measures how long the start takes.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class Session:
         plugin: Precision,
         device: torch.device,
         connected: Connected,
+        stopwatch: Stopwatch,
     ) -> None:
         self._module, self._config, self._links, self._feed = module, config, links, feed
-        self._plugin, self._device = plugin, device
+        self._plugin, self._device, self._stopwatch = plugin, device, stopwatch
         self.weights = Weights(module, links.control)
         self._later = (
             PostValidation(links.control.wait, is_last=lambda: _is_last_batch(module.trainer))
@@ -110,6 +113,7 @@ class Session:
             contexts=self._contexts,
             device=device,
             later=self._later,
+            stopwatch=stopwatch,
         )
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)
@@ -350,6 +354,7 @@ class Session:
         _warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
             _warn_of_backward_hooks(self._module)
+        self._stopwatch.lap("placing")
 
     def _hold(self) -> None:
         """Let CUDA's allocator hold this rank to the limit that the user has set."""

@@ -80,6 +80,7 @@ from lightning_pipe.strategy.refusals import (
     say_compiled,
 )
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.start.stopwatch import Stopwatch
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -162,6 +163,7 @@ class DappleStrategy(ParallelStrategy):
         self._synchronise = True
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
+        self._stopwatch = Stopwatch(is_running=False)  # of the last start
         self._world_size_reads = WorldSizeReads()
         self._is_resumed = False  # whether a checkpoint gives this run its weights
         self._initialised: Callable[[], pl.LightningModule | None] = lambda: None  # that has got the weights of a file
@@ -203,6 +205,11 @@ class DappleStrategy(ParallelStrategy):
     def foreseen(self) -> tuple[Foreseen, ...]:
         """Return the memory that the plan of the last fit foresees, by rank; () before it is made."""
         return () if self._session is None else self._session.foreseen
+
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of the phases of the last start on this rank, up to the end of the first step."""
+        return self._stopwatch.seconds
 
     @property
     def steps_taken_back(self) -> int:
@@ -255,10 +262,15 @@ class DappleStrategy(ParallelStrategy):
             return
         if self.config.start_method == "popen":
             self._launcher = GuardedScriptLauncher(
-                environment, self.num_processes, self.num_nodes, begin=self._begin_watch
+                environment, self.num_processes, self.num_nodes, begin=self._launched
             )
         else:
-            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._begin_watch)
+            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._launched)
+
+    def _launched(self, *, verdict: str = "") -> GuardClient:
+        """Begin to guard a process that is launched, and to measure how long it takes to start."""
+        self._stopwatch = Stopwatch()
+        return self._begin_watch(verdict=verdict)
 
     def _begin_watch(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard this process, for one fit."""
@@ -278,7 +290,10 @@ class DappleStrategy(ParallelStrategy):
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
         self._undo.append(private.hide_advice_to_synchronise())
         self._adapt_callbacks(self.lightning_module)
+        if not self._stopwatch.is_running:
+            self._stopwatch = Stopwatch()
         self._links = self._connect()
+        self._stopwatch.lap("processes")
         self._feed = Feed(
             self._links.control,
             ahead=self.config.post_validation,
@@ -348,6 +363,7 @@ class DappleStrategy(ParallelStrategy):
         assert self.accelerator is not None and self._links is not None and self._feed is not None
         module = self.lightning_module
         assert module is not None, "connected by the trainer"
+        self._stopwatch.lap("module")
         self.accelerator.setup(trainer)
         self._leave_compilation_out(module)
         measure_whole_batches(trainer, ranks=self.world_size)
@@ -364,8 +380,10 @@ class DappleStrategy(ParallelStrategy):
             plugin=self.precision_plugin,
             device=self.root_device,
             connected=self._control,
+            stopwatch=self._stopwatch,
         )
         self._session.share()
+        self._stopwatch.lap("values")
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_averages(trainer, module)
             control = self._links.control
@@ -381,6 +399,7 @@ class DappleStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
+            self._stopwatch.lap("optimizers")
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
 
@@ -458,7 +477,8 @@ class DappleStrategy(ParallelStrategy):
         """Run forward and backward of a batch; gradients are summed unless they are accumulated further."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return self._step(
+        self._stopwatch.lap("hooks and data")
+        result = self._step(
             "training_step",
             batch,
             arguments,
@@ -466,6 +486,10 @@ class DappleStrategy(ParallelStrategy):
             weight=1.0 / trainer.accumulate_grad_batches,
             synchronise=self._synchronise,
         )
+        self._stopwatch.lap("first step")
+        if (line := self._stopwatch.stop()) and self.is_global_zero:
+            log.info(line)
+        return result
 
     def validation_step(self, batch: Any, *arguments: int) -> Any:
         """Run the module's validation step."""
@@ -665,6 +689,7 @@ class DappleStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Give ranks the whole trained module, as `restore` says, and let go of the others; whatever has happened."""
+        self._stopwatch.stop()
         with contextlib.ExitStack() as undo:
             undo.callback(self._end_watch)
             undo.callback(self._disconnect)

@@ -338,3 +338,53 @@ def test_a_scaler_is_told_where_it_has_seen_no_gradient():
     private.set_whether_overflowed(scaler, optimizer, False)
     scaler.step(optimizer)
     scaler.update()
+
+
+class _Sizes(nn.Module):
+    """Sizes that are read, multiplied and compared, of values that the step and autograd make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).view(x.shape[0] * 2, 3)
+        y = torch.cat([y, y[: y.shape[0] // 2]]).sum() / y.numel() + y.mean() + y.t().contiguous().std(dim=0).sum()
+        return y / (x.numel() + x.shape[0])
+
+
+def _symbolic_joint(module: nn.Module, *, quick: bool) -> torch.fx.GraphModule:
+    mode = private.FakeTensorMode(shape_env=private.ShapeEnv(), allow_non_fake_inputs=True)
+    context = private.StatelessSymbolicContext(dynamic_sizes=[private.DimDynamic.DUCK, private.DimDynamic.STATIC])
+    x = mode.from_tensor(torch.empty(5, 3), symbolic_context=context)
+    with mode:
+        state = {name: nn.Parameter(torch.empty(p.shape)) for name, p in module.named_parameters()}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(private.reparametrize(module, state))
+        if quick:
+            stack.enter_context(private.quick_symbols())
+        return private.aot_export_joint_with_descriptors(stack, module, (x,)).graph_module
+
+
+def test_symbols_that_are_remembered_give_the_same_graph_but_for_unread_sizes():
+    module = _Sizes()
+    plain, quick = (_symbolic_joint(module, quick=quick) for quick in (False, True))
+    operations = [
+        [n.target for n in one.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)] for one in (plain, quick)
+    ]
+    assert operations[0] == operations[1]
+    for samples in (2, 5, 11):
+        inputs = [p.detach() for p in module.parameters()]
+        inputs += [torch.randn(samples, 3), torch.ones(())]
+        one, two = (torch.utils._pytree.tree_leaves(graph([*inputs[:-1]], [inputs[-1]])) for graph in (plain, quick))
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_symbols_are_computed_as_ever_afterwards():
+    before = {name: vars(private.SymNode)[name] for name in ("mul", "eq", "maybe_as_int")}
+    make = vars(private.FunctionalTensor)["__new__"]
+    with private.quick_symbols():
+        assert vars(private.SymNode)["mul"] is not before["mul"]
+    assert {name: vars(private.SymNode)[name] for name in before} == before
+    assert vars(private.FunctionalTensor)["__new__"] is make

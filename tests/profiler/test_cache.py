@@ -74,3 +74,17 @@ def test_a_file_says_what_it_holds_for(tmp_path: Path):
     store_timings(tmp_path, CPU, ONE)
     said = json.loads(cache_file(tmp_path, CPU).read_text())["device"]
     assert {"device", "torch", "format"} <= set(said)
+
+
+def test_times_of_another_host_are_not_found(tmp_path: Path, monkeypatch):
+    store_timings(tmp_path, CPU, ONE)
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    assert load_timings(tmp_path, CPU) == {}
+
+
+def test_a_file_does_not_grow_without_end_and_keeps_what_is_new(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("lightning_pipe.profiler.cache._MOST_TIMES", 3)
+    for number in range(5):
+        store_timings(tmp_path, CPU, {digest(f"aten.op{number}"): Timing(float(number), 0.0)})
+        assert digest(f"aten.op{number}") in load_timings(tmp_path, CPU)
+    assert len(load_timings(tmp_path, CPU)) == 3

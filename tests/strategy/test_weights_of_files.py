@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.strategy.checkpoints.files import give, open_weights
@@ -101,15 +106,24 @@ def test_other_shapes_and_names_are_refused(tmp_path: Path) -> None:
             open_weights(wrong)
 
 
-def fine_tune(path: str, options: dict[str, Any] | None) -> Any:
-    """Fit from the weights of a file, and say how many bytes were read; a worker function."""
-    read, of = [], Unread.of
+@contextmanager
+def reads_counted() -> Iterator[list[int]]:
+    """Note the bytes of every tensor that is read from a file inside."""
+    read: list[int] = []
+    of = Unread.of
 
     def counting(size: Any, dtype: torch.dtype, function: Any) -> Unread:
         unread = of(size, dtype, function)
         unread.read = lambda: read.append(unread.nbytes) or function()
         return unread
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unread, "of", counting)
+        yield read
+
+
+def fine_tune(path: str, options: dict[str, Any] | None) -> Any:
+    """Fit from the weights of a file, and say how many bytes were read; a worker function."""
     losses = Losses()
     strategy = "auto" if options is None else dapple(weights=path, **options)
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[losses])
@@ -117,8 +131,7 @@ def fine_tune(path: str, options: dict[str, Any] | None) -> Any:
         module = make_module("gpt_tied", seed=9, **F64).train()
     if options is None:
         module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unread, "of", counting)
+    with reads_counted() as read:
         trainer.fit(module, make_loader("gpt_tied", **F64))
     return sum(read), losses.losses
 
@@ -134,3 +147,74 @@ def test_each_rank_reads_its_share_and_trains_as_one_device(tmp_path: Path) -> N
     for read, losses in found:
         assert read < whole
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+
+
+class Adapted(pl.LightningModule):
+    """A small LLaMA with LoRA, whose base comes from a directory."""
+
+    def __init__(self, base: str | None = None) -> None:
+        super().__init__()
+        self.base, self.model = base, None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            peft, llama = pytest.importorskip("peft"), llama_of_4_layers()
+            if self.base is not None:
+                llama.load_state_dict(type(llama).from_pretrained(self.base).state_dict())
+            lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+            self.model = peft.get_peft_model(llama.double(), lora)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        logits = self.model(input_ids=batch).logits[:, :-1]  # whose own loss is computed in float32
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def llama_of_4_layers() -> Any:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=16, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+def adapt(directory: str, out: str, options: dict[str, Any] | None) -> Any:
+    """Fine-tune by LoRA, save what is merged, and say what was read, and the losses; a worker function."""
+    losses = Losses()
+    strategy = "auto" if options is None else dapple(weights=directory, **options)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[losses])
+    torch.manual_seed(5)
+    module = Adapted(base=directory if options is None else None)
+    batches = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
+    with reads_counted() as read:
+        trainer.fit(module, DataLoader(batches, batch_size=4))
+    with contextlib.nullcontext() if options is None else trainer.strategy.whole_module():
+        if trainer.is_global_zero:
+            module.model.merge_and_unload().save_pretrained(out)
+    return sum(read), losses.losses
+
+
+def test_lora_on_a_sharded_directory_reads_shares_and_saves_what_is_merged(tmp_path: Path) -> None:
+    """The directory, of several files, is larger than what a rank reads; merged weights are those of one device."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(3)
+    source = llama_of_4_layers()
+    source.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
+    _, expected = adapt(str(tmp_path / "base"), str(tmp_path / "plain"), None)
+    options = {"layout": "1-1", "microbatches": 2, "restore": "none", "check": False}  # which reads all on rank 0
+    found = World(2).run(adapt, str(tmp_path / "base"), str(tmp_path / "merged"), options)
+    whole = sum(parameter.nbytes for parameter in source.parameters())
+    assert sum(read for read, _ in found) == whole
+    for read, losses in found:
+        assert read < 0.7 * whole
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+    merged, expected_state = (
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64).state_dict()
+        for name in ("merged", "plain")
+    )
+    torch.testing.assert_close(merged, expected_state, rtol=1e-9, atol=1e-9)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged[name], source.state_dict()[name].double())

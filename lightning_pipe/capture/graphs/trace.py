@@ -40,6 +40,7 @@ from lightning_pipe.capture.steps.record import LogCall, MetricCall
 from lightning_pipe.capture.steps.step_function import StepFunction, StepRecording, recording_calls
 from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.capture.steps.training_state import no_training_state
+from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import CaptureError, StepError
 from lightning_pipe.lightning_names import pl
 
@@ -153,6 +154,7 @@ def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
     """
     step, state, leaves, mode = _prepared(request, answers)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_collection())
         stack.enter_context(tables_restored(request.module))
         stack.enter_context(no_random_numbers(lambda: ""))
         stack.enter_context(_tracing(step, state, mode, request.device))
@@ -246,6 +248,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.fx_traceback.preserve_node_meta(),
         private.compiling_state(),
         private.fused_recurrent_kernels(),
+        private.quick_symbols(),
         private.unchecked_distributions(),
         private.parameters_in_new_lists(),
         private.numbered_checkpoints(),

@@ -93,6 +93,11 @@ class Operators:
         calls = list(operator_calls(_joint(self._capture, samples), samples, self._device))
         return Course(self._capture.graph, calls)
 
+    def found(self, known: Timings) -> tuple[int, int]:
+        """Return how many of the distinct calls have known times, and how many there are."""
+        names = {digest(name) for course in self._courses.values() for name in course.signatures}
+        return len(names & known.keys()), len(names)
+
     def measure(self, known: Timings, *, share: tuple[int, int] = (0, 1), progress: bool = False) -> dict[str, Timing]:
         """Measure what is not known, and return it.
 

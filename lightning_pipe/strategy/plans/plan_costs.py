@@ -173,6 +173,8 @@ class PlanCosts:
             source=0,
             what="operations that were timed before",
         )
+        if known and control.rank == 0:
+            log.info("Times of %d of %d calls come from %s.", *operators.found(known), cache)
         if control.rank in sharers:
             share = (sharers.index(control.rank), len(sharers))
             mine = operators.measure(known, share=share, progress=control.rank == 0)

@@ -22,7 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -39,6 +39,7 @@ from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.strategy.lightning_private import located
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.differences import Difference, compared
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 from lightning_pipe.units import format_bytes
@@ -46,29 +47,6 @@ from lightning_pipe.units import format_bytes
 log = logging.getLogger(__name__)
 
 _MOST_ON_HOST_BYTES = 4 * 2**30  # of parameters; a GPU says itself when its memory is full, a host ends the process
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where captured and plain differ most, relative to scale.
-
-    Attributes:
-        name: of a parameter; "" for the loss.
-        captured, plain: the two numbers.
-        relative: their difference in units of the scale.
-        dtype: the least exact type of the computation.
-    """
-
-    name: str
-    captured: float
-    plain: float
-    relative: float
-    dtype: torch.dtype
-
-    @property
-    def allowed(self) -> float:
-        """Return how large it may be."""
-        return float(torch.finfo(self.dtype).eps ** 0.5)
 
 
 class Incomparable(Exception):
@@ -290,51 +268,6 @@ def _move(module: pl.LightningModule, device: torch.device) -> None:
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             owner._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def compared(
-    plain: EagerReference, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
-) -> tuple[Difference, Difference]:
-    """Return the difference of the loss, and the largest of a gradient."""
-    least = torch.finfo(plain.coarsest).eps ** 0.25
-    pairs = {name: _pair(gradients.get(name), plain.gradients.get(name)) for name in {**plain.gradients, **gradients}}
-    largest = max((_largest(expected) for _, expected in pairs.values()), default=0.0)
-
-    def difference(name: str, found: torch.Tensor, expected: torch.Tensor, least: float) -> Difference:
-        scale = max(_largest(expected), least)
-        apart = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, (found - expected).abs())
-        at = int(apart.nan_to_num(nan=torch.inf).argmax())
-        absolute = float(apart.flatten()[at])
-        relative = 0.0 if absolute == 0.0 else absolute / scale if scale and absolute < torch.inf else torch.inf
-        numbers = float(found.flatten()[at]), float(expected.flatten()[at])
-        return Difference(name, *numbers, relative, plain.coarsest)
-
-    found, expected = _pair(loss.cpu().reshape(1), plain.loss.cpu().reshape(1))
-    all_differences = (difference(name, *pair, least * largest) for name, pair in pairs.items() if pair[0].numel())
-    none = Difference("", 0.0, 0.0, 0.0, plain.coarsest)
-    return difference("", found, expected, least), max(all_differences, key=lambda one: one.relative, default=none)
-
-
-def _pair(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as dense tensors in double precision; zeros for what there is not."""
-    one, two = (None if tensor is None else _dense(tensor) for tensor in (found, expected))
-    if one is not None and two is not None:
-        return one, two
-    present = one if one is not None else two
-    assert present is not None, "one of both has a gradient"
-    absent = torch.zeros_like(present)
-    return (present, absent) if two is None else (absent, present)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    strided = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    return (torch.view_as_real(strided.resolve_conj()) if strided.is_complex() else strided).to(torch.float64)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value; 0 where there is none that is finite."""
-    finite = tensor[tensor.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _refusal(captured: Route, request: Request, samples: int, *, loss: Difference, worst: Difference) -> str:

@@ -17,6 +17,7 @@ long or too much memory.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -35,13 +36,12 @@ from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.check import (
-    Difference,
     Incomparable,
-    compared,
     on_one_device,
     plain_run,
     run_captured,
 )
+from lightning_pipe.strategy.steps.differences import Difference, compared
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 from lightning_pipe.units import format_bytes
@@ -172,6 +172,7 @@ def measure(
                 raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
             line = captured.plays.unequal_denominator() if captured.plays is not None else ""
             found.append(Measured(one, *compared(plain, loss, gradients), line))
+            del results, gradients  # before the next run makes others
             if found[-1].agrees:
                 return found[-1]
     return min(found, key=lambda one: one.relative)
@@ -237,7 +238,7 @@ class NoRandomness(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation without randomness."""
         kwargs = kwargs or {}
-        names = [argument.name for argument in func._schema.arguments]
+        names = _argument_names(func)
         for name in ("dropout_p", "dropout"):  # of fused attention and recurrent layers
             if name in names:
                 place = names.index(name)
@@ -259,3 +260,8 @@ class NoRandomness(TorchDispatchMode):
         if name.startswith(("rand", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")):
             return result.fill_(0.5 if result.is_floating_point() else 0)
         return result
+
+
+@functools.cache
+def _argument_names(operator: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operator._schema.arguments)
