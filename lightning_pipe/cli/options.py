@@ -57,6 +57,7 @@ class StepOptions:
     cache: str | None = option(None, "directory of measured times; off keeps none, null the user's cache directory")
     profile: str | None = option(None, "instead of a model: file of a published profile of layers")
     profile_samples: int | None = option(None, "samples that this file was measured with, if its name does not say it")
+    profile_layers: int | None = option(None, "number of layers of the model, for a file of Galvatron")
     saved_bytes_per_sample: float | None = option(None, "what layers keep per sample, if this file does not say it")
     optimizer_state: float = option(ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
     cluster: str | None = option(None, "the devices: preset (see docs/clusters.md) or cluster file")
@@ -100,10 +101,17 @@ class StepOptions:
 
 
 _OF_MODELS = ("model_args", "batch", "batch_dim", "costs", "cache")
-_OF_PROFILES = ("profile_samples", "saved_bytes_per_sample")
-_LEAST = {"ranks": 1, "samples": 1, "profile_samples": 1, "saved_bytes_per_sample": 0, "optimizer_state": 0,
-          "runtime": 0,
-          "least_samples": 1}  # fmt: skip
+_OF_PROFILES = ("profile_samples", "profile_layers", "saved_bytes_per_sample")
+_LEAST = {
+    "ranks": 1,
+    "samples": 1,
+    "profile_samples": 1,
+    "profile_layers": 1,
+    "saved_bytes_per_sample": 0,
+    "optimizer_state": 0,
+    "runtime": 0,
+    "least_samples": 1,
+}
 
 
 def _check_one(options: StepOptions, one: str, other: str, expected: str) -> None:

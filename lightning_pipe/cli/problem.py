@@ -50,6 +50,7 @@ def _step(options: StepOptions, cluster: Cluster) -> tuple[Graph, Profile, int]:
         batch=options.profile_samples,
         saved_bytes_per_sample=options.saved_bytes_per_sample,
         optimizer_state=options.optimizer_state,
+        layers=options.profile_layers,
     )
     return graph, profile, graph.samples
 
