@@ -17,6 +17,7 @@ import torch
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import (
+    Bucket,
     Compute,
     ComputeKind,
     Layout,
@@ -73,6 +74,12 @@ class ChainPrices:
 
     def reduce_s(self, bucket: int, program: Program) -> float:
         return self.latency_s
+
+    def piece_shares(self, bucket: Bucket) -> list[tuple[float, float]]:
+        return [(1.0, 1.0)]
+
+    def piece_bytes(self, bucket: Bucket) -> int:
+        return bucket.bytes
 
     def step_s(self, rank: int) -> float:
         return 0.0

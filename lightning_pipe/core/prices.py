@@ -5,11 +5,11 @@ A protocol, so that `schedule` and `simulator` do not know `cost`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import AnyCompute, Message, Pass, Program
+from lightning_pipe.core.program import AnyCompute, Bucket, Message, Pass, Program
 
 
 class Cards(Protocol):
@@ -41,6 +41,17 @@ class Prices(Protocol):
 
     def reduce_s(self, bucket: int, program: Program) -> float:
         """Return the seconds of the all-reduce of a bucket."""
+        ...
+
+    def piece_shares(self, bucket: Bucket) -> Sequence[tuple[float, float]]:
+        """Return in which pieces a bucket is summed along with the last W of its stage, in order.
+
+        Of each, the share of W's seconds after which its gradients are made, rising, and its share of the bytes.
+        """
+        ...
+
+    def piece_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of the largest piece in which a bucket is summed."""
         ...
 
     def step_s(self, rank: int) -> float:

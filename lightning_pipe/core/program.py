@@ -177,12 +177,18 @@ class Recv:
 
 @dataclass(frozen=True, order=True)
 class Reduce:
-    """Start summing the gradients of bucket `bucket` over its ranks (replicas, and holders of tied parameters)."""
+    """Start summing the gradients of bucket `bucket` over its ranks (replicas, and holders of tied parameters).
+
+    `along` with the W that comes next, the last one of the bucket's only stage, piece by piece as it makes them: the
+    sum runs beside the rest of that backward, as in DistributedDataParallel (Li et al. 2020, section 3.2.3). Else all
+    of them at once.
+    """
 
     bucket: int
+    along: bool = False
 
     def __str__(self) -> str:
-        return f"REDUCE{self.bucket}"
+        return f"REDUCE{self.bucket}{'+' if self.along else ''}"
 
 
 @dataclass(frozen=True, order=True)

@@ -31,7 +31,7 @@ from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import AnyCompute, ComputeKind, Layout, Message, Pass, Program, Traffic
+from lightning_pipe.core.program import AnyCompute, Bucket, ComputeKind, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.core.sharding import gather_bytes, owners
 from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
@@ -39,6 +39,7 @@ from lightning_pipe.cost.memory import Amount, Live, MemoryModel, StageMemory, S
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
 from lightning_pipe.cost.own_work import own_work_bytes, own_work_s
 from lightning_pipe.cost.stage import Cutter, StageWork
+from lightning_pipe.cost.sums import Piece, largest_piece, pieces_along
 from lightning_pipe.errors import PlanError
 
 Card: TypeAlias = tuple[str, int]  # direction, host
@@ -183,6 +184,7 @@ class PlanPrices:
         self._workspace: dict[tuple[int, ComputeKind, int, bool], int] = {}
         self._transfer_s: dict[tuple[tuple[int, int, int], int, int, int], float] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
+        self._pieces: dict[int, tuple[Piece, ...]] = {}
 
     def _halves(self, work: StageWork) -> list[tuple[ComputeKind, NDArray[np.float64]]]:
         """Return the seconds of the stage's computes at the profiled numbers of samples, without those of a call."""
@@ -241,6 +243,32 @@ class PlanPrices:
         found = program.traffic.buckets[bucket]
         ranks = sorted({rank for stage in found.stages for rank in self.layout.stages[stage]})
         return all_reduce_s(self._cluster, ranks, count=found.bytes)
+
+    def piece_shares(self, bucket: Bucket) -> list[tuple[float, float]]:
+        """Return the pieces in which a bucket of one stage is summed along with W; of others, all at its end."""
+        if len(bucket.stages) > 1 or not bucket.bytes:
+            return [(1.0, 1.0)]
+        (stage,) = bucket.stages
+        if stage not in self._pieces:
+            self._pieces[stage] = pieces_along(
+                self.works[stage],
+                {name: self._pricer.graph.parameter_bytes[name] for name in self._parameters_of(bucket)},
+                seconds=self._pricer.seconds[:, -1],
+                maker=self._pricer.cutter.tables.maker,
+            )
+        return [(piece.made, piece.bytes / bucket.bytes) for piece in self._pieces[stage]]
+
+    def piece_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of the largest piece in which a bucket is summed."""
+        sizes = self._pricer.graph.parameter_bytes
+        return largest_piece(sizes[name] for name in self._parameters_of(bucket))
+
+    def _parameters_of(self, bucket: Bucket) -> list[str]:
+        """Return the parameters of a bucket: those of exactly its stages that some stage differentiates."""
+        held = [{*work.parameters} & self._differentiated for work in self.works]
+        common = set.intersection(*(held[s] for s in bucket.stages))
+        others = {name for s, names in enumerate(held) if s not in bucket.stages for name in names}
+        return [name for name in self._pricer.graph.parameter_bytes if name in common - others]
 
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""

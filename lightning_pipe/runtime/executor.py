@@ -183,6 +183,7 @@ class Executor:
                     recorder.add(instruction, started)
                     recorder.note_memory()
                     self._exchange.hand_over(instruction)
+                    self._gradients.computed()
                 case AnyCompute():
                     self._join(instruction, course.job)
                     recorder.add(instruction, started)
@@ -245,7 +246,7 @@ class Executor:
         stage = self.stages[compute.stage]
         samples = self._exchange.local(compute.stage, compute.microbatch)
         with _named(f"Rank {self.rank} failed at {compute}"):
-            stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
+            stage.compute(compute.kind, compute.microbatch, self._slice(compute, job), made=self._gradients.made)
         for name, content in stage.results(compute.microbatch).items():
             results[name].append(ResultSlice(compute.microbatch, samples, content))
 

@@ -23,7 +23,7 @@ Gradients of one parameter are added within the micro-batch, then to `parameter.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
@@ -100,7 +100,8 @@ class Stage:
         self._handed_out: set[int] = set()  # memory of results, which stays to the end of the batch
         self._sends: Sends = Counter()
         self._training = True
-        self._due = {half: _gradients_due(program, half) for half in ("I", "W")}
+        self._due = {half: gradients_due(program, half) for half in ("I", "W")}
+        self._made: Callable[[str], None] = lambda name: None
 
     def begin(self, sends: Sends, *, training: bool) -> None:
         """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
@@ -123,8 +124,11 @@ class Stage:
         """Take values of other stages, for the stage's samples, by name."""
         self._held[microbatch].update(contents)
 
-    def compute(self, kind: ComputeKind, microbatch: int, slice_: Slice) -> None:
-        """Run one pass on one micro-batch."""
+    def compute(
+        self, kind: ComputeKind, microbatch: int, slice_: Slice, *, made: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """Run one pass on one micro-batch; `made` is told a parameter as soon as its gradient has been added."""
+        self._made = made
         name = f"PP:{self.program.stage}{kind}{microbatch}"
         with torch.no_grad(), torch.profiler.record_function(name):
             match kind:
@@ -278,7 +282,12 @@ class Stage:
             self._accumulate(self._due[kind], held, kept=[*held.values(), *state])
             return
         streamed, sums = half.streamed, Sums(self._state.parameters, inputs)
-        outputs = streamed.run(slice_.samples, slice_.key, sums.add, *inputs)
+
+        def give(name: str, *terms: torch.Tensor) -> None:
+            sums.add(name, *terms)
+            self._made(name)
+
+        outputs = streamed.run(slice_.samples, slice_.key, give, *inputs)
         sums.part_from(outputs)
         held.update(zip(streamed.outputs, outputs, strict=True))
         rest = {name: terms for name, terms in self._due[kind].items() if name not in streamed.gradients}
@@ -368,7 +377,7 @@ class Stage:
             add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
 
 
-def _gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
+def gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
     """List, by parameter, the gradients that are complete after I, or (all others) after W."""
     names_of: dict[str, list[str]] = defaultdict(list)
     for name, canonical in program.gradients.items():

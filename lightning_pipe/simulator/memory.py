@@ -6,8 +6,8 @@
                 the end of Evict until the rank's list posts Fetch, which allocates them
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
-                has arrived; what one stage hands to another on the same rank, between their computes; gradients being
-                reduced, from `Reduce` to `Step`
+                has arrived; what one stage hands to another on the same rank, between their computes; the largest piece
+                in which gradients are summed, while pieces are put together: gradients are in them from then on
     workspace   of each compute, and of the optimizer's step, while it runs; that of a joined W is what it needs beside
                 what is kept of all its micro-batches, which counts until they are freed
 
@@ -211,6 +211,7 @@ class _Rank:
         now = first
         done: set[tuple[int, ComputeKind]] = set()
         sent: dict[tuple[int, Pass, int], list[tuple[int, _Use]]] = defaultdict(list)
+        along: list[int] = []  # buckets that are summed along with the next compute
         for instruction in self._line:
             match instruction:
                 case AnyCompute():
@@ -219,6 +220,8 @@ class _Rank:
                     if kind == "F":
                         yield from self._held(stage, microbatch, event)
                     yield self._workspace(instruction, event, is_first=(stage, kind) not in done)
+                    while along:
+                        yield _Use("buffers", event.start, event.end, self._piece_bytes(along.pop()))
                     done.add((stage, kind))
                     now = event.end
                 case Recv(message, _):
@@ -231,9 +234,10 @@ class _Rank:
                     use = _Use("buffers", now, gone, size)
                     sent[message.source, message.direction, message.microbatch].append((message.target, use))
                 case Reduce(bucket):
-                    step = self._others.get(Step())
-                    end = step.start if step is not None else self._last
-                    yield _Use("buffers", now, end, self._program.traffic.buckets[bucket].bytes)
+                    if instruction.along:
+                        along.append(bucket)
+                    else:
+                        yield _Use("buffers", now, math.nextafter(now, math.inf), self._piece_bytes(bucket))
                 case Step():
                     step = self._others[instruction]
                     end = max(step.end, math.nextafter(step.start, math.inf))  # steps count where they take no time
@@ -245,6 +249,9 @@ class _Rank:
         for values, uses in sent.items():
             yield from self._shared(*values, uses)
         yield from self._handed_over()
+
+    def _piece_bytes(self, bucket: int) -> int:
+        return self._prices.piece_bytes(self._program.traffic.buckets[bucket])
 
     def _shared(self, stage: int, direction: Pass, microbatch: int, sent: Sequence[tuple[int, _Use]]) -> Sequence[_Use]:
         """Return the uses of messages of one compute; what several of them carry is there once, until the last ends."""

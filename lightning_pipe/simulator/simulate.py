@@ -11,7 +11,8 @@ Assumptions:
                that was there before it. So a card passes no more than it can, and an exchange that has it for itself
                is not slowed down. (Really, what started earlier is slowed down too, and what comes waits less.)
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
-               computes and messages
+               computes and messages; along with a W, its pieces do so one after another, each when all ranks have
+               made it
     own work   takes no time, keeps its rank busy, or moves a copy: one at a time in each of the two directions, in the
                order of its list and beside everything else. It starts when it is posted, and after the end of the own
                work that it follows; computes that come after it by its effects wait for its end (`core.effects`)
@@ -28,11 +29,12 @@ Legend: s stage, m micro-batch, r rank.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from typing_extensions import assert_never
 
@@ -90,6 +92,14 @@ class _Channel:
     waiting: bool = False  # whether the receiver is blocked on the next move
 
 
+class _Posted(NamedTuple):
+    """A sum that a rank has posted: from when to when it makes what is summed."""
+
+    reduce: Reduce
+    since: float
+    until: float
+
+
 class _Run:
     """Clocks of the ranks and of the channels while the program runs."""
 
@@ -104,7 +114,8 @@ class _Run:
         self._lanes: dict[tuple[int, Resource], float] = defaultdict(float)  # rank, direction -> free from
         self._ended: dict[tuple[Work, str], float] = {}  # with the code of own work: its end
         self._gates: dict[tuple[Work, str], float] = {}  # with the kind of a compute: the end of what it waits for
-        self._posted: dict[int, dict[int, float]] = defaultdict(dict)  # bucket -> rank -> time
+        self._posted: dict[int, dict[int, _Posted]] = defaultdict(dict)  # bucket -> rank
+        self._along: dict[int, Reduce] = {}  # rank -> what goes along with its next compute
         self._replica = {(s, r): i for s, ranks in enumerate(program.layout.stages) for i, r in enumerate(ranks)}
         self._cards = cards
         self._busy: dict[Hashable, float] = defaultdict(float)  # card -> when the work that it has been given is done
@@ -142,7 +153,9 @@ class _Run:
                 channel.receives.append((now, instruction))
                 self._move(channel, (peer, rank))
             case Reduce(bucket):
-                self._posted[bucket][rank] = now
+                self._posted[bucket][rank] = _Posted(instruction, now, now)
+                if instruction.along:
+                    self._along[rank] = instruction
             case Step():
                 pass  # timed after the reductions
             case OwnWork():
@@ -168,6 +181,8 @@ class _Run:
         end = start + self._prices.compute_s(compute, rank, samples)
         self._clock[rank] = end
         self.events[rank].append(Event(rank, compute, start, end))
+        if (reduce := self._along.pop(rank, None)) is not None:
+            self._posted[reduce.bucket][rank] = _Posted(reduce, start, end)
         return True
 
     def _own_work(self, instruction: OwnWork, rank: int) -> None:
@@ -232,14 +247,36 @@ class _Run:
     def reductions_and_steps(self, *, together: bool) -> None:
         free = [0.0] * len(self._clock)
         for bucket, posted in sorted(self._posted.items()):
-            start = max(*posted.values(), *(free[rank] for rank in posted))
-            end = start + self._prices.reduce_s(bucket, self._program)
-            for rank in posted:
+            seconds = self._prices.reduce_s(bucket, self._program)
+            start, end = _sum_times(
+                [*posted.values()],
+                free=max(free[rank] for rank in posted),
+                pieces=[
+                    (made, share * seconds)
+                    for made, share in self._prices.piece_shares(self._program.traffic.buckets[bucket])
+                ],
+            )
+            for rank, (reduce, _, _) in posted.items():
                 free[rank] = end
-                self.events[rank].append(Event(rank, Reduce(bucket), start, end))
+                self.events[rank].append(Event(rank, reduce, start, end))
         if not (self._program.training and self._program.synchronise):
             return
         last = max(*self._clock, *free)
         for rank, done in enumerate(self._clock):
             start = last if together else max(done, free[rank])
             self.events[rank].append(Event(rank, Step(), start, start + self._prices.step_s(rank)))
+
+
+def _sum_times(posted: Sequence[_Posted], *, free: float, pieces: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return when the sum of a bucket begins and ends.
+
+    Args:
+        posted: by every rank.
+        free: when earlier sums of these ranks have ended.
+        pieces: of each, the share of that time after which it is made, and the seconds of its sum.
+    """
+    start, end = math.inf, free
+    for made, seconds in pieces:
+        begin = max(end, *(since + made * (until - since) for _, since, until in posted))
+        start, end = min(start, begin), begin + seconds
+    return start, end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_pipe.core.effects import OwnWork, effects_of
-from lightning_pipe.core.program import AnyCompute, Message, Pass, Program
+from lightning_pipe.core.program import AnyCompute, Bucket, Message, Pass, Program
 from lightning_pipe.errors import PlanError
 
 
@@ -19,6 +19,7 @@ class UnitPrices:
         weight_grad: seconds of W; B takes `input_grad + weight_grad`.
         latency: seconds of every message.
         reduction: seconds of every reduction.
+        pieces: in how many equal pieces it goes along with a W that makes them evenly.
         step: seconds of the optimizer step.
         saved: bytes that a stage keeps for one micro-batch.
         offloaded: how many of these are copied to the host.
@@ -30,6 +31,7 @@ class UnitPrices:
     weight_grad: float = 1.0
     latency: float = 0.0
     reduction: float = 0.0
+    pieces: int = 1
     step: float = 0.0
     saved: int = 1
     offloaded: int = 0
@@ -58,6 +60,14 @@ class UnitPrices:
     def reduce_s(self, bucket: int, program: Program) -> float:
         """Return the seconds of a reduction."""
         return self.reduction
+
+    def piece_shares(self, bucket: Bucket) -> list[tuple[float, float]]:
+        """Return equal pieces, made one after another."""
+        return [((piece + 1) / self.pieces, 1 / self.pieces) for piece in range(self.pieces)]
+
+    def piece_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of a piece, or of one more that it is cut into by whole bytes."""
+        return -(-bucket.bytes // self.pieces)
 
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 from functools import partial
 from typing import ClassVar
 
@@ -192,6 +193,34 @@ def test_a_step_that_would_be_frozen_is_refused_with_its_line(body):
         assert f"{__file__}:" in str(caught.value)
     assert random.getstate() == before[0]
     assert np.array_equal(np.random.get_state()[1], before[1])
+
+
+def test_what_other_threads_do_meanwhile_is_none_of_the_step():
+    """A logger's thread may write its file, a monitor look at gradients, while the step is traced."""
+
+    module = Plain()
+    optimizer = torch.optim.Adam(module.parameters())
+    errors, looks, over = [], [], threading.Event()
+
+    def look():
+        while not over.is_set():
+            try:
+                with open(__file__) as file:
+                    file.readline()
+                looks.append((module.linear.weight.grad, optimizer.state))
+                torch.set_rng_state(torch.get_rng_state())
+            except Exception as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(3):
+            capture(module)
+    finally:
+        over.set()
+        thread.join()
+    assert not errors and looks
 
 
 class Counters:

@@ -86,6 +86,44 @@ def test_gradients_with_replicas_or_tied_weights_equal_the_batch_and_each_other_
     assert set(seen) == set(expected)
 
 
+def test_a_piece_is_summed_as_soon_as_its_gradients_are_made_and_gradients_live_in_it(monkeypatch) -> None:
+    """In pieces of a parameter each, all ranks post them in one order, the first while W still makes others."""
+    case = REPLICATED["2-1"]
+    capture = capture_of(case, module_of(case))
+    split = split_of(case, capture)
+    hub = Hub()
+    modules = [module_of(case) for _ in range(3)]
+    executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
+    events: list[list[str]] = [[], []]
+    for rank, executor in enumerate(executors[:2]):
+        sums = executor._gradients
+        sums._piece_bytes = 1
+        made, post = sums.made, sums._post
+
+        def told(name, rank=rank, made=made):
+            events[rank].append(f"made {name}")
+            made(name)
+
+        def posted(reduce, names, rank=rank, post=post):
+            events[rank].append(f"posted {' '.join(names)}")
+            post(reduce, names)
+
+        monkeypatch.setattr(sums, "made", told)
+        monkeypatch.setattr(sums, "_post", posted)
+    run_together(executors, program_of(case, split), [job_of(case)] * 3)
+    assert events[0] == events[1]
+    (bucket,) = (
+        names for b, names in zip(split.traffic.buckets, split.bucket_parameters, strict=True) if 0 in b.stages
+    )
+    last = events[0][-2 * len(bucket) :]
+    assert last == [f"{word} {name[5:]}" for name in last[::2] for word in ("made", "posted")]
+    expected = plain_gradients(case, [(0, sum(case.sizes))])
+    for name in bucket:
+        gradient = modules[0].get_parameter(name).grad
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes, "a piece is one gradient here"
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+
+
 def test_the_weight_of_the_job_scales_gradients() -> None:
     case = UNREPLICATED["1-1"]
     for whole, half in zip(pipeline_gradients(case), pipeline_gradients(case, weight=0.5), strict=True):

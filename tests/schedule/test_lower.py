@@ -93,14 +93,14 @@ def _each(compute: AnyCompute) -> list[Compute]:
     return [compute] if isinstance(compute, Compute) else list(halves(compute))
 
 
-def test_reductions_come_right_after_the_last_weight_gradient_of_their_stage():
+def test_reductions_go_along_with_the_last_weight_gradient_of_their_stage():
     layout = Layout(((0, 1), (2, 3)))
     traffic = Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), buckets_of(layout))
     program = lower(order_of("1f1b", layout=layout, microbatches=3), layout=layout, sizes=(2,) * 3, traffic=traffic)
     for rank, line in enumerate(program.ranks):
         assert line[-1] == Step()
         stage = rank // 2
-        assert line[-4:-1] == (Compute(stage, "W", 2), Free(stage, 2), Reduce(stage))
+        assert line[-4:-1] == (Reduce(stage, along=True), Compute(stage, "W", 2), Free(stage, 2))
 
 
 def buckets_of(layout):
@@ -117,7 +117,7 @@ def test_a_replica_without_samples_still_reduces():
         traffic=Traffic((), buckets_of(layout)),
     )
     assert program.ranks[0] == (Reduce(0), Step())
-    assert [x for x in program.ranks[1] if isinstance(x, Reduce)] == [Reduce(0)]
+    assert [x for x in program.ranks[1] if isinstance(x, Reduce)] == [Reduce(0, along=True)]
 
 
 def test_a_stage_without_samples_is_reduced_after_the_other_work_of_its_rank():

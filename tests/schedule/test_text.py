@@ -41,7 +41,7 @@ def random_instruction(rng: random.Random) -> Instruction:
             Load(s, m),
             Send(message, r),
             Recv(message, r),
-            Reduce(s),
+            Reduce(s, rng.random() < 0.5),
             Step(),
             Free(s, m),
             Evict(s, m),

@@ -56,7 +56,8 @@ class RankState:
     made: dict = field(default_factory=dict)  # (s, kind, m, sample) -> value
     away: set = field(default_factory=set)  # (s, m) of which something is on the host
     gradients: dict = field(default_factory=lambda: defaultdict(int))  # bucket -> sum
-    posted: dict = field(default_factory=dict)  # bucket -> sum at the time of Reduce
+    posted: dict = field(default_factory=dict)  # bucket -> sum at the time of Reduce, or after what it goes along with
+    along: int | None = None  # bucket that goes along with the next compute
     stepped: dict | None = None  # bucket -> sum that the optimizer saw
 
 
@@ -96,9 +97,9 @@ class Interpreter:
             case Load(s, m):
                 state.loaded[s, m] = self.samples(s, m, rank)
             case Compute(s, kind, m):
-                return self.compute(s, kind, m, rank, state)
+                return self.compute(s, kind, m, rank, state) and self.post_along(state)
             case Joined(s, microbatches):
-                return all(self.compute(s, "W", m, rank, state) for m in microbatches)
+                return all(self.compute(s, "W", m, rank, state) for m in microbatches) and self.post_along(state)
             case Send(message, peer):
                 kind = "F" if message.direction == "F" else "I"
                 values = [self.get(state.made, (message.source, kind, message.microbatch, i)) for i in span(message)]
@@ -118,10 +119,21 @@ class Interpreter:
                 if (s, m) not in state.away:
                     raise Broken("nothing is away that could be fetched")
                 state.away.remove((s, m))
+            case Reduce(bucket, along=True):
+                self.post_along(state)
+                state.along = bucket
             case Reduce(bucket):
                 state.posted[bucket] = state.gradients[bucket]
             case Step():
+                self.post_along(state)
                 return self.step(state)
+        return True
+
+    def post_along(self, state: RankState) -> bool:
+        """Post the sum that went along with what has run."""
+        if state.along is not None:
+            state.posted[state.along] = state.gradients[state.along]
+            state.along = None
         return True
 
     def compute(self, s: int, kind: str, m: int, rank: int, state: RankState) -> bool:
@@ -366,11 +378,37 @@ def test_buckets_out_of_order_are_refused():
     layout = Layout(((0, 1),))
     traffic = Traffic((), (Bucket((0,), 1), Bucket((0,), 1)))
     order = order_of("gpipe", layout=layout, microbatches=1)
-    program = lower(order, layout=layout, sizes=(2,), traffic=traffic)
+    program = lower(order, layout=layout, sizes=(2,), traffic=traffic, split=False)
     line = list(program.ranks[1])
     assert line[-3:] == [Reduce(0), Reduce(1), Step()]
     with pytest.raises(ProgramError, match=r'rank 1, .*REDUCE0: law "gradients": it comes after bucket 1'):
         verify(with_line(program, 1, [*line[:-3], Reduce(1), Reduce(0), Step()]))
+
+
+def test_a_sum_goes_along_with_the_last_weight_half_of_its_only_stage_alone():
+    """One that is posted before another compute, before an earlier W, or for two stages would sum what is not made."""
+    layout = Layout(((0, 1), (0, 1)))
+    edges = (Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0))
+    traffic = Traffic(edges, (Bucket((0,), 1), Bucket((1,), 1), Bucket((0, 1), 1)))
+    order = order_of("gpipe", layout=layout, microbatches=2)
+    program = lower(order, layout=layout, sizes=(2, 2), traffic=traffic)
+    line = list(program.ranks[0])
+    first = Reduce(0, along=True)
+    assert line[line.index(first) + 1] == Compute(0, "W", 1)
+    assert str(first) == "REDUCE0+" and Reduce(1, along=True) not in line  # in rising order: 1 is complete before 0
+    rest = [x for x in line if x != first]
+    for place, why in [
+        (Compute(0, "I", 1), "before it goes along with the last W of its stage"),
+        (Compute(0, "W", 0), "it goes along with the last W of a bucket's only stage"),
+        (Free(0, 1), "it goes along with the last W of a bucket's only stage"),
+    ]:
+        at = rest.index(place)
+        with pytest.raises(ProgramError, match=f'law "gradients": .*{why}'):
+            verify(with_line(program, 0, [*rest[:at], first, *rest[at:]]))
+    tied = [x for x in line if x != Reduce(2)]
+    at = tied.index(Compute(0, "W", 1))
+    with pytest.raises(ProgramError, match=r'REDUCE2\+: law "gradients"'):
+        verify(with_line(program, 0, [*tied[:at], Reduce(2, along=True), *tied[at:]]))
 
 
 def test_a_message_that_is_not_sent_is_named():

@@ -16,7 +16,6 @@ from lightning_pipe.core.program import (
     Free,
     Layout,
     Recv,
-    Reduce,
     Send,
     Step,
     Traffic,
@@ -179,13 +178,20 @@ def test_what_one_stage_hands_to_another_on_its_rank_lives_between_their_compute
     assert [at(curve, "buffer_bytes", t) for t in (1.5, 2.5, 3.0, 3.9, 4.0)] == [0, 0, 10, 10, 0]
 
 
-def test_gradients_under_reduction_are_a_copy_until_the_step():
+def test_of_gradients_that_are_summed_a_piece_is_there_twice_while_they_are_made():
     program = program_of(((0, 1),), m=1, size=2)
-    timeline, curves = curves_of(program, Bytes(reduction=10.0, step=1.0))
-    last = timeline.computes(0)[-1].end
-    assert when(timeline, 0, Reduce(0)).start == last and when(timeline, 0, Step()).start == last + 10.0
+    timeline, curves = curves_of(program, Bytes(reduction=10.0, pieces=4, step=1.0))
+    last = timeline.computes(0)[-1]
+    assert when(timeline, 0, Step()).start == last.start + 0.25 + 10.0
     for curve in curves:
-        assert [at(curve, "buffer_bytes", t) for t in (last - 0.1, last, last + 9.9, last + 10.0)] == [0, 100, 100, 0]
+        moments = (last.start - 0.1, last.start, last.end - 0.1, last.end, last.end + 5.0)
+        assert [at(curve, "buffer_bytes", t) for t in moments] == [0, 25, 25, 0, 0]
+
+
+def test_a_sum_that_begins_after_its_gradients_is_put_together_at_once():
+    program = program_of(((0, 1),), m=1, size=2, split=False)
+    _, curves = curves_of(program, Bytes(reduction=10.0, pieces=4, step=1.0))
+    assert {max(curve.buffer_bytes) for curve in curves} == {25}
 
 
 @pytest.mark.parametrize("stages", [((0,), (1,)), ((0, 1), (2,)), ((0,), (1,), (0,)), ((0,), (0,))])

@@ -129,11 +129,25 @@ def test_reductions_run_beside_computes_and_step_waits_for_them():
     steps = {e.rank: e for e in events_of(timeline, Step)}
     last_w = {rank: timeline.computes(rank)[-1] for rank in range(4)}
     for rank in range(4):
-        reduction = reductions[rank, Reduce(rank // 2)]
+        reduction = reductions[rank, Reduce(rank // 2, along=True)]
         assert reduction.start == last_w[rank].end
         assert steps[rank].start == max(r.end for r in reductions.values()), "results of all ranks are exchanged before"
     assert last_w[2].end < last_w[0].end
     assert timeline.makespan == last_w[0].end + 10.0 + 2.0
+
+
+@pytest.mark.parametrize(
+    ("reduction", "start", "end"),
+    [
+        (4.0, 0.25, 4.25),  # one piece after another, from the first that is made
+        (0.4, 0.25, 1.1),  # each as soon as it is made
+    ],
+)
+def test_pieces_of_a_sum_run_beside_the_rest_of_the_weight_half(reduction, start, end):
+    timeline = simulate(program_of(((0, 1),), m=2), UnitPrices(reduction=reduction, pieces=4))
+    begins = timeline.computes(0)[-1].start
+    for event in events_of(timeline, Reduce):
+        assert (event.start - begins, event.end - begins) == pytest.approx((start, end))
 
 
 def test_a_reduction_waits_for_the_slowest_of_its_ranks():

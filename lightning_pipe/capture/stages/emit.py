@@ -94,6 +94,7 @@ class Emitter:
         samples, key = graph.placeholder("samples"), graph.placeholder("key")
         give = graph.placeholder("give") if given else None
         parameter_of = {term: name for name, terms in given.items() for term in terms}
+        gone: dict[str, tuple[str, ...]] = {}  # what is given away, in this order
         made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
         for output, source in copied.items():
             made[output] = graph.call_function(torch.ops.aten.clone.default, (made[source],))
@@ -110,6 +111,7 @@ class Emitter:
                 terms = given[parameter_of[name]]
                 if all(term in made for term in terms):
                     graph.call_function(_call, (give, parameter_of[name], *(made[term] for term in terms)))
+                    gone[parameter_of[name]] = terms
 
         for name in (*names, *outputs):
             compute(name)
@@ -121,7 +123,7 @@ class Emitter:
             run = functools.partial(_undisturbed_run, run, self._device)
         if give is None:
             return Half(tuple(inputs), tuple(outputs), run)
-        streamed = Streamed(dict(given), rest, run)
+        streamed = Streamed(gone, rest, run)
         return Half(tuple(inputs), tuple(outputs), streamed.collected(tuple(outputs)), streamed=streamed)
 
     def repeated_by(self, names: Iterable[str], outputs: Sequence[str] = ()) -> set[str]:

@@ -24,6 +24,7 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 from unittest import mock
 
@@ -301,11 +302,12 @@ def no_seeding() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def noticing_seeding(note: Callable[[str], Any]) -> Iterator[None]:
-    """Call `note` with the name of the function by which the user's code seeds torch's generators."""
+    """Call `note` with the name of the function by which the user's code in this thread seeds torch's generators."""
+    thread = get_ident()
 
     def noticed(function: Callable[..., Any]) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
-            if not is_library(sys._getframe(1).f_code.co_filename):
+            if get_ident() == thread and not is_library(sys._getframe(1).f_code.co_filename):
                 note(function.__name__)
             return function(*args, **kwargs)
 
@@ -321,12 +323,15 @@ def noticing_seeding(note: Callable[[str], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_files() -> Iterator[None]:
-    """Refuse a step that opens a file: its content may change, and a graph would neither read nor write it again."""
-    opened = builtins.open
+    """Refuse a step that opens a file: its content may change, and a graph would neither read nor write it again.
+
+    Other threads (of loggers, of monitors) may.
+    """
+    opened, thread = builtins.open, get_ident()
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_code.co_filename
-        if not is_library(caller) or caller == pathlib.__file__:
+        if get_ident() == thread and (not is_library(caller) or caller == pathlib.__file__):
             raise hazard(f"it opens the file {args[0] if args else ''}", user_line(2))
         return opened(*args, **kwargs)
 

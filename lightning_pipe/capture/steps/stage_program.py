@@ -70,7 +70,8 @@ class Streamed:
     """A half that gives each gradient of a parameter away as soon as it is made, so that it need not keep them.
 
     Attributes:
-        gradients: canonical name -> names of the terms of its gradient, all of which the half makes.
+        gradients: canonical name -> names of the terms of its gradient, all of which the half makes; in the order in
+            which they are given.
         outputs: names of what it returns, which is all the rest.
         run: `run(samples, key, give, *inputs) -> outputs`.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 from unittest import mock
 
@@ -27,16 +28,20 @@ _INSTEAD = (
 
 @contextlib.contextmanager
 def no_training_state() -> Iterator[None]:
-    """Refuse reads of gradients of parameters and of optimizer state; entered around every run of a step."""
+    """Refuse reads of gradients of parameters and of optimizer state by this thread; for every run of a step."""
     gradient: Any = torch.Tensor.grad
+    thread = get_ident()
 
     def read_gradient(tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter) and not is_library(sys._getframe(1).f_code.co_filename):
+        is_users = get_ident() == thread and not is_library(sys._getframe(1).f_code.co_filename)
+        if is_users and isinstance(tensor, nn.Parameter):
             _refuse("the gradient of a parameter, which the batch before has left,")
         return gradient.__get__(tensor)
 
     def read_state(optimizer: Any) -> Any:
-        return _refuse("the state of an optimizer")
+        if get_ident() == thread:
+            _refuse("the state of an optimizer")
+        return vars(optimizer)["state"]
 
     gradients = property(read_gradient, gradient.__set__, gradient.__delete__)
     with (

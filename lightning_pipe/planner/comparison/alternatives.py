@@ -1,8 +1,8 @@
 """Alternatives to a plan: one device, data parallel training and other plans, evaluated by the same simulator.
 
-Data parallel training is priced as one stage on all ranks with one micro-batch. DDP sums gradients in buckets of 25 MiB
-while the backward goes on (Li et al., PyTorch Distributed, VLDB 2020), which the stage's single sum does not: what can
-be hidden behind the backward is taken off. Left out: that sums slow computes down, and DDP's copies of the buckets.
+Data parallel training is priced as one stage on all ranks with one micro-batch, whose gradients are summed in pieces of
+25 MiB while the backward goes on, as by DDP (Li et al., PyTorch Distributed, VLDB 2020). Left out: that sums slow
+computes down, and DDP's copies of the buckets.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import replace
 
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.program import AnyCompute, Reduce, Send
+from lightning_pipe.core.program import Reduce, Send
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.explain import Alternative, Kind
 from lightning_pipe.units import counted_noun
-
-_DDP_BUCKET_BYTES = 25 * 2**20
 
 
 def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> list[Alternative]:
@@ -86,21 +84,7 @@ def _judged_whole(problem: Problem) -> Judged:
 def _data_parallel(problem: Problem) -> Iterator[Alternative]:
     if problem.cluster.ranks == 1 or problem.samples < problem.cluster.ranks:
         return
-    judged = _judged_whole(problem)
-    plain = _alternative("data parallel (DDP)", "data parallel", judged, problem.cluster)
-    yield replace(plain, step_s=plain.step_s - _hidden_s(judged))
-
-
-def _hidden_s(judged: Judged) -> float:
-    """Return the seconds of the sums that DDP hides: at most the backward, and never the last bucket."""
-    events = [event for event in judged.timeline.events if event.rank == judged.representatives[0]]
-    sums_s = sum(e.end - e.start for e in events if isinstance(e.instruction, Reduce))
-    backward_s = sum(
-        e.end - e.start for e in events if isinstance(e.instruction, AnyCompute) and e.instruction.kind != "F"
-    )
-    total = sum(bucket.bytes for bucket in judged.program.traffic.buckets)
-    last = min(1.0, _DDP_BUCKET_BYTES / total) if total else 1.0
-    return min(sums_s * (1.0 - last), backward_s)
+    yield _alternative("data parallel (DDP)", "data parallel", _judged_whole(problem), problem.cluster)
 
 
 def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import Compute, Message, Pass
+from lightning_pipe.core.program import Bucket, Compute, Message, Pass
 from lightning_pipe.cost.comm import AllReduce, all_reduce_of
 from lightning_pipe.cost.prices import PlanPrices, Pricer
 from lightning_pipe.planner.candidates.candidate import stage_plans
@@ -77,13 +77,21 @@ class ComputeTerm(NamedTuple):
     last: float
 
 
+SumTerms: TypeAlias = list[tuple[float, float]]
+"""Of the sums that wait for a stage: a share of its last W, and the seconds that are left when that has passed at least
+
+when the first piece of its own sum is made, when the last one is, and after W, of the longest sum with other stages.
+"""
+SUM_TERMS = 3
+
+
 class PlanParts(NamedTuple):
-    """One plan: its different micro-batches, each by stage and by edge; its stages; the longest sum of each."""
+    """One plan: its different micro-batches, each by stage and by edge; its stages; the sums of each (`SUM_TERMS`)."""
 
     shares: list[list[Shares]]
     exchanges: list[dict[Edge, ExchangeTerm]]
     stages: list[StageTerm]
-    sums_s: list[float]
+    sums: list[SumTerms]
 
 
 class Parts:
@@ -103,6 +111,7 @@ class Parts:
         self._exchanges: dict[tuple[object, ...], ExchangeTerm] = {}
         self._loads: dict[tuple[object, ...], ComputeTerm] = {}
         self._sums: dict[tuple[int, ...], AllReduce] = {}
+        self._pieces: dict[tuple[int, ...], tuple[tuple[float, float], tuple[float, float]]] = {}
         self._latest: tuple[Cuts, Ranks, PlanPrices] | None = None
 
     def columns(self, microbatches: int) -> tuple[int, ...]:
@@ -120,7 +129,7 @@ class Parts:
             [[self._shares_of(cuts, ranks, s, m, sizes[m]) for s in stages] for m in different],
             [self._exchanges_of(cuts, ranks, m, sizes[m]) for m in different],
             [self._stage_of(cuts, ranks, s) for s in stages],
-            self._sums_s(cuts, ranks),
+            self._sums_of(cuts, ranks),
         )
 
     def least_s(self, cuts: Cuts, ranks: Ranks, microbatches: int) -> float:
@@ -194,9 +203,9 @@ class Parts:
             self._stages[key] = StageTerm(tuple(rooms), step_s)
         return self._stages[key]
 
-    def _sums_s(self, cuts: Cuts, ranks: Ranks) -> list[float]:
-        """Return, by stage, the seconds of the longest sum of gradients that waits for it."""
-        longest = [0.0] * len(ranks)
+    def _sums_of(self, cuts: Cuts, ranks: Ranks) -> list[SumTerms]:
+        """Return what is known of the sums of gradients that wait for each stage."""
+        longest: list[SumTerms] = [[(1.0, 0.0)] * SUM_TERMS for _ in ranks]
         for bucket in self._pricer.traffic(cuts).buckets if self.problem.training else ():
             held = tuple(sorted({rank for s in bucket.stages for rank in ranks[s]}))
             if len(held) < 2:
@@ -204,9 +213,21 @@ class Parts:
             if held not in self._sums:
                 self._sums[held] = all_reduce_of(self.problem.cluster, held)
             seconds = self._sums[held].seconds(bucket.bytes)
-            for s in bucket.stages:
-                longest[s] = max(longest[s], seconds)
+            if len(bucket.stages) == 1:
+                (s,) = bucket.stages
+                pieces = self._pieces_of(cuts, ranks, bucket)
+                longest[s][:2] = (pieces[0][0], seconds), (pieces[-1][0], seconds * pieces[-1][1])
+            for s in bucket.stages if len(bucket.stages) > 1 else ():
+                longest[s][2] = max(longest[s][2], (1.0, seconds))
         return longest
+
+    def _pieces_of(self, cuts: Cuts, ranks: Ranks, bucket: Bucket) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the first and the last piece in which a stage's own gradients are summed."""
+        key = (*self._stage(cuts, bucket.stages[0]), bucket.bytes)
+        if key not in self._pieces:
+            pieces = self._priced(cuts, ranks).piece_shares(bucket)
+            self._pieces[key] = pieces[0], pieces[-1]
+        return self._pieces[key]
 
     def _stage(self, cuts: Cuts, s: int) -> tuple[int, int]:
         """Return the positions at which a stage begins and ends."""

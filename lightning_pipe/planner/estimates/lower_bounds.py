@@ -74,7 +74,7 @@ class CandidateBatch:
             self._moving_s[edge], received[edge] = self._exchanged(edge, rows)
         self._seconds = [_stacked([[shares[s].seconds for shares in row.shares] for row in rows]) for s in self._stages]
         self._bytes = [self._bytes_of(s, rows, received) for s in self._stages]
-        self._sums_s = np.array([row.sums_s for row in rows])
+        self._sums = np.array([row.sums for row in rows])
         self._step_s = np.array([max(stage.step_s for stage in row.stages) for row in rows])
         self._rooms = [np.array([row.stages[s].rooms for row in rows], dtype=float) for s in self._stages]
         self._lacking: dict[tuple[int, int], Array] = {}
@@ -87,7 +87,7 @@ class CandidateBatch:
         field._seconds = [seconds[chosen] for seconds in self._seconds]
         field._bytes = [found[chosen] for found in self._bytes]
         field._rooms = [rooms[chosen] for rooms in self._rooms]
-        field._sums_s, field._step_s = self._sums_s[chosen], self._step_s[chosen]
+        field._sums, field._step_s = self._sums[chosen], self._step_s[chosen]
         field._lacking = {}
         return field
 
@@ -132,7 +132,8 @@ class CandidateBatch:
     def least_s(self) -> Array:
         """Return, for every plan, the seconds that it takes at least in any order: a rank or a channel is always busy.
 
-        forwards before + all computes of a stage + the longer of its sums, and the backwards of stages before
+        forwards before + all computes of a stage + the longer of what is left of its sums, and the backwards of stages
+        before
         forwards before + all messages of an edge in one direction
         """
         head = tail = np.zeros(len(self.plans))
@@ -141,7 +142,9 @@ class CandidateBatch:
             seconds = self._seconds[s][:, self._column]
             loads = seconds.sum(axis=(1, 3))
             late = seconds[:, -1, :, 2]
-            found.append(head + np.maximum(loads.max(axis=1) + self._sums_s[:, s], (loads - late).max(axis=1) + tail))
+            flowing = loads - late
+            ends = np.maximum(self._summed(s, flowing), loads.max(axis=1))
+            found.append(head + np.maximum(ends, flowing.max(axis=1) + tail))
             head = head + seconds[:, 0, :, 0].min(axis=1)
             tail = tail + seconds[:, -1, :, 1].min(axis=1)
             for edge in self._given[s]:
@@ -152,6 +155,7 @@ class CandidateBatch:
     def seconds(self, depths: Depths) -> Array:
         """Return, for every plan, the seconds that it takes at least."""
         clocks = [np.zeros(rooms.shape) for rooms in self._rooms]
+        flowed = [*clocks]  # when the last I has ended: sums go along with the W after it
         arrived: dict[tuple[Edge, int], Array] = {}
         free: dict[Edge, Array] = {}
         for s, kind, m in _walk(depths, self.microbatches, self._training):
@@ -161,15 +165,23 @@ class CandidateBatch:
                 if edge[0] == kind:
                     start = np.maximum(start, arrived.pop((edge, m)))
             end = start + self._seconds[s][:, c, :, half]
-            clocks[s] = end + self._seconds[s][:, c, :, 2] if kind == "B" else end
+            clocks[s], flowed[s] = end + self._seconds[s][:, c, :, 2] if kind == "B" else end, end
             for edge in self._given[s]:
                 if edge[0] == kind:
                     begin = np.maximum(end[:, :, None], free[edge]) if edge in free else end[:, :, None]
                     moved = begin + self._moving_s[edge][:, c]
                     free[edge] = np.maximum(moved, free[edge]) if edge in free else moved
                     arrived[edge, m] = moved.max(axis=1)
-        ends = [clock.max(axis=1) + self._sums_s[:, s] for s, clock in enumerate(clocks)]
-        return np.asarray(np.maximum.reduce(ends) + self._step_s)
+        ends = [clock.max(axis=1) for clock in clocks]
+        sums = [self._summed(s, clock) for s, clock in enumerate(flowed)]
+        return np.asarray(np.maximum.reduce([*ends, *sums]) + self._step_s)
+
+    def _summed(self, s: int, flowed: Array) -> Array:
+        """Return when the sums of a stage end at least, if its last I has ended by `flowed` on its ranks."""
+        late = self._seconds[s][:, self._column[-1], :, 2]
+        made, left = self._sums[:, s, :, 0], self._sums[:, s, :, 1]
+        begins = (flowed[:, :, None] + late[:, :, None] * made[:, None, :]).max(axis=1)
+        return np.asarray((begins + left).max(axis=1))
 
 
 def _stacked(found: Sequence[Sequence[Array]]) -> Array:

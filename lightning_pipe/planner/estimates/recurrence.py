@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipe.core.cluster import NO_SWAP
+from lightning_pipe.core.pieces import PIECE_BYTES
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.comm import AllReduce, ConcurrentFlows, all_reduce_of, card_shares, exchange_of, exchange_pairs
@@ -37,7 +38,7 @@ class PipelineTimes:
     Attributes:
         forward, backward: seconds of each stage for one micro-batch.
         ahead, back: seconds of the messages between each stage and the next, by direction.
-        finish: seconds of each stage after its last backward: sum of gradients.
+        finish: seconds of the sum of each stage's gradients.
         late: seconds at the end of each stage's backward, after its gradient has left.
         step: seconds of the optimizer, the slowest rank's.
         card: seconds for which one micro-batch keeps the busiest network card busy, over all edges, in one direction.
@@ -55,6 +56,10 @@ class PipelineTimes:
     def loads(self) -> list[float]:
         """Return the seconds that one micro-batch occupies each stage."""
         return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+
+    def behind(self) -> list[float]:
+        """Return the seconds of each stage's sum after its last backward, along with the end of which it runs."""
+        return [max(0.0, finish - late) for finish, late in zip(self.finish, self.late, strict=True)]
 
     def links(self) -> list[float]:
         """Return the seconds that one micro-batch occupies each link, both directions together."""
@@ -85,14 +90,17 @@ class Room:
 def row_s(row: PipelineTimes, *, depths: Sequence[int], microbatches: int) -> float:
     """Return the seconds of a batch."""
     ends = backward_ends(row, depths=depths, microbatches=microbatches)
-    last = max(end + finish for end, finish in zip(ends, row.finish, strict=True))
+    last = max(end + behind for end, behind in zip(ends, row.behind(), strict=True))
     return max(last, microbatches * row.card) + row.step
 
 
 def bound_s(row: PipelineTimes, *, microbatches: int) -> float:
     """Return what no depths make quicker: the slowest stage is busy without a break, from its first input on."""
     starts = itertools.accumulate(map(sum, zip(row.forward, row.ahead, strict=False)), initial=0.0)
-    busy = (start + microbatches * load + end for start, load, end in zip(starts, row.loads(), row.finish, strict=True))
+    busy = (
+        start + microbatches * load + behind
+        for start, load, behind in zip(starts, row.loads(), row.behind(), strict=True)
+    )
     return max(*busy, microbatches * row.card) + row.step
 
 
@@ -324,8 +332,9 @@ class Estimator:
             cluster, segments = self.problem.cluster, self.segments
             n = max(share for share, _ in self.slices(a, b, group, self.problem.samples / microbatches))
             ends = [max(crossing.at(a, n), crossing.at(b, n)) for crossing in segments.crossing.values()]
-            summed = len(group) > 1 or microbatches > 1  # gradients that are there twice
-            twice = float(segments.trained_bytes[a, b]) if summed else 0.0
+            trained = float(segments.trained_bytes[a, b])
+            summed = len(group) > 1 or microbatches > 1  # of gradients, a piece is there twice
+            twice = min(trained, PIECE_BYTES) if summed else 0.0
             workspace = segments.workspace_bytes(a, b, n)
             swaps = (cluster.hosts[cluster.host_of(rank)].swap for rank in group)
             spare = min(cluster.device(rank).memory_bytes for rank in group) - float(segments.state_bytes[a, b])

@@ -27,19 +27,22 @@ class Sums:
         """Add the sum of the terms; a first gradient is taken as it is if nothing else has used its memory so far."""
         parameter, gradient = self._parameters[name], reduce(torch.add, terms)
         storage = storage_of(gradient)
-        is_free = storage not in self._used and storage not in self._taken
+        is_free = storage not in self._used and self._holder(storage) is None
         if add_to(parameter, gradient, take=is_free):
             self._taken[storage] = parameter
 
     def part_from(self, contents: Iterable[Content]) -> None:
         """Copy what was taken of memory that other results share."""
         for content in contents:
-            if (
-                isinstance(content, torch.Tensor)
-                and (parameter := self._taken.pop(storage_of(content), None)) is not None
-            ):
-                assert parameter.grad is not None, "taken just now"
-                parameter.grad = parameter.grad.clone()
+            if isinstance(content, torch.Tensor) and (holder := self._holder(storage_of(content))) is not None:
+                assert holder.grad is not None, "it holds it"
+                holder.grad = holder.grad.clone()
+
+    def _holder(self, storage: int) -> torch.Tensor | None:
+        """Return the parameter whose gradient has this memory; one that was sent away since has it no more."""
+        parameter = self._taken.get(storage)
+        is_held = parameter is not None and parameter.grad is not None and storage_of(parameter.grad) == storage
+        return parameter if is_held else None
 
 
 def add_to(parameter: torch.Tensor, gradient: torch.Tensor, *, take: bool) -> bool:

@@ -1,7 +1,9 @@
 """Gradient reduction: gradients (and moving buffers) of the whole batch on every rank that holds them.
 
 Each rank contributes its local sum once per bucket, however many stages of the bucket it holds. A bucket is summed in
-flat pieces of at most `piece_bytes`, begun at `Reduce` while other stages still compute, and finished at `Step`.
+flat pieces of at most `piece_bytes`, in the order in which the last W of its stage makes them, and finished at `Step`.
+All pieces are posted at `Reduce`, or, along with that W, each as soon as its gradients are made. Gradients live in the
+pieces from then on.
 Whether a parameter takes part is decided from the split, alike on all ranks: a parameter that some stage
 differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`, and so
 does one of a replayed step of which no rank has made a gradient (an expert to which the batch sends nothing).
@@ -12,20 +14,21 @@ these share the samples; others, and those that change once per batch, are those
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
-from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.capture.steps.stage_program import Split, StageProgram
+from lightning_pipe.core.pieces import PIECE_BYTES, pieces
 from lightning_pipe.core.program import Layout, Reduce
 from lightning_pipe.runtime.exchanges.groups import bucket_group, stage_group
 from lightning_pipe.runtime.record import Mark, Recorder
-from lightning_pipe.runtime.stage import State
+from lightning_pipe.runtime.stage import State, gradients_due
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Handle, Wait, Walk
-
-PIECE_BYTES = 25 * 2**20  # as DistributedDataParallel's default bucket
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,15 @@ class _Piece:
     handle: Handle
     reduce: Reduce
     posted: Mark
+
+
+@dataclass
+class _Along:
+    """A sum that goes along with a W: pieces that are left, and the parameters whose gradients are still to be made."""
+
+    reduce: Reduce
+    pieces: deque[tuple[str, ...]]
+    missing: set[str]
 
 
 class Gradients:
@@ -66,23 +78,67 @@ class Gradients:
         self._piece_bytes = piece_bytes
         self._differentiated = {name for stage in split.stages for name in stage.gradients.values()}
         self._under_way: list[_Piece] = []
+        self._along: _Along | None = None
+        self._pieces: dict[int, list[tuple[str, ...]]] = {}
 
     def begin(self, recorder: Recorder) -> None:
         """Forget sums under way."""
         self._recorder = recorder
         self._under_way.clear()
+        self._along = None
 
     def start(self, reduce: Reduce) -> None:
-        """Begin to sum a bucket. The local gradients of its parameters must be complete."""
-        group = bucket_group(self._split.traffic.buckets[reduce.bucket], self._layout)
-        names = [name for name in self._split.bucket_parameters[reduce.bucket] if name in self._differentiated]
-        if len(group) == 1:
+        """Begin to sum a bucket; the local gradients of its parameters are complete, or made by the next compute."""
+        bucket = self._split.traffic.buckets[reduce.bucket]
+        if len(bucket_group(bucket, self._layout)) == 1:
             return
-        own = (self._state.parameters[name] for name in names)
-        for parameters in flat_runs(own, most_bytes=self._piece_bytes):
+        missing = set(gradients_due(self._split.stages[bucket.stages[0]], "W")) if reduce.along else set[str]()
+        self._along = _Along(reduce, deque(self._pieces_of(reduce.bucket)), missing)
+        self._post_made()
+        if not reduce.along:
+            self._along = None
+
+    def made(self, name: str) -> None:
+        """Note that the gradient of a parameter is complete if it is the last of its sum; post what that completes."""
+        if self._along is not None and name in self._along.missing:
+            self._along.missing.discard(name)
+            self._post_made()
+
+    def computed(self) -> None:
+        """Post what is left of a sum that went along with the compute that has just ended."""
+        if self._along is not None:
+            self._along.missing.clear()
+            self._post_made()
+            self._along = None
+
+    def _post_made(self) -> None:
+        """Post the next pieces that are complete, in their order, which is the same on all ranks."""
+        along = self._along
+        assert along is not None, "posted by a sum"
+        while along.pieces and along.missing.isdisjoint(along.pieces[0]):
+            self._post(along.reduce, along.pieces.popleft())
+
+    def _post(self, reduce: Reduce, names: tuple[str, ...]) -> None:
+        parameters = tuple(self._state.parameters[name] for name in names)
+        with torch.no_grad():
             flat = torch.cat([*(_gradient(p).reshape(-1) for p in parameters), *self._presence(parameters)])
-            handle = self._transport.all_reduce(flat, group=group)
-            self._under_way.append(_Piece(parameters, flat, handle, reduce, self._recorder.mark()))
+        group = bucket_group(self._split.traffic.buckets[reduce.bucket], self._layout)
+        handle = self._transport.all_reduce(flat, group=group)
+        if not self._split.may_lack_gradients:
+            _put(parameters, flat)  # so that there is one copy
+        self._under_way.append(_Piece(parameters, flat, handle, reduce, self._recorder.mark()))
+
+    def _pieces_of(self, bucket: int) -> list[tuple[str, ...]]:
+        """Return the parameters of each piece of a bucket, in order."""
+        if bucket not in self._pieces:
+            names = [n for n in self._split.bucket_parameters[bucket] if n in self._differentiated]
+            if len(stages := self._split.traffic.buckets[bucket].stages) == 1:
+                order = _making_order(self._split.stages[stages[0]])
+                names.sort(key=lambda name: order.get(name, -1))
+            name_of = {self._state.parameters[name]: name for name in names}
+            runs = flat_runs(name_of, most_bytes=self._piece_bytes)
+            self._pieces[bucket] = [tuple(name_of[parameter] for parameter in run) for run in runs]
+        return self._pieces[bucket]
 
     def _presence(self, parameters: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
         """Yield a number per parameter that is not zero where it has a gradient, if some may have none."""
@@ -95,11 +151,10 @@ class Gradients:
         for piece in self._under_way:
             yield Wait(piece.handle, piece.reduce)
             self._recorder.add(piece.reduce, piece.posted)
-            sizes = [parameter.numel() for parameter in piece.parameters]
-            gradients, present = piece.flat.split((sum(sizes), piece.flat.numel() - sum(sizes)))
-            absent = (present == 0).tolist() or [False] * len(sizes)
-            for p, summed, is_absent in zip(piece.parameters, gradients.split(sizes), absent, strict=True):
-                p.grad = None if is_absent else summed.view_as(p)
+            _put(piece.parameters, piece.flat)
+            present = piece.flat[sum(parameter.numel() for parameter in piece.parameters) :].tolist()
+            for parameter, count in zip(piece.parameters, present, strict=False):
+                parameter.grad = parameter.grad if count else None
         self._under_way.clear()
 
     def synchronise_buffers(self) -> Walk[None]:
@@ -127,16 +182,24 @@ class Gradients:
 
 def flat_runs(tensors: Iterable[torch.Tensor], *, most_bytes: int) -> Iterator[tuple[torch.Tensor, ...]]:
     """Cut tensors into runs of one type and at most so many bytes (a larger tensor is a run of its own)."""
-    run: list[torch.Tensor] = []
-    run_bytes = 0
-    for tensor in tensors:
-        if run and (run_bytes + tensor.nbytes > most_bytes or tensor.dtype != run[0].dtype):
-            yield tuple(run)
-            run, run_bytes = [], 0
-        run.append(tensor)
-        run_bytes += tensor.nbytes
-    if run:
-        yield tuple(run)
+    for _, alike in groupby(tensors, key=lambda tensor: tensor.dtype):
+        row = [*alike]
+        yield from (tuple(row[i] for i in run) for run in pieces([t.nbytes for t in row], most_bytes=most_bytes))
+
+
+def _put(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Let parts of a flat piece be the gradients of its parameters."""
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def _making_order(program: StageProgram) -> dict[str, int]:
+    """Number the parameters in the order in which W makes their gradients; what it gives away comes first, in order."""
+    half = program.weight_grad
+    given = half.streamed.gradients if half is not None and half.streamed is not None else ()
+    due = dict.fromkeys((*given, *gradients_due(program, "W")))
+    return {name: number for number, name in enumerate(due)}
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

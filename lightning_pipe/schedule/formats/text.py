@@ -60,11 +60,11 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
         re.compile(rf"(\d+)RECV_([FB])(\d+)<(\d+)@(\d+){_SAMPLES}"),
         lambda t, d, m, s, peer, a, b: Recv(_message(d, s, t, m, a, b), int(peer)),
     ),
-    (re.compile(r"REDUCE(\d+)"), lambda bucket: Reduce(int(bucket))),
+    (re.compile(r"REDUCE(\d+)(\+?)"), lambda bucket, along: Reduce(int(bucket), bool(along))),
     (re.compile(r"STEP"), lambda: Step()),
     (re.compile(r"(\d+)([A-Z]{2,})(\d+)"), lambda s, code, m: _own_work(code)(int(s), int(m))),
 )
-_EXAMPLES = "2F0, 2W0+1, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1, STEP, 2FREE0, 2EVICT0, 2FETCH0"
+_EXAMPLES = "2F0, 2W0+1, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1+, STEP, 2FREE0, 2EVICT0, 2FETCH0"
 
 
 def parse(text: str) -> Instruction:

@@ -1,5 +1,6 @@
-"""Gradient sums over ranks: a bucket is posted as soon as its rank has computed its last weight gradient.
+"""Gradient sums over ranks: a bucket is posted along with the computing of its last weight gradients, or after it.
 
+Along, where one stage alone has the bucket and its last W is that of one micro-batch; the W is told before it begins.
 Every rank posts its buckets in ascending number, so that ranks that share several buckets agree; a bucket may therefore
 wait for one with a lower number. A rank that holds a stage of the bucket but had no samples takes part all the same,
 after everything else it does.
@@ -12,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_pipe.core.program import AnyCompute, Instruction, Program, Reduce
+from lightning_pipe.core.program import AnyCompute, Compute, Instruction, Program, Reduce
 from lightning_pipe.schedule.rules import holders
 
 
 def add_reductions(program: Program) -> Program:
-    """Insert `Reduce` after the last W of its bucket on every rank that holds the bucket.
+    """Insert `Reduce` before or after the last W of its bucket on every rank that holds the bucket.
 
     A bucket that one rank alone holds needs none. Runs when backwards are as they will be executed.
     """
@@ -39,17 +40,28 @@ class _Shared(NamedTuple):
 
 def _with_reductions(line: tuple[Instruction, ...], rank: int, shared: Sequence[_Shared]) -> tuple[Instruction, ...]:
     last = _last_weight_gradients(line)
+    before: dict[int, list[Instruction]] = defaultdict(list)
     after: dict[int, list[Instruction]] = defaultdict(list)
-    position = 0
+    position = -1  # of the compute after or along with which the last bucket so far is posted
     for bucket in shared:
         if rank not in bucket.ranks:
             continue
         own = max((last[stage] for stage in bucket.stages if stage in last), default=len(line) - 1)
+        if position < own and len(bucket.stages) == 1 and bucket.stages[0] in last and _is_one_half(line[own]):
+            before[own].append(Reduce(bucket.number, along=True))
+        else:
+            after[max(position, own)].append(Reduce(bucket.number))
         position = max(position, own)
-        after[position].append(Reduce(bucket.number))
     if not line:
-        return tuple(after[0])
-    return tuple(out for i, instruction in enumerate(line) for out in (instruction, *after.get(i, ())))
+        return tuple(after[-1])
+    return tuple(
+        out for i, instruction in enumerate(line) for out in (*before.get(i, ()), instruction, *after.get(i, ()))
+    )
+
+
+def _is_one_half(instruction: Instruction) -> bool:
+    """Return whether it is the W of one micro-batch."""
+    return isinstance(instruction, Compute) and instruction.kind == "W"
 
 
 def _last_weight_gradients(line: tuple[Instruction, ...]) -> dict[int, int]:

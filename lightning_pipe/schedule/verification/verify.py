@@ -14,7 +14,8 @@ Laws (the name in the error text is the one in quotes):
                   it, or at most once where none does; after what it follows, before the computes that wait for it
         "offload"     after F, then before I (or B); of stages that offload, in no forward-only program
         "free"        after the last compute and the last send of its stage and micro-batch
-    "gradients"   every rank that holds a shared bucket reduces it once, after its last W, in ascending bucket order
+    "gradients"   every rank that holds a shared bucket reduces it once, after its last W or along with it, in ascending
+                  bucket order; along with a W that no compute of the rank comes before, of the bucket's only stage
     "step"        the optimizer steps once, last, on every rank of a program that synchronises, and in no other
     "deadlock"    no circle of ranks that wait for each other (`schedule.verification.deadlock`)
 
@@ -109,6 +110,7 @@ class _RankCheck:
         self._done: set[OwnWork] = set()
         self._last_bucket = -1
         self._open_gradients = defaultdict(int, self._count_weight_gradients())
+        self._along: Reduce | None = None  # the sum that goes along with the next compute
 
     def _demanded(self, shared: frozenset[int]) -> _Demand:
         program, demand = self._program, _Demand()
@@ -181,6 +183,10 @@ class _RankCheck:
         self._sendable.update(sends)
         self._demand.open_work[compute.stage, compute.microbatch] += len(sends) - len(parts)
         self._open_gradients[compute.stage] -= compute.kind in ("W", "B")
+        if self._along is not None:
+            if compute.kind != "W" or (compute.stage,) != self._program.traffic.buckets[self._along.bucket].stages:
+                self._refuse("gradients", f"{self._along} before it goes along with the last W of its stage")
+            self._along = None
 
     def _joined(self, joined: AnyCompute) -> None:
         if joined.stage not in self._program.traffic.joinable:
@@ -215,9 +221,15 @@ class _RankCheck:
             self._refuse("gradients", "it is reduced twice, or this rank shares no such bucket, or nothing is reduced")
         if reduce.bucket < self._last_bucket:
             self._refuse("gradients", f"it comes after bucket {self._last_bucket}; ranks post buckets in rising order")
-        for stage in self._program.traffic.buckets[reduce.bucket].stages:
-            if self._open_gradients[stage]:
+        stages = self._program.traffic.buckets[reduce.bucket].stages
+        if self._along is not None:
+            self._refuse("gradients", f"{self._along} before it goes along with the W that comes next")
+        if reduce.along and (len(stages) > 1 or self._open_gradients[stages[0]] != 1):
+            self._refuse("gradients", "it goes along with the last W of a bucket's only stage, which comes next")
+        for stage in stages:
+            if self._open_gradients[stage] and not reduce.along:
                 self._refuse("gradients", f"{self._open_gradients[stage]} W of stage {stage} come after it")
+        self._along = reduce if reduce.along else None
         self._demand.reductions.remove(reduce.bucket)
         self._last_bucket = reduce.bucket
 
