@@ -197,7 +197,6 @@ def test_a_step_that_would_be_frozen_is_refused_with_its_line(body):
 
 def test_what_other_threads_do_meanwhile_is_none_of_the_step():
     """A logger's thread may write its file, a monitor look at gradients, while the step is traced."""
-
     module = Plain()
     optimizer = torch.optim.Adam(module.parameters())
     errors, looks, over = [], [], threading.Event()
