@@ -277,6 +277,19 @@ def test_a_given_plan_that_exceeds_memory_is_shown_with_how_much_is_missing(run)
     assert "The plan does not fit: the fullest rank needs" in told and "3 MiB     no" in told
 
 
+@pytest.mark.parametrize(("limit", "is_full"), [(1.02, True), (1.0, True), (1.1, False)])
+def test_a_plan_that_leaves_no_room_is_said_to_be_full(limit, is_full, run):
+    run("plan", *ON_TWO, "microbatches=2", "layout=1-1")
+    peak = max(judge(load_yaml(Plan, "plan.yaml"), asked("rtx4090_4", 16)).peak_bytes)
+    told = run("simulate", *CHAIN, "ranks=2", "plan=plan.yaml", f"memory_limit={int(peak * limit)}B")
+    assert ("is full to" in told) == is_full and "does not fit" not in told
+
+
+def test_a_plan_of_a_profile_is_not_said_to_be_one_for_a_module(run):
+    assert "no module does" in run("plan", *ON_TWO)
+    assert "DappleStrategy(plan='plan.yaml')" in run("plan", "model=nets:Loaded", "ranks=2", "planner=uniform")
+
+
 def test_no_plan_within_memory_is_an_error_that_says_what_would_help(refused, here):
     told = refused("plan", *CHAIN, "cluster=small.yaml")
     assert "No plan fits into memory" in told and "What would help" in told

@@ -25,7 +25,7 @@ FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?
 COMPARED = {"schedules.md", "README.md"}  # whose drawings other tests compare with the simulator
 MARKS = {
     "a drawing": 5,
-    "needs a checkout": 3,
+    "needs a checkout": 4,
     "needs several hosts": 1,
     "needs a checkpoint that ranks wrote": 1,
     "part of a script": 1,
