@@ -1,10 +1,8 @@
 """Run-ahead: how a rank runs a batch that it begins before all others have ended theirs.
 
-It learns late whether the optimizer step before was right, and says early what its forwards gave, so that nobody waits
-for the end of its program:
+It learns late whether the optimizer step before was right:
 
     F F F | F I W I W ...    before the first backward: was the step right? If not, all ranks give the program up
-    F F F   F I W I W | ...  behind the last forward (and the question): results are handed out
 
 The question comes after the warm-up because its answer needs the end of the step before on all ranks, which on the last
 ranks is up to a pipeline's depth later (optimizer post-validation, after Qi et al. 2023, "Zero Bubble Pipeline
@@ -13,10 +11,9 @@ Parallelism", section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_pipe.runtime.job import ResultSlice
 from lightning_pipe.runtime.waiting import Walk
 
 
@@ -26,8 +23,6 @@ class Ahead:
 
     Attributes:
         holds: waits for the answer whether the step before was right, and returns it; the same on all ranks.
-        forwarded: takes the results of all forwards of this rank, as soon as there are all.
     """
 
     holds: Callable[[], Walk[bool]]
-    forwarded: Callable[[Mapping[str, Sequence[ResultSlice]]], None]

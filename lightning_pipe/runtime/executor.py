@@ -13,9 +13,10 @@ without a message.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from typing_extensions import assert_never
@@ -50,6 +51,8 @@ from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Walk, drive, drive_together
+
+Forwarded: TypeAlias = Callable[[Mapping[str, Sequence[ResultSlice]]], None]
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Executor:
         record_memory: bool = False,
         watch: Watch | None = None,
         ahead: Ahead | None = None,
+        forwarded: Forwarded | None = None,
     ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -122,13 +126,17 @@ class Executor:
                 host, so such a run is slower.
             watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
             ahead: for a rank that begins before all others have ended the step before, on all ranks or on none.
+            forwarded: takes the results of all forwards of this rank as soon as there are all, so that they can travel
+                while the backwards run.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
         """
         watch = watch or Unwatched()
         with watch.program(job.step):
-            walk = self.walk(program, job, record=record, record_memory=record_memory, at=watch.at, ahead=ahead)
+            walk = self.walk(
+                program, job, record=record, record_memory=record_memory, at=watch.at, ahead=ahead, forwarded=forwarded
+            )
             return drive(walk, wait=watch.wait)
 
     def walk(
@@ -140,6 +148,7 @@ class Executor:
         record_memory: bool = False,
         at: Callable[[Instruction], None] = lambda instruction: None,
         ahead: Ahead | None = None,
+        forwarded: Forwarded | None = None,
     ) -> Walk[ProgramResult]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         self._check(program)
@@ -158,8 +167,8 @@ class Executor:
             yield from self._exchange.give_up(left_over(program)[self.rank])
             return ProgramResult({}, recorder.timeline(), given_up=True)
         yield from self._follow(line[asked:told], course)
-        if ahead is not None:
-            ahead.forwarded(course.results)
+        if forwarded is not None:
+            forwarded(course.results)
         yield from self._follow(line[told:], course)
         yield from self._exchange.finish()
         self._offloads.finish()

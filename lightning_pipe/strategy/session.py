@@ -67,9 +67,6 @@ class Session:
         feed: who loads.
         plugin: precision of the trainer.
         device: where this rank computes.
-
-    Attributes:
-        stop: whether the results of the last batch said that a rank is asked to stop; None if they did not say.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class Session:
             if config.post_validation and links.control.ranks > 1
             else None
         )
-        self.stop: bool | None = None
+        self._stop: bool | None = None
         self.groups: list[Groups] = []
         self._optimizers: list[Optimizer] = []
         self._shared_states: list[SharedState] = []  # of the optimizer; there is one at most
@@ -242,17 +239,22 @@ class Session:
             synchronise=synchronise,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
-            stop=bool(getattr(self._module.trainer, "received_sigterm", False)),
+            stop=lambda: bool(getattr(self._module.trainer, "received_sigterm", False)),
         )
         present = tuple(tensors) if self._feed.loads else None
         assert self.plan is not None, "planned above"
         holder = self.plan.layout.stages[0][0]
         call = StepRequest(method, structure, arguments, tensors=present, holder=holder)
         ran = self._trained(call, turn) if method == TRAINING else self._pipeline.run(call, turn)
-        self.stop = ran.stop
+        self._stop = ran.stop
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
+
+    def take_stop(self) -> bool | None:
+        """Return, once, whether the results of the last batch said that a rank is asked to stop; None without one."""
+        said, self._stop = self._stop, None
+        return said
 
     def _trained(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a training step, and then hooks on the gradients of parameters; show stand-ins for other gradients."""

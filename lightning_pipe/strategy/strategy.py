@@ -398,10 +398,9 @@ class DappleStrategy(ParallelStrategy):
         self._undo.append(undo)
 
     def _any_rank_stops(self, stops: bool) -> bool:
-        """Return whether a rank is asked to stop: as the results of the last batch said, if they did."""
-        if self._session is not None and self._session.stop is not None:
-            return self._session.stop
-        return self.reduce_boolean_decision(stops, all=False)
+        """Return whether a rank is asked to stop: as the results of the last batch said, if that has run since."""
+        said = self._session.take_stop() if self._session is not None else None
+        return self.reduce_boolean_decision(stops, all=False) if said is None else said
 
     def on_train_start(self) -> None:
         """Give loaders the state that a checkpoint has for them; Lightning has loaded it since we asked for data."""

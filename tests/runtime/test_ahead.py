@@ -45,7 +45,8 @@ class World:
                 program,
                 job_of(self.case),
                 at=lambda instruction, rank=rank: self.told[rank].append(str(instruction)),
-                ahead=Ahead(self.answer(holds), lambda results, rank=rank: self.note(rank, results)),
+                ahead=Ahead(self.answer(holds)),
+                forwarded=lambda results, rank=rank: self.note(rank, results),
             )
             for rank, executor in enumerate(self.executors)
         ]

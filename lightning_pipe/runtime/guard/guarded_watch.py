@@ -233,12 +233,7 @@ class GuardedWatch:
             states = {**now, self.rank: self.guard.page.state}
             if never_meet(list(states.values())):
                 waits = ", ".join(f"rank {rank} for {states[rank].waiting}" for rank in sorted(states))
-                raise MismatchError(
-                    f"Ranks wait for different things, so none of them can go on: {waits}. Something that all ranks "
-                    "must do together (trainer.save_checkpoint, trainer.strategy.barrier, a validation, setting "
-                    "trainer.should_stop) was done on some of them only, as under `if trainer.is_global_zero:`. Do it "
-                    "on every rank; what is written to files is written once."
-                )
+                raise MismatchError.of(waits)
         return now
 
 

@@ -112,3 +112,13 @@ class OverdueError(PipelineError):
 
 class MismatchError(PipelineError):
     """Report ranks that wait for different things which all of them must do together."""
+
+    @classmethod
+    def of(cls, waits: str) -> MismatchError:
+        """Return the error that says what each rank waits for."""
+        return cls(
+            f"Ranks wait for different things, so none of them can go on: {waits}. Something that all ranks must do "
+            "together (trainer.save_checkpoint, trainer.strategy.barrier, a validation, setting trainer.should_stop) "
+            "was done on some of them only, as under `if trainer.is_global_zero:`. Do it on every rank; what is "
+            "written to files is written once."
+        )

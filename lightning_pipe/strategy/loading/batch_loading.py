@@ -30,7 +30,7 @@ from lightning_pipe.capture.steps.batch import Structure, flatten
 from lightning_pipe.errors import BatchError, PipelineError
 from lightning_pipe.lightning_names import pl_worker_init_function
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
-from lightning_pipe.runtime.guard.watch import Unwatched
+from lightning_pipe.runtime.guard.watch import MismatchError, Unwatched
 from lightning_pipe.strategy.loading.samplers import gather_shards
 from lightning_pipe.strategy.loading.world_size import WholeData
 from lightning_pipe.strategy.parameters.stand_ins import absent_batch
@@ -87,6 +87,7 @@ class Feed:
         self.tells_indices = False
         self._structures: dict[bytes, int] = {}
         self._known: list[Structure] = []
+        self._iterations = 0
 
     @property
     def loads(self) -> bool:
@@ -137,7 +138,8 @@ class Feed:
 
     def iterate(self, loader: FedLoader) -> FedIterator:
         """Begin an iteration."""
-        iterator = FedIterator(loader, self)
+        iterator = FedIterator(loader, self, number=self._iterations)
+        self._iterations += 1
         if self._assigned:
             iterator.follow_assignment()
         else:
@@ -155,10 +157,22 @@ class Feed:
             random.setstate(ours[1])
             np.random.set_state(ours[2])
 
-    def announce(self, code: int, checksum: int) -> int:
-        """Tell, or hear, whether there is another batch, and compare it with the first loading rank's."""
-        mine = torch.tensor([code, checksum])
-        told, expected = self._tell(mine.clone(), source=self.source, what="the next batch").tolist()
+    def announce(self, code: int, checksum: int, *, place: tuple[int, int]) -> int:
+        """Tell, or hear, whether there is another batch, and compare it with the first loading rank's.
+
+        Args:
+            code: what there is here.
+            checksum: of the batch.
+            place: numbers of the iteration and of the batch in it.
+        """
+        mine = torch.tensor([code, checksum, *place])
+        told, expected, *there = self._tell(mine.clone(), source=self.source, what="the next batch").tolist()
+        mine = mine[:2]
+        if tuple(there) != place:
+            raise MismatchError.of(
+                f"rank {self._control.rank} for batch {place[1]} of loader {place[0]}, rank {self.source} for batch "
+                f"{there[1]} of loader {there[0]} (in the order in which loaders were begun)"
+            )
         if told == _FAILED and code != _FAILED:
             raise PipelineError(f"Rank {self.source} failed to load a batch; its own error says why.")
         if self.loads and code != _FAILED and [told, expected] != mine.tolist():
@@ -294,9 +308,10 @@ class StatefulFedLoader(FedLoader):
 class FedIterator:
     """One iteration of a loader."""
 
-    def __init__(self, loader: FedLoader, feed: Feed) -> None:
+    def __init__(self, loader: FedLoader, feed: Feed, *, number: int) -> None:
         self._loader = loader
         self._feed = feed
+        self._number = number
         self._begun = False
         self._batches = 0
         self._own: Iterator[Any] | None = None
@@ -308,7 +323,7 @@ class FedIterator:
         if not self._begun:
             self._begin()
         if self._own is None:
-            if self._feed.announce(_BATCH, 0) == _END:
+            if self._announce(_BATCH) == _END:
                 raise StopIteration
             self._share_indices()
             return Awaited()
@@ -327,14 +342,17 @@ class FedIterator:
             with self._feed.watch.limited("the loading of a batch"), self._feed.data.while_loading():
                 batch = next(own)
         except StopIteration:
-            self._feed.announce(_END, 0)
+            self._announce(_END)
             raise
         except Exception:
             if self._feed.leads:
-                self._feed.announce(_FAILED, 0)
+                self._announce(_FAILED)
             raise
-        self._feed.announce(_BATCH, checksum(batch) if self._feed.compares else 0)
+        self._announce(_BATCH, checksum(batch) if self._feed.compares else 0)
         return batch
+
+    def _announce(self, code: int, number: int = 0) -> int:
+        return self._feed.announce(code, number, place=(self._number, self._batches))
 
     def follow_assignment(self) -> None:
         """Begin to load, or stop, as the plan says. A resumable loader begins later, when it has its state."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from lightning_pipe.capture.route import Plays
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchanges.results import Collected
-from lightning_pipe.runtime.job import BatchInput, ProgramResult
+from lightning_pipe.runtime.job import BatchInput, ProgramResult, ResultSlice
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.waiting import Walk, drive
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
@@ -112,7 +113,7 @@ class Runner:
             outcome.memory,
             peak.bytes if peak is not None else None,
             before,
-            collected.votes["stop"] > 0 if step.early else None,
+            collected.votes["stop"] > 0,
             differing,
         )
 
@@ -137,6 +138,12 @@ class Runner:
         self, step: RankStep, program: VerifiedProgram, job: BatchInput, turn: RunOptions
     ) -> tuple[ProgramResult, Walk[Collected]]:
         """Run a program; return what this rank has then, and the coroutine that gives what all have."""
+        results = list[Walk[Collected]]()
+
+        def collect(pieces: Mapping[str, Sequence[ResultSlice]]) -> None:
+            votes = {"stop": float(turn.stop())}
+            results.append(step.results.collect(program, pieces, step.names, votes=votes))
+
         run = partial(
             step.executor.run,
             program,
@@ -144,18 +151,18 @@ class Runner:
             record=turn.record,
             record_memory=turn.measure_memory,
             watch=self._links.watch,
+            forwarded=collect if step.shares_early else None,
         )
-        if not step.early:
-            outcome = run()
-            return outcome, step.results.collect(program, outcome.results, step.names)
-        later, results = self._later, list[Walk[Collected]]()
-        assert later is not None, "only ranks that run ahead exchange results early"
-        ahead = Ahead(
-            later.holds,
-            lambda pieces: results.append(
-                step.results.collect(program, pieces, step.names, votes={"stop": float(turn.stop)})
-            ),
-        )
+        outcome = run() if not step.early else self._run_ahead(run)
+        if not step.shares_early:
+            collect(outcome.results)
+        return outcome, results[0]
+
+    def _run_ahead(self, run: Callable[..., ProgramResult]) -> ProgramResult:
+        """Run a program before the step before is known to be right; if it was not, take that again, and this too."""
+        later = self._later
+        assert later is not None, "only ranks that run ahead learn late"
+        ahead = Ahead(later.holds)
         before = StateSnapshot(self._weights) if later.pending else None
         outcome = run(ahead=ahead)
         if outcome.given_up:
@@ -163,7 +170,7 @@ class Runner:
             later.redo()
             before.restore()
             outcome = run(ahead=ahead)
-        return outcome, results[0]
+        return outcome
 
     def _state_bytes(self) -> int:
         kept = 0 if self._later is None else self._later.bytes

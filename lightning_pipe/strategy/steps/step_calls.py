@@ -56,7 +56,7 @@ class RunOptions:
         synchronise: whether gradients are summed over ranks.
         record: whether a timeline is wanted.
         measure_memory: whether memory is measured, which makes the step slow.
-        stop: whether this rank is asked to stop; where ranks run ahead, all hear of it with the results.
+        stop: says whether this rank is asked to stop; all hear of it with the results.
     """
 
     tensors: tuple[Content | None, ...]
@@ -65,7 +65,7 @@ class RunOptions:
     synchronise: bool = True
     record: bool = False
     measure_memory: bool = False
-    stop: bool = False
+    stop: Callable[[], bool] = bool
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepResult:
         held: (time, bytes that the stages of this rank held from then on), if memory was measured.
         peak_bytes: most bytes that tensors of this rank took beyond what was there before, if memory was measured.
         state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
-        stop: whether any rank was asked to stop; None if the results did not say it.
+        stop: whether any rank was asked to stop when it had run its forwards.
         differing: what was not the same for all micro-batches and is one thing for the batch; "" if nothing was.
     """
 
@@ -95,7 +95,7 @@ class StepResult:
     held: tuple[tuple[float, int], ...] = ()
     peak_bytes: int | None = None
     state_bytes: int = 0
-    stop: bool | None = None
+    stop: bool = False
     differing: str = ""
 
     @property

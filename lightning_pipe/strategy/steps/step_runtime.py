@@ -54,7 +54,7 @@ class RankStep:
         weights: where parameters live.
         device: where this rank computes.
         host: where it offloads to.
-        early: whether results are exchanged while a program runs, beside its messages.
+        early: whether ranks run ahead of each other.
 
     Attributes:
         captured: as given.
@@ -93,7 +93,9 @@ class RankStep:
         transport = links.transport
         loss = self.capture.record.loss
         self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=loss, host=host)
-        beside = links.control.transport if early else None
+        # Beside the program, on the host; of a device they would have to be copied, for which the host would wait.
+        self.shares_early = early or device.type == "cpu"
+        beside = links.control.transport if self.shares_early else None
         carrier = torch.device("cpu") if beside is not None else device
         self.results = Results(split, plan.layout, transport=beside or transport, device=device, carrier=carrier)
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
