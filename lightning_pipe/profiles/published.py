@@ -78,8 +78,6 @@ def load_published(
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"cannot read {source}: {error}") from None
-    if batch is not None and batch < 1:
-        raise ProfileError(f"{source}: found a profile of {batch} samples; expected at least 1. Pass `batch`.")
     read = _layers(text, Path(path), batch=batch, depth=layers)
     if saved_bytes_per_sample is not None:
         if any(layer.stash_per_sample for layer in read.layers):
@@ -119,6 +117,8 @@ def _layers(text: str, path: Path, *, batch: int | None, depth: int | None) -> L
         own = is_sailor(content)
         return layers_from_sailor(content, path=path) if own else layers_from_galvatron(content, path=path, depth=depth)
     samples = _samples(path.stem) if batch is None else batch
+    if samples < 1:
+        raise ProfileError(f"{source}: found a profile of {samples} samples; expected at least 1. Pass `batch`.")
     if is_graph_text(text):
         return layers_from_text(text, samples=samples, source=source)
     if is_dnn_partitioning(content):

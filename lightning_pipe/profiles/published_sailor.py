@@ -59,12 +59,12 @@ def layers_from_sailor(content: object, *, path: Path) -> Layers:
             "no times of one device", f"tensor-parallel degree {_ONE_DEVICE} for some size of micro-batches"
         )
     rows = [file.at(str(count)).at(_ONE_DEVICE) for count in samples]
-    names = sorted(rows[-1].names(), key=int)
+    names = sorted(rows[-1].names(), key=lambda name: (len(name), name))
+    if not names or not all(map(str.isdecimal, names)):
+        raise rows[-1].error(f"layers {', '.join(names) or 'none'}", "at least one, each with a number for a name")
     for row in rows:
-        if sorted(row.names(), key=int) != names:
+        if set(row.names()) != set(names):
             raise row.error(f"{len(row.names())} layers", f"the {len(names)} of {samples[-1]} samples")
-    if not names:
-        raise rows[-1].error("no layers", "at least one")
     sizes = _sizes(path)
     if len(sizes.names()) != len(names):
         raise file.error(f"{len(names)} layers", f"the {len(sizes.names())} of {sizes.path}")

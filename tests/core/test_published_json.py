@@ -148,6 +148,12 @@ def test_what_is_no_whole_profile_of_sailor_is_refused(tmp_path):
         ({"layers": 2}, "found 3 layers; expected the 2 of"),
         ({"model": "Other"}, "no model 'Other'; expected the name of the folder above A100: Net"),
         ({"times": {"4": {"2": {"0": [1, 1, 1]}}}}, "no times of one device"),
+        (
+            {"times": {"4": {"1": {"first": [1, 1, 1]}}}},
+            "found layers first; expected at least one, each with a number",
+        ),
+        ({"times": {"4": {"1": {}}}}, "found layers none"),
+        ({"times": {"4": {"1": {"0": [1, 1, 1]}}, "2": {"1": {"1": [1, 1, 1]}}}}, "1 layers; expected the 1 of 4"),
         ({"times": {"4": {"1": {"0": [1, 1]}}}, "layers": 1}, "2 numbers; expected three"),
     ]
     for k, (changes, message) in enumerate(cases):
