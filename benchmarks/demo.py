@@ -68,6 +68,11 @@ def main() -> None:
         f"Measured per step: {chosen_ms} ms as chosen ({chosen}); {pipeline_ms} ms as the best pipeline ({pipeline}); "
         f"{ddp_ms} ms as Lightning's DDP."
     )
+    if ddp_ms < min(chosen_ms, pipeline_ms):
+        print(
+            "DDP is the fastest here, as the model is small and both ranks share a host: a pipeline pays off where a model "
+            "does not fit, or links are slow (docs/slow.md)."
+        )
 
 
 if __name__ == "__main__":
