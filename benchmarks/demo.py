@@ -70,8 +70,8 @@ def main() -> None:
     )
     if ddp_ms < min(chosen_ms, pipeline_ms):
         print(
-            "DDP is the fastest here, as the model is small and both ranks share a host: a pipeline pays off where a model "
-            "does not fit, or links are slow (docs/slow.md)."
+            "DDP is the fastest here, as the model is small and both ranks share a host: a pipeline pays off where a "
+            "model does not fit, or links are slow (docs/slow.md)."
         )
 
 
