@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from lightning_pipe.core.cluster_file import find_cluster
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.planner.evaluation.evaluate import judge
-from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.problem import Problem, nominal_cluster
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.profiles.published import load_published
 from lightning_pipe.units import format_bytes, format_seconds
@@ -280,7 +281,8 @@ def test_a_given_plan_that_exceeds_memory_is_shown_with_how_much_is_missing(run)
 @pytest.mark.parametrize(("limit", "is_full"), [(1.02, True), (1.0, True), (1.1, False)])
 def test_a_plan_that_leaves_no_room_is_said_to_be_full(limit, is_full, run):
     run("plan", *ON_TWO, "microbatches=2", "layout=1-1")
-    peak = max(judge(load_yaml(Plan, "plan.yaml"), asked("rtx4090_4", 16)).peak_bytes)
+    problem = replace(asked("rtx4090_4", 16), cluster=nominal_cluster(2))
+    peak = max(judge(load_yaml(Plan, "plan.yaml"), problem).peak_bytes)
     told = run("simulate", *CHAIN, "ranks=2", "plan=plan.yaml", f"memory_limit={int(peak * limit)}B")
     assert ("is full to" in told) == is_full and "does not fit" not in told
 

@@ -126,6 +126,8 @@ def test_commands_exist(code, application):
             options = read_options(COMMANDS[words[0]][0], words[1:])
             if isinstance(options, StepOptions):
                 assert options.cluster in preset_names(conf_dir() / "cluster"), line
+        elif words[0] == "-m":
+            assert (ROOT / f"{words[1].replace('.', '/')}.py").is_file(), line
         elif words[0] == "train.py":
             composed(application, words[1:])
         else:
@@ -224,7 +226,7 @@ def test_the_page_of_examples_names_the_command_of_each():
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     for path in EXAMPLES[1:]:
         name = f"python {path.relative_to(ROOT)}"
-        (command,) = (line.strip() for line in path.read_text(encoding="utf-8").splitlines() if name in line)
+        command = next(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if name in line)
         assert f"\n{command}\n" in page, command
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.cli.options import StepOptions
-from lightning_pipe.cli.step import Step
+from lightning_pipe.cli.priced_step import PricedStep
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError
@@ -35,7 +35,7 @@ SHIPPED = {f"gpt-{size}": f"lightning_pipe.examples.gpt:gpt_{size}" for size in 
 _MOST_PER_RANK = 8  # micro-batches per rank for which operations are timed
 
 
-def captured(options: StepOptions, *, ranks: int) -> Step:
+def captured(options: StepOptions, *, ranks: int) -> PricedStep:
     """Return the training step of the model that the options name, with its costs.
 
     Args:
@@ -63,7 +63,7 @@ def captured(options: StepOptions, *, ranks: int) -> Step:
             f"{options.model} was built with real parameters, as it cannot be planned without them: {error}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    return Step(capture.graph, _costs(capture, samples, options, ranks=ranks), samples, _tokens(module, options))
+    return PricedStep(capture.graph, _costs(capture, samples, options, ranks=ranks), samples, _tokens(module, options))
 
 
 def _tokens(module: pl.LightningModule, options: StepOptions) -> int:

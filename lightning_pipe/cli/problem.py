@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipe.cli.options import StepOptions
-from lightning_pipe.cli.step import Step
+from lightning_pipe.cli.priced_step import PricedStep
 from lightning_pipe.config import conf_dir
 from lightning_pipe.core.cluster import Cluster, limited
 from lightning_pipe.core.cluster_file import find_cluster
@@ -39,7 +39,7 @@ def problem_of(options: StepOptions) -> Problem:
     return problem.ahead(takes_back=True) if options.config.post_validation else problem
 
 
-def _step(options: StepOptions, cluster: Cluster) -> Step:
+def _step(options: StepOptions, cluster: Cluster) -> PricedStep:
     """Return the step with its costs."""
     if options.model is not None:
         from lightning_pipe.cli.model import captured  # needs torch and Lightning, which published profiles do not
@@ -55,7 +55,7 @@ def _step(options: StepOptions, cluster: Cluster) -> Step:
         optimizer_state=options.optimizer_state,
         layers=options.profile_layers,
     )
-    return Step(graph, profile, graph.samples)
+    return PricedStep(graph, profile, graph.samples)
 
 
 def _cluster(options: StepOptions) -> Cluster:

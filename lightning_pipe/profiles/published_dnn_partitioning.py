@@ -24,8 +24,8 @@ Left out: edges between backward nodes otherwise (they repeat those of the forwa
 
 from __future__ import annotations
 
+from lightning_pipe.profiles.published_json import JsonValue, edge_outputs
 from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers, in_order, unique_names
-from lightning_pipe.profiles.published_place import Place, edge_outputs
 
 _MILLISECOND = 1e-3
 _SLACK = 1.0  # bytes by which sums of sizes are off in published files
@@ -48,7 +48,7 @@ def layers_from_dnn_partitioning(content: object, *, samples: int, source: str) 
     Raises:
         ProfileError: if it is no layer graph of training, or something is missing, of the wrong type or cannot be.
     """
-    file = Place(source, content)
+    file = JsonValue(source, content)
     nodes = file.at("nodes").items()
     is_backward = {node.at("id").count(): _is_backward(node) for node in nodes}
     if len(is_backward) != len(nodes):
@@ -74,22 +74,22 @@ def layers_from_dnn_partitioning(content: object, *, samples: int, source: str) 
     return Layers(in_order(layers, source=source), (samples,))
 
 
-def _is_backward(node: Place) -> bool:
+def _is_backward(node: JsonValue) -> bool:
     return "isBackwardNode" in node.names() and node.at("isBackwardNode").flag()
 
 
-def _name(node: Place) -> str:
+def _name(node: JsonValue) -> str:
     return node.at("name").text() if "name" in node.names() else f"node{node.at('id').count()}"
 
 
-def _pairs(nodes: list[Place], file: Place) -> list[tuple[Place, Place]]:
+def _pairs(nodes: list[JsonValue], file: JsonValue) -> list[tuple[JsonValue, JsonValue]]:
     """Return the forward and the backward node of every color class, in the order of the forward ones."""
     if not any(map(_is_backward, nodes)):
         raise file.at("nodes").error(
             "no backward node, so a workload of inference", "one of training, such as resnet50_training.json"
         )
-    backwards: dict[int, list[Place]] = {}
-    forwards: dict[int, list[Place]] = {}
+    backwards: dict[int, list[JsonValue]] = {}
+    forwards: dict[int, list[JsonValue]] = {}
     for node in nodes:
         (backwards if _is_backward(node) else forwards).setdefault(node.at("colorClass").count(), []).append(node)
     for color in {**forwards, **backwards}:
@@ -102,11 +102,13 @@ def _pairs(nodes: list[Place], file: Place) -> list[tuple[Place, Place]]:
     return [(forward, backwards[color][0]) for color, (forward,) in forwards.items()]
 
 
-def _size(edge: Place | None) -> float:
+def _size(edge: JsonValue | None) -> float:
     return 0.0 if edge is None else edge.at("size").number()
 
 
-def _layer(forward: Place, backward: Place, *, name: str, outputs: tuple[LayerOutput, ...], made: float) -> Layer:
+def _layer(
+    forward: JsonValue, backward: JsonValue, *, name: str, outputs: tuple[LayerOutput, ...], made: float
+) -> Layer:
     """Return the layer of a pair of nodes that makes so many bytes."""
     for node in (forward, backward):
         if not node.at("supportedOnFpga").flag():

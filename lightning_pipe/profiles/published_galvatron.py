@@ -27,8 +27,8 @@ import re
 from pathlib import Path
 
 from lightning_pipe.errors import ProfileError
+from lightning_pipe.profiles.published_json import JsonValue
 from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers, with_kept
-from lightning_pipe.profiles.published_place import Place
 
 _ENTRY = re.compile(r"layertype_(?P<kind>\d+|other)_bsz(?P<samples>\d+)_seq(?P<length>.+)")
 _TIMES, _SIZES = "computation_profiling", "memory_profiling"
@@ -60,7 +60,7 @@ def layers_from_galvatron(content: object, *, path: Path, depth: int | None) -> 
             f"{path}: found {'no' if depth is None else depth} layers for a profile of Galvatron, which does not say "
             "how many the model has; expected at least 1. Set profile_layers= (in Python `layers=`)."
         )
-    file = Place(str(path), content)
+    file = JsonValue(str(path), content)
     length, samples = _length_and_samples(file)
     sizes = _sizes(path)
     layer = _entry(sizes, "layertype_0", length)
@@ -85,7 +85,7 @@ def layers_from_galvatron(content: object, *, path: Path, depth: int | None) -> 
     return with_kept(Layers(tuple(layers), samples), dict(zip(names, kept, strict=True)))
 
 
-def _length_and_samples(file: Place) -> tuple[str, tuple[int, ...]]:
+def _length_and_samples(file: JsonValue) -> tuple[str, tuple[int, ...]]:
     """Return the only sequence length, and the numbers of samples at which layers were timed."""
     entries = [found for key in file.names() if (found := _ENTRY.fullmatch(key))]
     kinds = sorted({found["kind"] for found in entries} - {"other"})
@@ -100,7 +100,7 @@ def _length_and_samples(file: Place) -> tuple[str, tuple[int, ...]]:
     return lengths[0], samples
 
 
-def _forward(file: Place, kind: str | None, length: str, samples: tuple[int, ...]) -> tuple[float, ...]:
+def _forward(file: JsonValue, kind: str | None, length: str, samples: tuple[int, ...]) -> tuple[float, ...]:
     """Return the seconds of forward for each number of samples; none for what has no time of its own."""
     if kind is None:
         return (0.0,) * len(samples)
@@ -109,7 +109,7 @@ def _forward(file: Place, kind: str | None, length: str, samples: tuple[int, ...
     )
 
 
-def _sizes(path: Path) -> Place:
+def _sizes(path: Path) -> JsonValue:
     """Return the file of sizes beside that of times."""
     found = path.with_name(path.name.replace(_TIMES, _SIZES))
     if _TIMES not in path.name or not found.is_file():
@@ -121,17 +121,17 @@ def _sizes(path: Path) -> Place:
         content: object = json.loads(found.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProfileError(f"cannot read {found}: {error}") from None
-    return Place(str(found), content)
+    return JsonValue(str(found), content)
 
 
-def _entry(sizes: Place, key: str, length: str) -> Place:
+def _entry(sizes: JsonValue, key: str, length: str) -> JsonValue:
     """Return an entry of a sequence length, measured without or with sequence parallelism."""
     return sizes.at(key if key in sizes.names() else f"{key}_sp").at(length)
 
 
-def _states(other: Place) -> float:
+def _states(other: JsonValue) -> float:
     return other.at("model_states").at(_ONE_DEVICE).number() * _MIB / _STATES
 
 
-def _activation(other: Place) -> float:
+def _activation(other: JsonValue) -> float:
     return other.at("activation").at(_ONE_DEVICE).number() * _MIB

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import re
 
+from lightning_pipe.profiles.published_json import JsonValue, edge_outputs
 from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers, in_order, unique_names, with_kept
-from lightning_pipe.profiles.published_place import Place, edge_outputs
 
 _PLAIN, _RECOMPUTING, _ONE_DEVICE = "vanilla", "activation recomp", "1"
 _MILLISECOND, _SECOND = 1e-3, 1.0
@@ -49,7 +49,7 @@ def layers_from_piper(content: object, *, samples: int, source: str) -> Layers:
     Raises:
         ProfileError: if something is missing, of the wrong type or cannot be.
     """
-    file = Place(source, content)
+    file = JsonValue(source, content)
     nodes, edges = file.at("nodes").items(), file.at("edges").items()
     names = [node.at("name").text() for node in nodes]
     position = {node.at("id").count(): k for k, node in enumerate(nodes)}
@@ -72,7 +72,7 @@ def layers_from_piper(content: object, *, samples: int, source: str) -> Layers:
     return with_kept(Layers(in_order(layers, source=source), (samples,)), kept)
 
 
-def _layer(node: Place, *, name: str, description: str, outputs: tuple[LayerOutput, ...], unit_s: float) -> Layer:
+def _layer(node: JsonValue, *, name: str, description: str, outputs: tuple[LayerOutput, ...], unit_s: float) -> Layer:
     plain, recomputing = _variant(node, _PLAIN), _variant(node, _RECOMPUTING)
     both, again = plain.at("timePerSample"), recomputing.at("timePerSample")
     forward = round(again.number() - both.number(), _DECIMALS)
@@ -89,7 +89,7 @@ def _layer(node: Place, *, name: str, description: str, outputs: tuple[LayerOutp
     )
 
 
-def _variant(node: Place, kind: str) -> Place:
+def _variant(node: JsonValue, kind: str) -> JsonValue:
     variants = node.at("TMPCs").at(_ONE_DEVICE)
     found = {variant.at("id").text(): variant for variant in variants.items()}
     if kind not in found:

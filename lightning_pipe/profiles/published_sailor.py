@@ -21,8 +21,8 @@ import json
 from pathlib import Path
 
 from lightning_pipe.errors import ProfileError
+from lightning_pipe.profiles.published_json import JsonValue
 from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers, with_kept
-from lightning_pipe.profiles.published_place import Place
 
 SIZES = "llm_info.json"
 _ONE_DEVICE = "1"
@@ -52,7 +52,7 @@ def layers_from_sailor(content: object, *, path: Path) -> Layers:
         ProfileError: if there is no file of sizes, the model was not measured on one device, or something is missing,
             of the wrong type or cannot be.
     """
-    file = Place(str(path), content)
+    file = JsonValue(str(path), content)
     samples = sorted(int(key) for key in file.names() if _ONE_DEVICE in file.at(key).names())
     if not samples or samples[0] < 1:
         raise file.error(
@@ -86,7 +86,7 @@ def layers_from_sailor(content: object, *, path: Path) -> Layers:
     return with_kept(Layers(tuple(layers), tuple(samples), update_s / parameters if parameters else 0.0), kept)
 
 
-def _times(place: Place) -> tuple[float, float, float]:
+def _times(place: JsonValue) -> tuple[float, float, float]:
     found = tuple(item.number() for item in place.items())
     if len(found) != 3:
         raise place.error(f"{len(found)} numbers", "three: seconds of forward, backward and update")
@@ -94,11 +94,11 @@ def _times(place: Place) -> tuple[float, float, float]:
     return forward, backward, update
 
 
-def _outputs(sizes: Place, *, reader: int, last: bool) -> tuple[LayerOutput, ...]:
+def _outputs(sizes: JsonValue, *, reader: int, last: bool) -> tuple[LayerOutput, ...]:
     return (LayerOutput(sizes.at("act_output_bytes").number(), () if last else (reader,)),)
 
 
-def _sizes(path: Path) -> Place:
+def _sizes(path: Path) -> JsonValue:
     """Return the sizes of the layers of the model on one device."""
     folders = [path.resolve().parent, *path.resolve().parents[1 : 1 + _FOLDERS_ABOVE]]
     found = next((folder / SIZES for folder in folders if (folder / SIZES).is_file()), None)
@@ -112,7 +112,7 @@ def _sizes(path: Path) -> Place:
         content: object = json.loads(found.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProfileError(f"cannot read {found}: {error}") from None
-    file = Place(str(found), content)
+    file = JsonValue(str(found), content)
     if model not in file.names():
         raise file.error(
             f"no model {model!r}", f"the name of the folder above {path.parent.name}: {', '.join(file.names())}"

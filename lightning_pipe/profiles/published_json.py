@@ -15,7 +15,7 @@ from lightning_pipe.profiles.published_layers import LayerOutput
 
 
 @dataclass(frozen=True)
-class Place:
+class JsonValue:
     """A value of a file with the way to it.
 
     Attributes:
@@ -30,13 +30,13 @@ class Place:
         """Return an error that names the place."""
         return ProfileError(f"{self.path}: found {found}; expected {expected}.")
 
-    def at(self, key: str) -> Place:
+    def at(self, key: str) -> JsonValue:
         """Return the value of a key of a mapping."""
         if not isinstance(self.value, Mapping):
             raise self.error(repr(self.value)[:80], f"a mapping with the key {key!r}")
         if key not in self.value:
             raise self.error(f"the keys {', '.join(map(str, self.value)) or 'none'}", f"the key {key!r} among them")
-        return Place(f"{self.path}, {key}", self.value[key])
+        return JsonValue(f"{self.path}, {key}", self.value[key])
 
     def names(self) -> tuple[str, ...]:
         """Return the keys of a mapping."""
@@ -44,11 +44,11 @@ class Place:
             raise self.error(repr(self.value)[:80], "a mapping")
         return tuple(map(str, self.value))
 
-    def items(self) -> list[Place]:
+    def items(self) -> list[JsonValue]:
         """Return the items of a list."""
         if not isinstance(self.value, list):
             raise self.error(repr(self.value)[:80], "a list")
-        return [Place(f"{self.path}[{k}]", item) for k, item in enumerate(self.value)]
+        return [JsonValue(f"{self.path}[{k}]", item) for k, item in enumerate(self.value)]
 
     def text(self) -> str:
         """Return a text."""
@@ -77,7 +77,7 @@ class Place:
 
 
 def edge_outputs(
-    edges: Sequence[Place], position: Mapping[int, int], *, size: str, samples: int
+    edges: Sequence[JsonValue], position: Mapping[int, int], *, size: str, samples: int
 ) -> dict[int, tuple[LayerOutput, ...]]:
     """Return the outputs of every layer: one for each size among its edges.
 

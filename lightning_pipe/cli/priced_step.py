@@ -8,7 +8,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 
 
-class Step(NamedTuple):
+class PricedStep(NamedTuple):
     """A graph, its costs, and how much is in a batch.
 
     Attributes:
