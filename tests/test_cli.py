@@ -225,9 +225,9 @@ def test_half_the_numbers_are_counted_at_their_own_rate_and_peak(run):
 
 def test_tokens_per_second_are_those_of_the_model_or_as_given(run):
     words = ("model=nets:Told", "batch=nets:batch", "ranks=2", "planner=uniform", "samples=32")
-    seconds = re.compile(r"([\d.e+]+) samples/s, ([\d.e+]+) tokens/s")
+    seconds = re.compile(r"([\d.e+]+) samples/s, ([\d.,]+) tokens/s")
     for more, tokens in (((), 7), (("tokens=11",), 11)):
-        samples_s, tokens_s = map(float, seconds.search(run("plan", *words, *more)).groups())
+        samples_s, tokens_s = (float(n.replace(",", "")) for n in seconds.search(run("plan", *words, *more)).groups())
         assert tokens_s / samples_s == pytest.approx(tokens, rel=1e-3)
     assert "tokens/s" not in run("plan", *ON_TWO)
     assert seconds.search(run("plan", *ON_TWO, "tokens=5"))

@@ -56,7 +56,10 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
 
 def _tokens(judged: Judged, problem: Problem) -> str:
     """Return the tokens per second; "" if samples have none."""
-    return f"{problem.samples * problem.tokens / judged.step_s:.4g} tokens/s, " if problem.tokens else ""
+    if not problem.tokens:
+        return ""
+    rate = problem.samples * problem.tokens / judged.step_s
+    return f"{rate:,.0f} tokens/s, " if rate >= 100 else f"{rate:.3g} tokens/s, "
 
 
 def _model_flops(judged: Judged, problem: Problem) -> str:
