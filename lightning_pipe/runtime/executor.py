@@ -103,6 +103,8 @@ class Executor:
         self._checked: VerifiedProgram | None = None
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
+        for stage in self.stages.values():
+            stage.made = self._gradients.made
         self._offloads = Offloads(self.stages, host or host_of(state.device))
 
     def run(
@@ -255,7 +257,7 @@ class Executor:
         stage = self.stages[compute.stage]
         samples = self._exchange.local(compute.stage, compute.microbatch)
         with _named(f"Rank {self.rank} failed at {compute}"):
-            stage.compute(compute.kind, compute.microbatch, self._slice(compute, job), made=self._gradients.made)
+            stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
         for name, content in stage.results(compute.microbatch).items():
             results[name].append(ResultSlice(compute.microbatch, samples, content))
 

@@ -22,6 +22,7 @@ Gradients of one parameter are added within the micro-batch, then to `parameter.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -32,6 +33,7 @@ from typing import TypeGuard
 import torch
 
 from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram, Value
+from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.core.program import ComputeKind, Pass
 from lightning_pipe.runtime.activations.away import Away, send_away
 from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
@@ -84,6 +86,9 @@ class Stage:
         values: what is known of values that cross stages or are results (`Split.values`).
         state: parameters and buffers of the rank; those of the stage must be among them.
         loss: value name of the loss, whose type and combination decide the tangents; None without a loss.
+
+    Attributes:
+        made: told of a parameter as soon as a half that gives its gradients away has added one.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class Stage:
         self._sends: Sends = Counter()
         self._training = True
         self._due = {half: gradients_due(program, half) for half in ("I", "W")}
-        self._made: Callable[[str], None] = lambda name: None
+        self.made: Callable[[str], None] = lambda name: None
 
     def begin(self, sends: Sends, *, training: bool) -> None:
         """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
@@ -124,13 +129,10 @@ class Stage:
         """Take values of other stages, for the stage's samples, by name."""
         self._held[microbatch].update(contents)
 
-    def compute(
-        self, kind: ComputeKind, microbatch: int, slice_: Slice, *, made: Callable[[str], None] = lambda name: None
-    ) -> None:
-        """Run one pass on one micro-batch; `made` is told a parameter as soon as its gradient has been added."""
-        self._made = made
+    def compute(self, kind: ComputeKind, microbatch: int, slice_: Slice) -> None:
+        """Run one pass on one micro-batch."""
         name = f"PP:{self.program.stage}{kind}{microbatch}"
-        with torch.no_grad(), torch.profiler.record_function(name):
+        with torch.no_grad(), _named_in_profiles(name):
             match kind:
                 case "F":
                     self._forward(microbatch, slice_)
@@ -147,7 +149,7 @@ class Stage:
         name = f"PP:{self.program.stage}W{'+'.join(map(str, microbatches))}"
         half = self.program.weight_grad
         assert half is not None and half.along is not None, "a verified program joins W only where that can be done"
-        with torch.no_grad(), torch.profiler.record_function(name):
+        with torch.no_grad(), _named_in_profiles(name):
             first = self._held[microbatches[0]]
             given = [value for value in half.inputs if value in first]
             held = {value: self._together(value, half.along, microbatches) for value in given}
@@ -285,7 +287,7 @@ class Stage:
 
         def give(name: str, *terms: torch.Tensor) -> None:
             sums.add(name, *terms)
-            self._made(name)
+            self.made(name)
 
         outputs = streamed.run(slice_.samples, slice_.key, give, *inputs)
         sums.part_from(outputs)
@@ -375,6 +377,11 @@ class Stage:
             gradient = reduce(torch.add, terms)
             users_of_its_own = 1 if len(names) == 1 else 0
             add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
+
+
+def _named_in_profiles(name: str) -> contextlib.AbstractContextManager[object]:
+    """Give what runs a name in the profile of torch, if one is being made: that takes longer than a small operator."""
+    return torch.profiler.record_function(name) if is_profiling() else contextlib.nullcontext()
 
 
 def gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:

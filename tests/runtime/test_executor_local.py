@@ -108,7 +108,8 @@ def test_a_piece_is_summed_as_soon_as_its_gradients_are_made_and_gradients_live_
             events[rank].append(f"posted {' '.join(names)}")
             post(reduce, names)
 
-        monkeypatch.setattr(sums, "made", told)
+        for stage in executor.stages.values():
+            monkeypatch.setattr(stage, "made", told)
         monkeypatch.setattr(sums, "_post", posted)
     run_together(executors, program_of(case, split), [job_of(case)] * 3)
     assert events[0] == events[1]

@@ -37,6 +37,7 @@ from lightning_pipe.strategy.parameters.stand_ins import absent_batch
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 _HOST = torch.device("cpu")
+_FEW_RANKS = 8  # to which the first tells what it has in less time than it takes to pass it on
 _MOST_STRUCTURES = 256
 _MOST_VALUES = 8  # values per tensor that enter a checksum
 _BATCH, _END, _FAILED = 1, 2, 3
@@ -60,7 +61,7 @@ class Feed:
 
     Args:
         control: to the other ranks.
-        ahead: whether ranks may go on before the others have heard of a batch.
+        ahead: whether ranks may go on before the others have heard of a batch; where there are few, they do anyway.
         device: where this rank computes.
         watch: looks after the loading of batches, and after workers of loaders.
 
@@ -80,7 +81,7 @@ class Feed:
         self._control, self._device = control, device
         self.watch = watch or Unwatched()
         self.data = WholeData(ranks=control.ranks)
-        self._tell = control.tell if ahead else control.copy
+        self._tell = control.tell if ahead or control.ranks <= _FEW_RANKS else control.copy
         self._loading = tuple(range(control.ranks))
         self._assigned = False
         self._early: list[FedIterator] = []
