@@ -29,6 +29,7 @@ MARKS = {
     "needs several hosts": 1,
     "needs a checkpoint that ranks wrote": 1,
     "part of a script": 1,
+    "takes minutes": 1,
     "what a run prints": 2,
     "needs a main.py of LightningCLI, as examples/07_lightning_cli.py is": 1,
 }
