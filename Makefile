@@ -13,9 +13,8 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: demo test test-slow lint docs clean
 
-demo: $(INSTALLED) ## Train a small GPT on two ranks, as a pipeline.
-	$(BIN)/python examples/01_gpt_on_real_text.py --strategy dapple --devices 2 \
-		--timeline runs/gpt_on_real_text/timeline.json
+demo: $(INSTALLED) ## Train a small GPT on two ranks; then measure a pipeline and data parallel training beside it.
+	$(BIN)/python -m benchmarks.demo
 
 test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow ones.
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist loadfile --durations=25 $(ARGS)

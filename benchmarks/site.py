@@ -56,11 +56,12 @@ class Shared(UnitPrices):
 def draw_memory(path: Path) -> None:
     """Draw what GPipe and 1F1B keep on the first of four ranks."""
     curves = {}
-    for name, schedule in enumerate(("gpipe", "1f1b")):
+    schedules = ("gpipe", "1f1b")
+    for name, schedule in enumerate(schedules):
         written = program(FOUR, schedule, 8)
         curve = memory_curves(simulate(written, UNIT), program=written, prices=UNIT)[0]
         curves[name] = tuple(zip(curve.times, curve.held_bytes, strict=True))
-    plot_memory(curves, path, title="saved tensors of the first rank: gpipe above, 1f1b below")
+    plot_memory(curves, path, names=dict(enumerate(schedules)), title="saved tensors of the first of four ranks")
 
 
 DRAWN: dict[str, Callable[[Path], None]] = {

@@ -8,13 +8,17 @@ Module, data and trainer know nothing of pipelines.
 """
 
 import argparse
+import itertools
+import statistics
 import sysconfig
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,17 +110,38 @@ class PythonSource(pl.LightningDataModule):
         return DataLoader(self.val, self.batch_size)
 
 
+class StepSeconds(pl.Callback):
+    """Measure the seconds from the end of one optimizer step to the end of the next, whatever the strategy is."""
+
+    def __init__(self):
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_) -> None:
+        self.ends.append(time.perf_counter())
+
+    @property
+    def median(self) -> float:
+        """Return the median, without the first quarter of the steps."""
+        later = itertools.pairwise(self.ends[len(self.ends) // 4 :])
+        return statistics.median([end - begin for begin, end in later] or [float("nan")])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the source of the standard library.")
     parser.add_argument("--strategy", default="auto", help="auto, dapple, or any other of Lightning's")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--layout", help="with dapple: ranks per stage, such as 1-1; otherwise the planner decides")
     parser.add_argument("--timeline", help="with dapple: file for the recorded timeline (Perfetto JSON)")
     args = parser.parse_args()
 
     pl.seed_everything(0)
-    strategy = lightning_pipe.DappleStrategy(trace=args.timeline) if args.timeline else args.strategy
+    strategy = args.strategy
+    if args.timeline or args.layout:
+        strategy = lightning_pipe.DappleStrategy(trace=args.timeline, layout=args.layout)
+    seconds = StepSeconds()
     trainer = pl.Trainer(
         strategy=strategy,
         devices=args.devices,
@@ -127,14 +152,15 @@ def main() -> None:
         limit_val_batches=20,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
-        default_root_dir="runs/gpt_on_real_text",
-        callbacks=[ModelCheckpoint(monitor="val_loss")],
+        logger=CSVLogger("runs/gpt_on_real_text"),
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(monitor="val_loss"), seconds],
     )
-    trainer.fit(GPT(), PythonSource())
+    trainer.fit(GPT(), PythonSource(batch_size=args.batch_size))
 
     if trainer.is_global_zero:
         losses = {name: f"{trainer.callback_metrics[name]:.3f}" for name in ("train_loss", "val_loss")}
-        print(f"\nafter {trainer.global_step} steps, nats per byte: {losses}")
+        print(f"\nafter {trainer.global_step} steps of {seconds.median * 1e3:.0f} ms, nats per byte: {losses}")
         checkpoint = trainer.checkpoint_callback.best_model_path
         print(f"a sample from {checkpoint}:\n")
         print(GPT.load_from_checkpoint(checkpoint, map_location="cpu").eval().generate("def read(self, ", 200))

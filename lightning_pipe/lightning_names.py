@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.throughput import Throughput
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import BasePredictionWriter, OnExceptionCheckpoint, ThroughputMonitor
-    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_only, rank_zero_warn
@@ -33,7 +33,7 @@ else:
         "fabric.utilities.throughput": "Throughput",
         "pytorch.accelerators": "Accelerator",
         "pytorch.callbacks": "BasePredictionWriter OnExceptionCheckpoint ThroughputMonitor",
-        "pytorch.plugins.precision": "MixedPrecision Precision",
+        "pytorch.plugins.precision": "HalfPrecision MixedPrecision Precision",
         "pytorch.strategies": "ParallelStrategy",
         "pytorch.trainer.states": "TrainerFn",
         "pytorch.utilities": "CombinedLoader rank_zero_info rank_zero_only rank_zero_warn",
@@ -53,6 +53,7 @@ __all__ = [
     "CheckpointIO",
     "ClusterEnvironment",
     "CombinedLoader",
+    "HalfPrecision",
     "MixedPrecision",
     "OnExceptionCheckpoint",
     "ParallelStrategy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from lightning_pipe.core.cluster_file import find_cluster
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.planner.evaluation.evaluate import judge
-from lightning_pipe.planner.problem import Problem
+from lightning_pipe.planner.problem import Problem, nominal_cluster
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.profiles.published import load_published
 from lightning_pipe.units import format_bytes, format_seconds
@@ -85,6 +86,22 @@ class Frozen(Net):
     def training_step(self, batch, batch_idx):
         self.count = getattr(self, "count", 0) + 1
         return self.layers(batch).mean() * self.count
+
+
+class Told(Net):
+    tokens_per_sample = 7
+
+
+class Wide(Net):
+    def __init__(self):
+        super().__init__(width=1024)
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+
+def wide_batch():
+    return torch.zeros(4, 1024)
 
 
 def make():
@@ -178,7 +195,42 @@ def test_the_models_own_operations_per_second_are_said_where_they_are_known(run)
     flops = sum(node.flops + node.backward_flops for node in graph.nodes) * 32 / 10
     assert step is not None
     assert float(step[2]) * 1e12 == pytest.approx(flops / (float(step[1]) * 1e-6) / 8, rel=0.01)
+    utilised = re.search(r"TFLOP/s per device \(MFU (\d+)%\)", told)
+    assert utilised is not None and int(utilised[1]) == round(float(step[2]) / 19.5 * 100), "float32 on an A100"
     assert "TFLOP/s" not in run("plan", *asked_for, "ranks=2", "samples=32"), "nominal devices have no rates"
+
+
+def test_half_the_numbers_are_counted_at_their_own_rate_and_peak(run):
+    asked_for = (
+        "model=nets:Wide",
+        "batch=nets:wide_batch",
+        "runtime=0",
+        "cluster=a100_8",
+        "layout=8",
+        "microbatches=1",
+    )
+
+    def found(precision: str) -> tuple[float, float, float]:
+        told = run("plan", *asked_for, "planner=uniform", "samples=65536", f"precision={precision}")
+        rate, share = re.search(r"([\d.e-]+) TFLOP/s per device \(MFU (\d+)%\)", told).groups()
+        parameters = re.search(r"^ +0 .*? ([\d.]+) MiB", told, re.MULTILINE)[1]
+        return float(rate), int(share) / 100, float(parameters)
+
+    whole, half, mixed = found("32-true"), found("bf16-true"), found("bf16-mixed")
+    assert half[0] > 5 * whole[0] and mixed[0] > 3 * whole[0]
+    assert half[0] / 312 == pytest.approx(half[1], abs=0.006), "all operations that count have 16 bits"
+    assert mixed[0] / 312 == pytest.approx(mixed[1], abs=0.006)
+    assert half[2] == pytest.approx(whole[2] / 2, rel=0.01) and mixed[2] == whole[2]
+
+
+def test_tokens_per_second_are_those_of_the_model_or_as_given(run):
+    words = ("model=nets:Told", "batch=nets:batch", "ranks=2", "planner=uniform", "samples=32")
+    seconds = re.compile(r"([\d.e+]+) samples/s, ([\d.,]+) tokens/s")
+    for more, tokens in (((), 7), (("tokens=11",), 11)):
+        samples_s, tokens_s = (float(n.replace(",", "")) for n in seconds.search(run("plan", *words, *more)).groups())
+        assert tokens_s / samples_s == pytest.approx(tokens, rel=1e-3)
+    assert "tokens/s" not in run("plan", *ON_TWO)
+    assert seconds.search(run("plan", *ON_TWO, "tokens=5"))
 
 
 def test_nothing_but_what_was_asked_for_is_written_and_the_directory_stays(run, here):
@@ -224,6 +276,20 @@ def test_a_given_plan_that_exceeds_memory_is_shown_with_how_much_is_missing(run)
     run("plan", *ON_TWO)
     told = run("simulate", *CHAIN, "cluster=small.yaml", "plan=plan.yaml")
     assert "The plan does not fit: the fullest rank needs" in told and "3 MiB     no" in told
+
+
+@pytest.mark.parametrize(("limit", "is_full"), [(1.02, True), (1.0, True), (1.1, False)])
+def test_a_plan_that_leaves_no_room_is_said_to_be_full(limit, is_full, run):
+    run("plan", *ON_TWO, "microbatches=2", "layout=1-1")
+    problem = replace(asked("rtx4090_4", 16), cluster=nominal_cluster(2))
+    peak = max(judge(load_yaml(Plan, "plan.yaml"), problem).peak_bytes)
+    told = run("simulate", *CHAIN, "ranks=2", "plan=plan.yaml", f"memory_limit={int(peak * limit)}B")
+    assert ("is full to" in told) == is_full and "does not fit" not in told
+
+
+def test_a_plan_of_a_profile_is_not_said_to_be_one_for_a_module(run):
+    assert "no module does" in run("plan", *ON_TWO)
+    assert "DappleStrategy(plan='plan.yaml')" in run("plan", "model=nets:Loaded", "ranks=2", "planner=uniform")
 
 
 def test_no_plan_within_memory_is_an_error_that_says_what_would_help(refused, here):

@@ -1,7 +1,13 @@
-"""What the pages say of the command line is true of an installed package: its commands run from the built wheel."""
+"""Every block of the pages is true of an installed package: it runs from the built wheel, or says why it does not.
+
+A block that is not run has a line `<!-- not run: reason -->` above it; the marks are listed here. Commands run in the
+order of their page, in a folder that has what a reader has: a profile, a project of their own, a Hydra application.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -9,21 +15,105 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_THE_READER = ("profile=", "plan=", "model=project.")  # files and modules that a reader has, and the package has not
+FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?P<body>(?:.*\n)*?)^```$", re.MULTILINE)
+COMPARED = {"schedules.md", "README.md"}  # whose drawings other tests compare with the simulator
+MARKS = {
+    "a drawing": 5,
+    "needs a checkout": 4,
+    "needs several hosts": 1,
+    "needs a checkpoint that ranks wrote": 1,
+    "part of a script": 1,
+    "takes minutes": 1,
+    "what a run prints": 2,
+    "needs a main.py of LightningCLI, as examples/07_lightning_cli.py is": 1,
+}
+NEEDS = {"02_lora_llama": "transformers", "03_vit_on_digits": "sklearn", "07_lightning_cli": "jsonargparse"}
+
+PROFILE = "".join(
+    f"node{k} -- Conv_{k} -- forward_compute_time={k % 5 + 1}, backward_compute_time={2 * (k % 5 + 1)}, "
+    f"activation_size={(k % 3 + 1) << 20}, parameter_size={(k % 4 + 1) << 20}\n"
+    for k in range(1, 31)
+) + "".join(f"\tnode{k} -- node{k + 1}\n" for k in range(1, 30))
+NETS = """
+from lightning_pipe.examples import gpt
 
 
-def commands() -> list[str]:
-    """List the commands of all pages that need nothing but the package."""
-    blocks = [
-        b for page in PAGES for b in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    ]
-    lines = [line.strip() for block in blocks for line in block.splitlines() if line.startswith("lightning-pipe ")]
-    return list(dict.fromkeys(line for line in lines if not any(mark in line for mark in OF_THE_READER)))
+class GPT(gpt.GPT):
+    def __init__(self, depth=8):
+        super().__init__(depth, width=64, heads=4, context=64, vocabulary=512)
+"""
+DATA = """
+import torch
+
+
+def one_batch():
+    return torch.randint(0, 512, (8, 65))
+"""
+TRAIN = """
+import hydra
+
+
+@hydra.main(version_base=None, config_path="conf", config_name="train")
+def main(config):
+    print(type(hydra.utils.instantiate(config.trainer).strategy).__name__)
+
+
+if __name__ == "__main__":
+    main()
+"""
+TRAINER = (
+    "trainer: {_target_: lightning.pytorch.Trainer, strategy: auto, accelerator: cpu, devices: 1, logger: false}\n"
+)
+RUN_BLOCKS = """
+import json, os, sys, tempfile, traceback
+import lightning.pytorch as pl
+import lightning_pipe
+from lightning_pipe.core.cluster_file import cluster_from_text
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.serial import from_yaml
+
+print(lightning_pipe.__file__, file=sys.stderr)
+failed = []
+for name, kind, body in json.load(sys.stdin):
+    os.chdir(tempfile.mkdtemp())
+    try:
+        if kind == "python":
+            exec(compile(body, name, "exec", dont_inherit=True), {"pl": pl})
+        else:
+            cluster_from_text(body, source=name) if kind == "yaml cluster" else from_yaml(Plan, body)
+    except Exception:
+        failed.append(f"{name}: {traceback.format_exc()}")
+print(json.dumps(failed))
+"""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: why it is not run ("" if it is), its language, and what it says."""
+
+    page: str
+    why: str
+    kind: str
+    body: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [Block(page.name, block["why"] or "", block["kind"], block["body"]) for block in found]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+COMMANDS = [
+    pytest.param(block.page, command, id=f"{block.page}-{command}")
+    for block in BLOCKS
+    if block.kind == "bash" and not block.why
+    for command in filter(None, (line.split(" #")[0].strip() for line in block.body.splitlines()))
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +135,79 @@ def installed(tmp_path_factory) -> Path:
     return environment / "bin"
 
 
-def test_pages_have_commands_that_need_nothing_but_the_package():
-    assert {shlex.split(command)[1] for command in commands()} >= {"plan", "report", "schedules"}
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Return the folder in which the commands of each page run, one after the other."""
+    found = {}
+    for page in dict.fromkeys(block.page for block in BLOCKS):
+        folder = found[page] = tmp_path_factory.mktemp("reader")
+        (folder / "vgg-19-pbs-32.txt").write_text(PROFILE)
+        (folder / "project").mkdir()
+        (folder / "project" / "nets.py").write_text(NETS)
+        (folder / "project" / "data.py").write_text(DATA)
+        (folder / "train.py").write_text(TRAIN)
+        (folder / "conf").mkdir()
+        (folder / "conf" / "train.yaml").write_text(TRAINER)
+        (folder / "examples").symlink_to(ROOT / "examples")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _only_what_is_installed(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+def test_every_block_is_run_or_says_why_not():
+    fences = sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES)
+    assert 2 * len(BLOCKS) == fences, "every fence is read here"
+    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "yaml cluster", "bash", "text"}
+    shown = [block for block in BLOCKS if block.kind == "text" and not block.why]
+    assert {block.page for block in shown} <= COMPARED, [
+        block.body[:80] for block in shown if block.page not in COMPARED
+    ]
+    assert all(re.match(r"(stage )?0 \| ", block.body) for block in shown), "a drawing of a schedule"
+    marks = [block.why for block in BLOCKS if block.why]
+    assert {why: marks.count(why) for why in marks} == MARKS
+
+
+def test_pages_have_commands_of_every_kind():
+    assert {shlex.split(param.values[1])[0] for param in COMMANDS} == {"lightning-pipe", "python"}
+    commands = {shlex.split(param.values[1])[1] for param in COMMANDS if "lightning-pipe" in param.values[1]}
+    assert commands >= {"plan", "compare", "simulate", "explain", "report", "schedules", "max-batch"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands())
-def test_commands_of_the_pages_run_from_the_wheel(command, installed, tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    words = shlex.split(command.split(" #")[0])
-    where = [str(installed / "python"), "-c", "import lightning_pipe; print(lightning_pipe.__file__)"]
-    place = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert str(installed.parent) in place
-    found = subprocess.run(
-        [str(installed / words[0]), *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+def test_blocks_of_python_and_yaml_run_from_the_wheel(installed, tmp_path):
+    given = [
+        (f"{block.page}, block {k}", block.kind, block.body)
+        for k, block in enumerate(BLOCKS)
+        if block.kind in ("python", "yaml", "yaml cluster") and not block.why
+    ]
+    assert len(given) > 20
+    command = [str(installed / "python"), "-c", RUN_BLOCKS]
+    found = subprocess.run(command, input=json.dumps(given), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+    assert str(installed.parent) in found.stderr, "the installed package"
+    assert json.loads(found.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands_run_from_the_wheel(page, command, installed, folders):
+    """One after the other: `simulate` takes the plan that `plan` has written above it."""
+    words = shlex.split(command)
+    library = NEEDS.get(Path(words[1]).stem)
+    if library is not None:
+        pytest.importorskip(library)
+    environment = {**os.environ, "PATH": f"{installed}:{os.environ['PATH']}"}
+    found = subprocess.run(words, cwd=folders[page], env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    if words[1] == "train.py":
+        assert "DappleStrategy" in found.stdout
+    if words[1].startswith("examples/"):
+        told = re.search(r"^(trained \d+ steps|after \d+ steps|Wrote the plan)", found.stdout, re.MULTILINE)
+        assert told is not None, found.stdout
     for word in words:
-        if word.startswith("out="):
-            assert (tmp_path / word.removeprefix("out=")).is_file()
+        name, _, value = word.partition("=")
+        if name in ("out", "draw", "trace", "csv"):
+            assert (folders[page] / value).is_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -37,7 +38,6 @@ from lightning_pipe.simulator import UnitPrices, simulate
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.py"))
-NEEDS = {"02_lora_llama": "transformers", "03_vit_on_digits": "sklearn", "07_lightning_cli": "jsonargparse"}
 PRESETS = sorted(path.stem for path in (conf_dir() / "strategy").glob("*.yaml"))
 TRAINER = "{_target_: lightning.pytorch.Trainer, strategy: auto, accelerator: cpu, devices: 1, logger: false}"
 APPLICATION = """
@@ -126,6 +126,8 @@ def test_commands_exist(code, application):
             options = read_options(COMMANDS[words[0]][0], words[1:])
             if isinstance(options, StepOptions):
                 assert options.cluster in preset_names(conf_dir() / "cluster"), line
+        elif words[0] == "-m":
+            assert (ROOT / f"{words[1].replace('.', '/')}.py").is_file(), line
         elif words[0] == "train.py":
             composed(application, words[1:])
         else:
@@ -219,20 +221,27 @@ def test_examples_say_how_they_are_run(path):
     assert path == EXAMPLES[0] or "For real size: " in docstring.replace("\n", " ")
 
 
+def test_the_page_of_examples_names_the_command_of_each():
+    """By which they run from the built wheel, see test_installed.py."""
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    for path in EXAMPLES[1:]:
+        name = f"python {path.relative_to(ROOT)}"
+        command = next(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if name in line)
+        assert f"\n{command}\n" in page, command
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES[1:], ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_examples_run_by_the_command_that_they_name(path, tmp_path):
-    if path.stem in NEEDS:
-        pytest.importorskip(NEEDS[path.stem])
-    name = str(path.relative_to(ROOT))
-    text = path.read_text(encoding="utf-8")
-    words = shlex.split(next(line for line in text.splitlines() if f"python {name}" in line))
-    command = [sys.executable, str(path), *words[2:]]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_the_demo_ends_with_what_was_measured_beside_it_and_fits_one_screen(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.demo", "--steps", "8", "--beside", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert re.search(r"^(trained \d+ steps|Wrote the plan)", found.stdout, re.MULTILINE), found.stdout
-    if path.stem == "08_unequal_replication":
-        assert (tmp_path / "runs" / "unequal_replication" / "report.html").is_file()
+    lines = found.stdout.splitlines()
+    measured = (
+        r"Measured per step: \d+ ms as chosen \(.+\); \d+ ms as the best pipeline \(.+\); \d+ ms as Lightning's DDP\."
+    )
+    assert [line for line in lines[-2:] if re.fullmatch(measured, line)], lines[-2:]
+    assert len(lines) <= 50, "one screen"
 
 
 def test_the_gpt_example_trains_on_one_device_and_as_a_pipeline(tmp_path):
@@ -242,7 +251,7 @@ def test_the_gpt_example_trains_on_one_device_and_as_a_pipeline(tmp_path):
         found = subprocess.run([*script, *options], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr
         assert found.stdout.count("def read(self, ") == 1
-        assert found.stdout.count("after 3 steps, nats per byte") == 1
+        assert len(re.findall(r"after 3 steps of \d+ ms, nats per byte", found.stdout)) == 1
     events = json.loads((tmp_path / "runs" / "new" / "timeline.json").read_text())
     assert events, "the timeline is empty"
     lines = (found.stdout + found.stderr).splitlines()

@@ -67,9 +67,9 @@ def _model(draw: random.Random, count: int, share: float) -> tuple[Graph, Profil
         outputs = (LayerOutput(draw.choice((8.0, 80.0, 800.0)), tuple(readers)),) if readers else ()
         weight = draw.choice((0, 100, 1000, 4000))
         layers.append(
-            Layer(f"layer_{k}", "layer", forward_s, draw.uniform(1.0, 2.5) * forward_s, weight, outputs, 40.0)
+            Layer(f"layer_{k}", "layer", (forward_s,), (draw.uniform(1.0, 2.5) * forward_s,), weight, outputs, 40.0)
         )
-    known = Layers(tuple(layers), SAMPLES)
+    known = Layers(tuple(layers), (SAMPLES,))
     return graph_of(known, fingerprint="random"), profile_of(
         known, fingerprint="random", device="random", optimizer_state=1.0
     )

@@ -39,8 +39,8 @@ def problem(nodes: int, devices: int, *, parameters: int = PARAMETERS) -> Proble
     for k in range(nodes):
         seconds = draw.uniform(1e-5, 1e-4)
         outputs = (LayerOutput(draw.choice((1e3, 1e4, 1e5)), (k + 1,)),) if k + 1 < nodes else ()
-        layers.append(Layer(f"layer_{k}", "layer", seconds, 2 * seconds, parameters, outputs, 1e5))
-    known, name = Layers(tuple(layers), 1), "chain"
+        layers.append(Layer(f"layer_{k}", "layer", (seconds,), (2 * seconds,), parameters, outputs, 1e5))
+    known, name = Layers(tuple(layers), (1,)), "chain"
     graph = graph_of(known, fingerprint=name)
     profile = profile_of(known, fingerprint=name, device="x", optimizer_state=2.0)
     inside, network = Link(5e-6, 100e9), Link(20e-6, 12.5e9)

@@ -25,8 +25,25 @@ from torch.autograd.profiler import profile
 
 from lightning_pipe.capture.torch_private import recorded_events
 
-_SILENT = "99"  # above all levels of torch's profiler, which else prints lines beginning with USDT at start and end
+_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"  # above all levels
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Keep torch's profiler from printing lines that begin with USDT when it starts and ends.
+
+    The variable is taken away again: the environment may be read by the user's step, so a change of ours would count as
+    one of the step.
+    """
+    if _LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LEVEL] = _SILENT
+    try:
+        yield
+    finally:
+        del os.environ[_LEVEL]
 
 
 class MemoryChange(NamedTuple):
@@ -47,21 +64,23 @@ class Allocations:
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-        self._profile = profile(use_cpu=True, profile_memory=True)
+        with _without_messages():
+            self._profile = profile(use_cpu=True, profile_memory=True)
         self.failed = False
         self.changes: tuple[MemoryChange, ...] = ()
         self.spans: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Allocations:
-        self._profile.__enter__()
+        with _without_messages():
+            self._profile.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._profile.__exit__(kind, error, trace)
+            with _without_messages():
+                self._profile.__exit__(kind, error, trace)
             self._read()
         except MemoryError as failure:
             log.warning("torch's profiler has failed, so allocations are not known: %s", failure)

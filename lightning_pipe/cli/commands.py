@@ -31,7 +31,7 @@ from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.report import chrome_trace, explain, html_page, plot_memory, plot_timeline
 from lightning_pipe.strategy.plans.planning import check_samples
-from lightning_pipe.units import format_bytes, format_seconds
+from lightning_pipe.units import format_bytes, format_seconds, format_share
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def run_plan(options: PlanOptions, width: int) -> Iterator[str]:
     planned = _planned(options, options.planner)
     yield from _tables(planned.best, planned.problem, width)
     yield _reasons(planned, width)
+    yield from _tight(planned.best, planned.problem)
     yield f"Planned by {options.planner} in {format_seconds(planned.seconds)}. {_costs(planned.problem, options)}"
     if options.out is not None:
         yield _written(options.out, planned.best.plan, options)
@@ -70,6 +71,7 @@ def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
     yield from _tables(judged, problem, width)
     if (excess := judged.overflow(problem.cluster)) > 0:
         yield f"The plan does not fit: the fullest rank needs {format_bytes(excess)} more than it has."
+    yield from _tight(judged, problem)
     yield _costs(problem, options)
     yield from _drawn(options, judged, problem)
 
@@ -79,6 +81,7 @@ def run_explain(options: ExplainOptions, width: int) -> Iterator[str]:
     planned = _explained(options)
     yield stages_table(planned.best, planned.problem, width=width)
     yield _reasons(planned, width)
+    yield from _tight(planned.best, planned.problem)
     yield _costs(planned.problem, options)
 
 
@@ -143,6 +146,20 @@ def _reasons(planned: _Planned, width: int) -> str:
     return explain(alternatives(planned.problem, best, planned.others), timeline=timeline, width=width)
 
 
+_FULL = 0.95  # of a device's memory; runs held to 5 % more than was foreseen have trained (docs/memory.md)
+
+
+def _tight(judged: Judged, problem: Problem) -> Iterator[str]:
+    """Yield a warning if the fullest rank has next to no room for what no plan foresees."""
+    shares = [peak / problem.cluster.device(rank).memory_bytes for rank, peak in enumerate(judged.peak_bytes)]
+    fullest = max(range(len(shares)), key=shares.__getitem__)
+    if _FULL < shares[fullest] <= 1:
+        yield (
+            f"Rank {fullest} is full to {format_share(shares[fullest])}. Fragmentation, and what libraries take for "
+            "themselves, are not foreseen: memory_limit= leaves room for them."
+        )
+
+
 def _costs(problem: Problem, options: StepOptions) -> str:
     profile = problem.profile
     told = (
@@ -171,6 +188,8 @@ def _written(path: str, plan: Plan, options: StepOptions) -> str:
         save_yaml(portable, path)
     except OSError as error:
         raise ConfigError(f"cannot write the plan: {error}. Change out=, or set out=null.") from None
+    if options.model is None:
+        return f"Wrote the plan to {path}; it names layers of the profile, so `simulate` takes it, and no module does."
     return f"Wrote the plan to {path}; use it with DappleStrategy(plan={path!r})."
 
 

@@ -23,11 +23,11 @@ from rich.console import Console
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.cli.options import StepOptions
-from lightning_pipe.core.graph import Graph
+from lightning_pipe.cli.priced_step import PricedStep
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError
-from lightning_pipe.lightning_names import is_overridden, pl
+from lightning_pipe.lightning_names import HalfPrecision, MixedPrecision, Precision, is_overridden, pl
 from lightning_pipe.profiler.timing.operators import profile_capture
 from lightning_pipe.schedule.construct.options import hint
 
@@ -35,11 +35,11 @@ SHIPPED = {f"gpt-{size}": f"lightning_pipe.examples.gpt:gpt_{size}" for size in 
 _MOST_PER_RANK = 8  # micro-batches per rank for which operations are timed
 
 
-def captured(options: StepOptions, *, ranks: int) -> tuple[Graph, Profile, int]:
-    """Return graph, costs and samples of the training step of the model that the options name.
+def captured(options: StepOptions, *, ranks: int) -> PricedStep:
+    """Return the training step of the model that the options name, with its costs.
 
     Args:
-        options: model, batch and kind of costs.
+        options: model, batch, precision and kind of costs.
         ranks: number of ranks, which decides how small micro-batches are when operations are timed.
 
     Raises:
@@ -63,7 +63,23 @@ def captured(options: StepOptions, *, ranks: int) -> tuple[Graph, Profile, int]:
             f"{options.model} was built with real parameters, as it cannot be planned without them: {error}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    return capture.graph, _costs(capture, samples, options, ranks=ranks), samples
+    return PricedStep(capture.graph, _costs(capture, samples, options, ranks=ranks), samples, _tokens(module, options))
+
+
+def _tokens(module: pl.LightningModule, options: StepOptions) -> int:
+    """Return the tokens of a sample that the model states; 0 if it states none."""
+    tokens = getattr(module, "tokens_per_sample", 0)
+    if not isinstance(tokens, int) or tokens < 0:
+        raise ConfigError(f"found tokens_per_sample={tokens!r} in {options.model}; expected an integer of at least 0")
+    return tokens
+
+
+def _precision(options: StepOptions) -> Precision:
+    """Return the plug-in by which Lightning gives a model its precision."""
+    name = options.precision
+    if name == "32-true":
+        return Precision()
+    return MixedPrecision("bf16-mixed", device=_device(options).type) if name == "bf16-mixed" else HalfPrecision(name)  # type: ignore[arg-type]
 
 
 def _costs(capture: Capture, samples: int, options: StepOptions, *, ranks: int) -> Profile:
@@ -82,8 +98,10 @@ def _device(options: StepOptions) -> torch.device:
 
 
 def _captured(module: pl.LightningModule, batch: Any, options: StepOptions) -> tuple[Capture, int]:
-    structure = flatten(_own_batch(module, options) if batch is None else batch)[1]
+    precision = _precision(options)
+    structure = flatten(precision.convert_input(_own_batch(module, options) if batch is None else batch))[1]
     samples = options.samples or structure.samples(options.batch_dim)
+    precision.convert_module(module)  # in place
     request = Request(
         module.train(),
         "training_step",
@@ -91,6 +109,7 @@ def _captured(module: pl.LightningModule, batch: Any, options: StepOptions) -> t
         samples=max(2, samples),  # a symbolic number of samples is traced with two or more
         batch_dim=options.batch_dim,
         device=_device(options),
+        context=precision.train_step_context,
     )
     return capture_step(request), samples
 

@@ -52,11 +52,15 @@ class StepOptions:
         metadata={"meaning": "what the model is called with: model_args={width: 64}, +model_args.width=64"},
     )
     batch: str | None = option(None, "package.module:name of a function that returns a batch; else the model's own")
+    precision: str = option(
+        "32-true", "of a model's numbers, as the Trainer's: 32-true, 16-true, bf16-true, bf16-mixed"
+    )
     batch_dim: int = option(0, "dimension of the batch's tensors along which samples lie")
     costs: str = option("counted", "of a model's operations: counted, or measured on this machine")
     cache: str | None = option(None, "directory of measured times; off keeps none, null the user's cache directory")
     profile: str | None = option(None, "instead of a model: file of a published profile of layers")
     profile_samples: int | None = option(None, "samples that this file was measured with, if its name does not say it")
+    profile_layers: int | None = option(None, "number of layers of the model, for a file of Galvatron")
     saved_bytes_per_sample: float | None = option(None, "what layers keep per sample, if this file does not say it")
     optimizer_state: float = option(ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
     cluster: str | None = option(None, "the devices: preset (see docs/clusters.md) or cluster file")
@@ -66,6 +70,9 @@ class StepOptions:
     )
     speed: float = option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")
     runtime: float = option(1.0, "the runtime's own work per compute and message, by how much it is on CPUs; 0: none")
+    tokens: int | None = option(
+        None, "tokens of a sample, for tokens/s; else the model's tokens_per_sample, if it has it"
+    )
     samples: int | None = option(None, "samples per optimizer step, over all ranks; else those of the batch or profile")
 
     def __post_init__(self) -> None:
@@ -75,6 +82,11 @@ class StepOptions:
                 raise ConfigError(f"found {name}={value}; expected at least {least}")
         if self.speed <= 0:
             raise ConfigError(f"found speed={self.speed:g}; expected more than 0; 1 is as fast as what was profiled")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(
+                f"found precision={self.precision!r}; expected one of {', '.join(PRECISIONS)}"
+                f"{hint(self.precision, dict.fromkeys(PRECISIONS))}"
+            )
         self._check_sources()
         _ = self.config  # which checks them
 
@@ -99,11 +111,25 @@ class StepOptions:
         return Constraints()
 
 
-_OF_MODELS = ("model_args", "batch", "batch_dim", "costs", "cache")
-_OF_PROFILES = ("profile_samples", "saved_bytes_per_sample")
-_LEAST = {"ranks": 1, "samples": 1, "profile_samples": 1, "saved_bytes_per_sample": 0, "optimizer_state": 0,
-          "runtime": 0,
-          "least_samples": 1}  # fmt: skip
+PRECISIONS = (
+    "32-true",
+    "16-true",
+    "bf16-true",
+    "bf16-mixed",
+)  # those of the Trainer that the strategy runs, but for 64
+_OF_MODELS = ("model_args", "batch", "precision", "batch_dim", "costs", "cache")
+_OF_PROFILES = ("profile_samples", "profile_layers", "saved_bytes_per_sample")
+_LEAST = {
+    "ranks": 1,
+    "samples": 1,
+    "tokens": 1,
+    "profile_samples": 1,
+    "profile_layers": 1,
+    "saved_bytes_per_sample": 0,
+    "optimizer_state": 0,
+    "runtime": 0,
+    "least_samples": 1,
+}
 
 
 def _check_one(options: StepOptions, one: str, other: str, expected: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipe.cli.options import StepOptions
+from lightning_pipe.cli.priced_step import PricedStep
 from lightning_pipe.config import conf_dir
 from lightning_pipe.core.cluster import Cluster, limited
 from lightning_pipe.core.cluster_file import find_cluster
@@ -28,30 +29,33 @@ def problem_of(options: StepOptions) -> Problem:
         PipeError: if cluster, profile or model cannot be found or read, or the step cannot be captured.
     """
     cluster = _cluster(options)
-    graph, profile, samples = _step(options, cluster)
+    step = _step(options, cluster)
+    graph, profile = step.graph, step.profile
     if profile.source == "counted":
         profile, cluster = _by_rates(graph, profile, cluster)
     cluster, profile = _faster(cluster, options.speed), _with_runtime(profile, options)
-    problem = Problem(graph, profile, cluster, options.samples or samples, wishes=options.wishes)
+    samples, tokens = options.samples or step.samples, options.tokens or step.tokens
+    problem = Problem(graph, profile, cluster, samples, wishes=options.wishes, tokens=tokens)
     return problem.ahead(takes_back=True) if options.config.post_validation else problem
 
 
-def _step(options: StepOptions, cluster: Cluster) -> tuple[Graph, Profile, int]:
-    """Return graph, costs and number of samples of the step."""
+def _step(options: StepOptions, cluster: Cluster) -> PricedStep:
+    """Return the step with its costs."""
     if options.model is not None:
         from lightning_pipe.cli.model import captured  # needs torch and Lightning, which published profiles do not
 
-        graph, profile, samples = captured(options, ranks=cluster.ranks)
+        step = captured(options, ranks=cluster.ranks)
         optimizer = OptimizerProfile(state_bytes_per_byte=options.optimizer_state)
-        return graph, replace(profile, optimizer=optimizer), samples
+        return step._replace(profile=replace(step.profile, optimizer=optimizer))
     assert options.profile is not None
     graph, profile = load_published(
         options.profile,
         batch=options.profile_samples,
         saved_bytes_per_sample=options.saved_bytes_per_sample,
         optimizer_state=options.optimizer_state,
+        layers=options.profile_layers,
     )
-    return graph, profile, graph.samples
+    return PricedStep(graph, profile, graph.samples)
 
 
 def _cluster(options: StepOptions) -> Cluster:

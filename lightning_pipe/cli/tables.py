@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_pipe.core.graph import Graph
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.table import WIDTH, text_of
@@ -24,7 +26,7 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
     """
     headline = (
         f"step {format_seconds(judged.step_s)}, {problem.samples / judged.step_s:.4g} samples/s, "
-        f"{_model_flops(judged, problem)}bubble {format_share(judged.bubble)}"
+        f"{_tokens(judged, problem)}{_model_flops(judged, problem)}bubble {format_share(judged.bubble)}"
     )
     table = Table(box=box.SIMPLE, title=headline, title_justify="left")
     for heading in ("rank", "device", "stages"):
@@ -52,18 +54,45 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
     return text_of(table, width)
 
 
-def _model_flops(judged: Judged, problem: Problem) -> str:
-    """Return the model's own operations per second and device; "" where they, or the devices, are not known.
+def _tokens(judged: Judged, problem: Problem) -> str:
+    """Return the tokens per second; "" if samples have none."""
+    if not problem.tokens:
+        return ""
+    rate = problem.samples * problem.tokens / judged.step_s
+    return f"{rate:,.0f} tokens/s, " if rate >= 100 else f"{rate:.3g} tokens/s, "
 
-    What is recomputed does not count, so this over a device's peak is the model FLOPs utilization (MFU) of
-    Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022, appendix B).
+
+def _model_flops(judged: Judged, problem: Problem) -> str:
+    """Return the model's own operations per second and device, and what share of the peak that is.
+
+    "" where they, or the devices, are not known. What is recomputed does not count, so the share is the model FLOPs
+    utilization (MFU) of Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022, appendix B), with the
+    peak of the type of numbers of each operation:
+
+        seconds of a device alone at its peak = flops of the model x sum over types (share of the type / its peak)
+        MFU = 1 / (sum over devices of 1 / these seconds) / seconds of the step
     """
     flops: float = sum(node.flops + node.backward_flops for node in problem.graph.nodes)
     flops *= problem.samples / problem.graph.samples
     devices = [problem.cluster.device(rank) for rank in range(problem.cluster.ranks)]
-    if not flops or not judged.step_s or any(device.rates is None for device in devices):
+    rates = [device.rates for device in devices if device.rates is not None]
+    if not flops or not judged.step_s or len(rates) < len(devices):
         return ""
-    return f"{flops / judged.step_s / len(devices) / 1e12:.3g} TFLOP/s per device, "
+    told = f"{flops / judged.step_s / len(devices) / 1e12:.3g} TFLOP/s per device"
+    if not all(rate.peak_flops_per_s for rate in rates):
+        return f"{told}, "
+    shares = _types(problem.graph)
+    alone_s = [flops * sum(share / rate.peak_of(dtype) for dtype, share in shares.items()) for rate in rates]
+    return f"{told} (MFU {format_share(1 / sum(1 / seconds for seconds in alone_s) / judged.step_s, 0)}), "
+
+
+def _types(graph: Graph) -> dict[str, float]:
+    """Return the share of each type of numbers in the floating point operations."""
+    found: Counter[str] = Counter()
+    for operation in graph.operations:
+        found[operation.dtype] += operation.flops
+    whole = found.total()
+    return {dtype: count / whole for dtype, count in found.items() if count} if whole else {"": 1.0}
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,22 @@ class Rates:
         flops_per_s: floating point operations, by the name of the type of the numbers, e.g. `bfloat16`; of a type that
             is not there as many as of the first.
         operation_s: seconds that every operation takes besides, to be started.
+        peak_flops_per_s: the same of the device's data sheet, which no program reaches; () if it is not known.
     """
 
     memory_bytes_per_s: float
     flops_per_s: tuple[tuple[str, float], ...]
     operation_s: float = 5e-6
+    peak_flops_per_s: tuple[tuple[str, float], ...] = ()
 
     def flops_of(self, dtype: str) -> float:
         """Return the floating point operations per second with numbers of a type."""
         return dict(self.flops_per_s).get(dtype, self.flops_per_s[0][1])
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the floating point operations per second of the data sheet with numbers of a type; 0 if not known."""
+        peaks = self.peak_flops_per_s
+        return dict(peaks).get(dtype, peaks[0][1]) if peaks else 0.0
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
@@ -45,11 +45,15 @@ class LinkEntry:
 
 @dataclass(frozen=True)
 class RatesEntry:
-    """What a device reaches, in the words of the file: memory, and 10^12 operations per second by type of numbers."""
+    """What a device reaches, in the words of the file: memory, and 10^12 operations per second by type of numbers.
+
+    `peak` are those of the data sheet.
+    """
 
     memory: Amount
     tflops: dict[str, float]
     operation: Amount = "5 us"
+    peak: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -251,10 +255,15 @@ def _rates(entry: RatesEntry, path: str) -> Rates:
     memory = _amount(parse_rate, entry.memory, f"{path}.memory")
     _require(0 < memory < math.inf, f"{path}.memory", repr(entry.memory), "more than 0, such as '1.5 TB/s'")
     _require(bool(entry.tflops), f"{path}.tflops", "nothing", "at least one, such as {float32: 15, bfloat16: 180}")
-    for name, rate in entry.tflops.items():
-        _require(0 < rate < math.inf, f"{path}.tflops.{name}", rate, "more than 0, in 10^12 operations per second")
     operation_s = _amount(parse_seconds, entry.operation, f"{path}.operation")
-    return Rates(memory, tuple((name, rate * 1e12) for name, rate in entry.tflops.items()), operation_s)
+    flops, peak = (_flops(getattr(entry, key), f"{path}.{key}") for key in ("tflops", "peak"))
+    return Rates(memory, flops, operation_s, peak)
+
+
+def _flops(entry: Mapping[str, float], path: str) -> tuple[tuple[str, float], ...]:
+    for name, rate in entry.items():
+        _require(0 < rate < math.inf, f"{path}.{name}", rate, "more than 0, in 10^12 operations per second")
+    return tuple((name, rate * 1e12) for name, rate in entry.items())
 
 
 def _link_of(entry: LinkEntry | None, path: str, needed_by: str) -> Link:
@@ -331,8 +340,8 @@ def _host_entry(host: Host) -> HostEntry:
 def _rates_entry(rates: Rates | None) -> RatesEntry | None:
     if rates is None:
         return None
-    tflops = {name: rate / 1e12 for name, rate in rates.flops_per_s}
-    return RatesEntry(spell_rate(rates.memory_bytes_per_s), tflops, spell_seconds(rates.operation_s))
+    tflops, peak = ({n: rate / 1e12 for n, rate in found} for found in (rates.flops_per_s, rates.peak_flops_per_s))
+    return RatesEntry(spell_rate(rates.memory_bytes_per_s), tflops, spell_seconds(rates.operation_s), peak)
 
 
 def _link_entry(link: Link, *, absent: Link) -> LinkEntry | None:
@@ -349,5 +358,9 @@ def _sparse(value: object) -> object:
         return [_sparse(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
-    written = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return {field.name: _sparse(item) for field, item in written if item != field.default}
+    written = ((part, getattr(value, part.name)) for part in dataclasses.fields(value))
+    return {part.name: _sparse(item) for part, item in written if item != _default(part)}
+
+
+def _default(part: dataclasses.Field[object]) -> object:
+    return part.default if part.default_factory is MISSING else part.default_factory()

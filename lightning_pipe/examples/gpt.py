@@ -58,6 +58,11 @@ class GPT(pl.LightningModule):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Return the tokens of a sample, by which `lightning-pipe plan` gives tokens per second."""
+        return self.context
+
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Return logits (samples, tokens, vocabulary) of the next tokens."""
         x = self.tokens(text) + self.positions(torch.arange(text.shape[1], device=text.device))

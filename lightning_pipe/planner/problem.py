@@ -65,6 +65,7 @@ class Problem:
         training: whether the step has a backward and ends with an optimizer step.
         wishes: what is decided already.
         runs_ahead: whether ranks go on to the next batch without waiting for each other.
+        tokens: of a sample, for what is reported only; 0 if it is not known.
     """
 
     graph: Graph
@@ -74,6 +75,7 @@ class Problem:
     training: bool = True
     wishes: Constraints = ANYTHING
     runs_ahead: bool = False
+    tokens: int = 0
 
     @cached_property
     def tables(self) -> GraphArrays:

@@ -11,8 +11,8 @@ parameters at once. So a stage has no weight half (W) except where no gradient l
                          recomputation of the layer
     parameters           one for each layer that has any; backward makes its gradient
 
-Seconds are proportional to samples. Left out: what the formats leave out (`published`), results of the step, and
-fields of the batch that the file does not list among its layers.
+Seconds are proportional to samples where a file has them for one number of samples only. Left out: what the formats
+leave out (`published`), results of the step, and fields of the batch that the file does not list among its layers.
 
 Legend: n layers; the forward of layer k is operation k, its backward is operation 2n - 1 - k.
 """
@@ -38,15 +38,16 @@ def graph_of(layers: Layers, *, fingerprint: str) -> Graph:
 
 def profile_of(layers: Layers, *, fingerprint: str, device: str, optimizer_state: float) -> Profile:
     """Return the profile that belongs to the graph of published layers."""
-    forward = [(layer.forward_s,) for layer in layers.layers]
-    backward = [(layer.backward_s,) for layer in reversed(layers.layers)]
+    forward = [layer.forward_s for layer in layers.layers]
+    backward = [layer.backward_s for layer in reversed(layers.layers)]
+    optimizer = OptimizerProfile(layers.update_s_per_byte, state_bytes_per_byte=optimizer_state)
     return Profile(
         fingerprint,
         device,
-        (layers.samples,),
+        layers.samples,
         (*forward, *backward),
         source="published",
-        optimizer=OptimizerProfile(state_bytes_per_byte=optimizer_state),
+        optimizer=optimizer,
     )
 
 
@@ -116,7 +117,7 @@ class _Drawing:
         return found
 
     def graph(self, fingerprint: str) -> Graph:
-        layers, samples = self._layers, self._model.samples
+        layers, samples = self._layers, self._model.samples[-1]
         descriptions = Counter(layer.description for layer in layers)
         sources = self._model.sources
         return Graph(

@@ -31,7 +31,7 @@ class Layer:
     Attributes:
         name: unique name, without spaces.
         description: what the file says of it, e.g. `Conv2d_1_1`.
-        forward_s, backward_s: seconds for the samples of the profile.
+        forward_s, backward_s: seconds for each of the numbers of samples of the profile.
         parameter_bytes: bytes of its parameters.
         outputs: the tensors that it makes.
         stash_per_sample: bytes that it keeps from forward to backward beside its inputs, which layers keep too.
@@ -39,8 +39,8 @@ class Layer:
 
     name: str
     description: str
-    forward_s: float
-    backward_s: float
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
     parameter_bytes: int
     outputs: tuple[LayerOutput, ...]
     stash_per_sample: float = 0.0
@@ -48,7 +48,7 @@ class Layer:
     @property
     def works_backward(self) -> bool:
         """Return whether it has parameters or takes time in backward; a first layer that does not is an input."""
-        return self.parameter_bytes > 0 or self.backward_s > 0
+        return self.parameter_bytes > 0 or any(self.backward_s)
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ class Layers:
 
     Attributes:
         layers: the layers, each before those that read its outputs.
-        samples: samples for which times were taken.
+        samples: numbers of samples for which times were taken, rising.
+        update_s_per_byte: seconds of the optimizer step per byte of parameters, if the file says it.
     """
 
     layers: tuple[Layer, ...]
-    samples: int
+    samples: tuple[int, ...]
+    update_s_per_byte: float = 0.0
 
     @property
     def sources(self) -> tuple[tuple[int, ...], ...]:

@@ -23,13 +23,9 @@ the first layer of `resnet.json` is the loading of data.
 
 from __future__ import annotations
 
-import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-from lightning_pipe.errors import ProfileError
+from lightning_pipe.profiles.published_json import JsonValue, edge_outputs
 from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers, in_order, unique_names, with_kept
 
 _PLAIN, _RECOMPUTING, _ONE_DEVICE = "vanilla", "activation recomp", "1"
@@ -53,7 +49,7 @@ def layers_from_piper(content: object, *, samples: int, source: str) -> Layers:
     Raises:
         ProfileError: if something is missing, of the wrong type or cannot be.
     """
-    file = _Place(source, content)
+    file = JsonValue(source, content)
     nodes, edges = file.at("nodes").items(), file.at("edges").items()
     names = [node.at("name").text() for node in nodes]
     position = {node.at("id").count(): k for k, node in enumerate(nodes)}
@@ -61,7 +57,7 @@ def layers_from_piper(content: object, *, samples: int, source: str) -> Layers:
         raise file.at("nodes").error("an id twice", "every node once")
     is_pipedream = all(re.fullmatch(r"node\d+", name) for name in names)
     unit_s = _MILLISECOND if is_pipedream else _SECOND
-    outputs = _outputs(edges, position, samples)
+    outputs = edge_outputs(edges, position, size="communicationCost", samples=samples)
     unique = unique_names(names)
     layers = [
         _layer(node, name=name, description=description, outputs=outputs[k], unit_s=unit_s)
@@ -73,69 +69,10 @@ def layers_from_piper(content: object, *, samples: int, source: str) -> Layers:
         name: _variant(node, _PLAIN).at("memoryUsageA").number() / samples
         for node, name in zip(nodes, unique, strict=True)
     }
-    return with_kept(Layers(in_order(layers, source=source), samples), kept)
+    return with_kept(Layers(in_order(layers, source=source), (samples,)), kept)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A value of the file with the way to it, for errors."""
-
-    path: str
-    value: object
-
-    def error(self, found: str, expected: str) -> ProfileError:
-        return ProfileError(f"{self.path}: found {found}; expected {expected}.")
-
-    def at(self, key: str) -> _Place:
-        if not isinstance(self.value, Mapping):
-            raise self.error(repr(self.value)[:80], f"a mapping with the key {key!r}")
-        if key not in self.value:
-            raise self.error(f"the keys {', '.join(map(str, self.value)) or 'none'}", f"the key {key!r} among them")
-        return _Place(f"{self.path}, {key}", self.value[key])
-
-    def items(self) -> list[_Place]:
-        if not isinstance(self.value, list):
-            raise self.error(repr(self.value)[:80], "a list")
-        return [_Place(f"{self.path}[{k}]", item) for k, item in enumerate(self.value)]
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.error(repr(self.value)[:80], "a text")
-        return self.value
-
-    def count(self) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool):
-            raise self.error(repr(self.value)[:80], "an integer")
-        return self.value
-
-    def number(self) -> float:
-        value = self.value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise self.error(repr(value)[:80], "a number of at least 0")
-        return float(value)
-
-
-def _outputs(edges: list[_Place], position: Mapping[int, int], samples: int) -> dict[int, tuple[LayerOutput, ...]]:
-    """Return the outputs of every layer: one for each cost among its edges."""
-    readers: dict[int, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
-    seen: set[tuple[int, int]] = set()
-    for edge in edges:
-        ends = [edge.at("sourceId"), edge.at("destId")]
-        for end in ends:
-            if end.count() not in position:
-                raise end.error(f"the unknown node {end.count()}", "the id of a node of the file")
-        maker, reader = (position[end.count()] for end in ends)
-        if (maker, reader) in seen:
-            raise edge.error(f"the edge {ends[0].count()} -> {ends[1].count()} again", "every edge once")
-        seen.add((maker, reader))
-        readers[maker][edge.at("communicationCost").number()].append(reader)
-    return {
-        k: tuple(LayerOutput(cost / samples, tuple(found)) for cost, found in readers.get(k, {}).items())
-        for k in position.values()
-    }
-
-
-def _layer(node: _Place, *, name: str, description: str, outputs: tuple[LayerOutput, ...], unit_s: float) -> Layer:
+def _layer(node: JsonValue, *, name: str, description: str, outputs: tuple[LayerOutput, ...], unit_s: float) -> Layer:
     plain, recomputing = _variant(node, _PLAIN), _variant(node, _RECOMPUTING)
     both, again = plain.at("timePerSample"), recomputing.at("timePerSample")
     forward = round(again.number() - both.number(), _DECIMALS)
@@ -145,14 +82,14 @@ def _layer(node: _Place, *, name: str, description: str, outputs: tuple[LayerOut
     return Layer(
         name=name,
         description=description,
-        forward_s=forward * unit_s,
-        backward_s=backward * unit_s,
+        forward_s=(forward * unit_s,),
+        backward_s=(backward * unit_s,),
         parameter_bytes=round(plain.at("parameterSize").number()),
         outputs=outputs,
     )
 
 
-def _variant(node: _Place, kind: str) -> _Place:
+def _variant(node: JsonValue, kind: str) -> JsonValue:
     variants = node.at("TMPCs").at(_ONE_DEVICE)
     found = {variant.at("id").text(): variant for variant in variants.items()}
     if kind not in found:

@@ -87,14 +87,14 @@ def layers_from_text(text: str, *, samples: int, source: str) -> Layers:
         Layer(
             name=name,
             description=entry.description,
-            forward_s=0.0 if entry.is_input and position not in reading else entry.forward_ms * _MILLISECOND,
-            backward_s=entry.backward_ms * _MILLISECOND,
+            forward_s=(0.0 if entry.is_input and position not in reading else entry.forward_ms * _MILLISECOND,),
+            backward_s=(entry.backward_ms * _MILLISECOND,),
             parameter_bytes=round(entry.parameter_bytes),
             outputs=_outputs([size / samples for size in entry.output_bytes], readers[position]),
         )
         for position, (name, entry) in enumerate(zip(unique_names(list(entries)), entries.values(), strict=True))
     ]
-    return Layers(in_order(layers, source=source), samples)
+    return Layers(in_order(layers, source=source), (samples,))
 
 
 def _entry(line: _Line) -> tuple[str, _Entry]:

@@ -93,6 +93,7 @@ def plot_memory(
     *,
     predicted: Curves = NO_CURVES,
     limits: Mapping[int, int] | None = None,
+    names: Mapping[int, str] | None = None,
     title: str = "",
 ) -> None:
     """Draw bytes over time, one panel per rank on one scale, with the rank's limit.
@@ -102,12 +103,13 @@ def plot_memory(
         path: PNG file to write; its directory must exist.
         predicted: drawn as a line over the curves of the same ranks.
         limits: bytes that a rank may use; one that is far above all curves is written, not drawn.
+        names: of panels that are no ranks.
         title: what it is.
 
     Raises:
         ConfigError: if matplotlib is not installed.
     """
-    limits = limits or {}
+    limits, names = limits or {}, names or {}
     everything = [*curves.values(), *predicted.values()]
     peak = max(map(_peak, everything))
     drawn = {rank: limit for rank, limit in limits.items() if limit <= CAP_IN_SIGHT * peak}
@@ -125,7 +127,7 @@ def plot_memory(
             axes.step(*line, where="post", color=PREDICTED, linewidth=1.2, linestyle=(0, (4, 2)), label="predicted")
         if rank in drawn:
             axes.axhline(drawn[rank] * size, color=INK, linewidth=1.2, label="limit")
-        _memory_frame(axes, rank, curves[rank], limits)
+        _memory_frame(axes, names.get(rank, f"rank {rank}"), curves[rank], limits.get(rank))
     all_axes[0].set_title(title, loc="left", fontsize=11, color=INK)
     all_axes[0].set(xlim=(0, length * scale or 1.0), ylim=(0, top * size))
     all_axes[-1].set_xlabel(f"time ({time_unit})", color=INK)
@@ -270,10 +272,10 @@ def _frame(axes: Axes) -> None:
     axes.tick_params(axis="x", colors=INK, labelsize=9)
 
 
-def _memory_frame(axes: Axes, rank: int, curve: Curve, limits: Mapping[int, int]) -> None:
-    peak = f"rank {rank} · peak {format_bytes(_peak(curve))}"
-    limit = f" of {format_bytes(limits[rank])}" if rank in limits else ""
-    axes.text(0.995, 0.97, peak + limit, transform=axes.transAxes, ha="right", va="top", fontsize=9, color=INK)
+def _memory_frame(axes: Axes, name: str, curve: Curve, limit: int | None) -> None:
+    peak = f"{name} · peak {format_bytes(_peak(curve))}"
+    of_limit = "" if limit is None else f" of {format_bytes(limit)}"
+    axes.text(0.995, 0.97, peak + of_limit, transform=axes.transAxes, ha="right", va="top", fontsize=9, color=INK)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     _frame(axes)

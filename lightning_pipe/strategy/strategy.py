@@ -90,11 +90,13 @@ class DappleStrategy(ParallelStrategy):
     """Train as a pipeline of stages.
 
     Args:
-        config: options; or give its fields as keyword arguments.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for every strategy of
-            Lightning; the trainer sets them.
+        config: options; or give its fields as keyword arguments (`plan` to `restore`), which `DappleConfig` describes.
+        accelerator: as for every strategy of Lightning; the trainer sets it, and the next four.
+        parallel_devices: the same.
+        cluster_environment: the same.
+        checkpoint_io: the same.
+        precision_plugin: the same.
         process_group_backend: backend of the default process group; by default the device's.
-        plan, planner, ..., start_method: fields of `DappleConfig`, where they are described.
         unknown: nothing; options that do not exist are refused with the names of those that do.
 
     Example:

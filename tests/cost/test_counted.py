@@ -71,6 +71,8 @@ def test_every_preset_has_the_rates_of_its_devices(name: str):
     for rank in range(cluster.ranks):
         rates = cluster.device(rank).rates
         assert rates is not None and rates.flops_of("float16") > rates.flops_of("float32") > 0
+        for kind, share in (("float32", 0.8), ("float16", 0.6)):
+            assert rates.flops_of(kind) / rates.peak_of(kind) == pytest.approx(share, rel=0.02), "as the files say"
     assert cluster_from_text(cluster_to_text(cluster)) == cluster
 
 
@@ -80,6 +82,7 @@ def test_every_preset_has_the_rates_of_its_devices(name: str):
         ("{memory: 0 GB/s, tflops: {float32: 1}}", r"rates.memory: found '0 GB/s'; expected more than 0"),
         ("{memory: 1 GB/s, tflops: {}}", r"rates.tflops: found nothing; expected at least one"),
         ("{memory: 1 GB/s, tflops: {float32: -1}}", r"rates.tflops.float32: found -1.0; expected more than 0"),
+        ("{memory: 1 GB/s, tflops: {float32: 1}, peak: {x: 0}}", r"rates.peak.x: found 0.0; expected more than 0"),
         ("{memory: 1 GB/s}", "tflops"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import lightning.pytorch as pl
 import pytest
@@ -45,6 +46,14 @@ def scratch_of(target, *args, results=(), device=CPU) -> float:
         watched = gauge.around(call)
         watched(*args)
     return gauge.scratch["call"] / KIB
+
+
+def test_the_environment_stays_as_it_was_since_a_step_may_read_it():
+    """A model of transformers reads it: a variable that profiling had left on rank 0 made that rank capture again."""
+    before = dict(os.environ)
+    with Allocations():
+        flat(1)
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -166,9 +166,11 @@ class Replay:
             outputs = (LayerOutput(sum(map(bytes_of, unit.outputs)) / samples, readers_of(self.trace, k)),)
             weight = sum(module.get_parameter(p).nbytes for p in new)
             layers.append(
-                Layer(name, unit.path, unit.forward_s, unit.backward_s, weight, outputs, unit.saved_bytes / samples)
+                Layer(
+                    name, unit.path, (unit.forward_s,), (unit.backward_s,), weight, outputs, unit.saved_bytes / samples
+                )
             )
-        return Layers(tuple(layers), samples)
+        return Layers(tuple(layers), (samples,))
 
     @property
     def kept(self) -> str:

@@ -19,6 +19,8 @@ from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.explain import Alternative, Kind
 from lightning_pipe.units import counted_noun
 
+_MOST_CUTS = 3  # that the name of a plan lists
+
 
 def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> list[Alternative]:
     """Return the plan and what stands against it.
@@ -92,7 +94,10 @@ def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iter
     for other in others:
         if (other.cuts, other.plan.layout) != (best.cuts, best.plan.layout):
             replicas = "-".join(str(len(stage.ranks)) for stage in other.plan.stages)
-            starts = "".join(f", cut before {stage.at}" for stage in other.plan.stages[1:])
+            cuts = [stage.at for stage in other.plan.stages[1:]]
+            starts = "".join(f", cut before {cut}" for cut in cuts[:_MOST_CUTS])
+            if len(cuts) > _MOST_CUTS:
+                starts += f" and at {counted_noun(len(cuts) - _MOST_CUTS, 'more place')}"
             name = f"runner-up: {replicas}, {counted_noun(other.plan.microbatches, 'micro-batch')}{starts}"
             yield _alternative(name, "runner-up", other, problem.cluster)
             return
