@@ -126,6 +126,15 @@ def store_timings(directory: Path, device: torch.device, timings: Timings) -> No
         log.warning("Measured times cannot be kept in %s (%s); they will be measured again next time.", path, error)
 
 
+def forget_timings(directory: Path, device: torch.device) -> bool:
+    """Delete the times of a device, which are measured again when they are needed; return whether there were any."""
+    try:
+        cache_file(directory, device).unlink()
+    except OSError:
+        return False
+    return True
+
+
 def _replace(path: Path, content: str) -> None:
     """Write a file as a whole or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")

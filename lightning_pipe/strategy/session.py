@@ -51,6 +51,7 @@ from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_report, write_trace
 from lightning_pipe.strategy.plans.recording import Recording
+from lightning_pipe.strategy.plans.stale_times import forget_stale_times
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
@@ -372,6 +373,7 @@ class Session:
         if found is not None:
             self.comparison = found.comparison
             rank_zero_info(comparison_table(found.comparison, brief=True))
+            forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
         if self._config.trace is not None:
             write_trace(Path(self._config.trace), recorded, found)
         if self._config.report is not None:

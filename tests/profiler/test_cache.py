@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from lightning_pipe.profiler.cache import Timing, cache_file, digest, load_timings, store_timings
+from lightning_pipe.report.comparison import Comparison, Figure, StageFigures
+from lightning_pipe.strategy.plans.stale_times import forget_stale_times
 
 CPU = torch.device("cpu")
 ONE = {digest("aten.mm"): Timing(1.5e-3, 0.1, 2048.0)}
@@ -88,3 +90,19 @@ def test_a_file_does_not_grow_without_end_and_keeps_what_is_new(tmp_path: Path, 
         store_timings(tmp_path, CPU, {digest(f"aten.op{number}"): Timing(float(number), 0.0)})
         assert digest(f"aten.op{number}") in load_timings(tmp_path, CPU)
     assert len(load_timings(tmp_path, CPU)) == 3
+
+
+@pytest.mark.parametrize(("measured", "kept"), [(1.0, True), (2.0, True), (0.8, True), (0.7, False)])
+def test_times_that_computes_show_to_be_too_long_are_measured_again(
+    tmp_path: Path, measured: float, kept: bool, caplog
+):
+    """Those of ranks that share cores take longer together: that says nothing of the times."""
+    nothing = Figure(0.0, 0.0)
+    stage = StageFigures(0, 0, {"F": Figure(1.0, measured)}, nothing, nothing, nothing)
+    comparison = Comparison((stage,), (), (), (), Figure(1.0, measured), nothing, steps=5, typical=2)
+    store_timings(tmp_path, CPU, ONE)
+    caplog.set_level("INFO")
+    forget_stale_times(comparison, cache=tmp_path, device=CPU)
+    assert bool(load_timings(tmp_path, CPU)) == kept
+    assert ("were dropped" in caplog.text) != kept
+    forget_stale_times(comparison, cache=None, device=CPU)
