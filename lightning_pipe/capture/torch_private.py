@@ -409,7 +409,7 @@ def _remembering(
         if is_traced or env is None or one._hint is None or other._hint is None:
             return compute(one, other)
         operands = (one._expr, one.pytype, one._optimized_summation, other._expr, other.pytype)
-        key = (name, env, env._replacements_version_counter, *operands, other._optimized_summation)
+        key = (name, env, _version(env), *operands, other._optimized_summation)
         found = known.get(key)
         if found is None:
             found = known[key] = compute(one, other)
@@ -420,6 +420,12 @@ def _remembering(
     return operation
 
 
+def _version(env: ShapeEnv) -> int:
+    """Return what changes whenever symbols become known to be equal; before torch 2.12, when anything becomes known."""
+    counter: int = getattr(env, "_replacements_version_counter", env._version_counter)
+    return counter
+
+
 def _remembering_number(compute: Callable[[SymNode], int | None]) -> Callable[[SymNode], int | None]:
     """Return the same question whether a symbol is a number, which looks first among what is known."""
     known: dict[Any, int | None] = {}
@@ -428,7 +434,7 @@ def _remembering_number(compute: Callable[[SymNode], int | None]) -> Callable[[S
         env = symbol.shape_env
         if env is None:
             return compute(symbol)
-        key = (symbol._expr, symbol.pytype, env, env._replacements_version_counter)
+        key = (symbol._expr, symbol.pytype, env, _version(env))
         if key not in known:
             known[key] = compute(symbol)
         return known[key]
