@@ -30,7 +30,7 @@ MARKS = {
     "needs a checkpoint that ranks wrote": 1,
     "part of a script": 1,
     "takes minutes": 1,
-    "what a run prints": 2,
+    "what a run prints": 3,
     "needs a main.py of LightningCLI, as examples/07_lightning_cli.py is": 1,
 }
 NEEDS = {"02_lora_llama": "transformers", "03_vit_on_digits": "sklearn", "07_lightning_cli": "jsonargparse"}

@@ -36,7 +36,8 @@
 * `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
 * `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
   hooks on the backward of modules.
-* `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group`: what every collective asks first.
+* `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group` (in torch 2.11
+  `_resolve_group_name`): what every collective asks first.
 * `distributed_c10d._get_default_group`: what `get_rank` and `get_world_size` ask.
 * `GradScaler._per_optimizer_states`, `_scale`: whether gradients of an optimizer were finite, and where that is kept;
   `Optimizer._step_supports_amp_scaling`: whether an optimizer looks itself.
@@ -421,7 +422,7 @@ def _remembering(
 
 
 def _version(env: ShapeEnv) -> int:
-    """Return what changes whenever symbols become known to be equal; before torch 2.12, when anything becomes known."""
+    """Return what changes whenever symbols become known to be equal; in torch 2.11, when anything becomes known."""
     counter: int = getattr(env, "_replacements_version_counter", env._version_counter)
     return counter
 
@@ -567,7 +568,13 @@ def answered_collectives(answer: Callable[[str], None]) -> Iterator[None]:
 
 
 _NO_COLLECTIVES = frozenset({"get_rank", "get_world_size", "get_backend", "get_backend_config"})
-_ASKED_BY_COLLECTIVES = ((distributed_c10d, "_rank_not_in_group"), (_functional_collectives, "_resolve_group"))
+_ASKED_BY_COLLECTIVES = (
+    (distributed_c10d, "_rank_not_in_group"),
+    (
+        _functional_collectives,
+        "_resolve_group" if hasattr(_functional_collectives, "_resolve_group") else "_resolve_group_name",
+    ),
+)  # the latter in torch 2.11
 
 
 class _Alone:
