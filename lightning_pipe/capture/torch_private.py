@@ -1,6 +1,6 @@
 """Private and undocumented names of torch that this package uses. All of them are here, and only here.
 
-`tests/capture/test_torch_private.py` holds one contract per name (checked on torch 2.11 and 2.13):
+`tests/capture/test_torch_private.py` holds one contract per name (checked on torch 2.11, 2.13 and 2.15):
 
 * `aot_export_joint_with_descriptors`: forward and backward of a module as one ATen graph, inputs and outputs described.
 * descriptors (`ParamAOTInput`, ...): what each input and output of that graph is.
@@ -204,6 +204,13 @@ def numbered_checkpoints() -> Iterator[None]:
         yield
 
 
+_CHECKPOINT_GENERATOR = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(torch_checkpoint, name)  # the first in torch 2.15
+)
+
+
 @contextlib.contextmanager
 def checkpoints_replaced(
     scene: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -214,7 +221,7 @@ def checkpoints_replaced(
 
     What its reentrant form is given without a tensor that requires a gradient has none afterwards, as without us.
     """
-    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    generator, function = getattr(torch_checkpoint, _CHECKPOINT_GENERATOR), torch_checkpoint.CheckpointFunction
 
     def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
         if where():
@@ -233,7 +240,7 @@ def checkpoints_replaced(
                 return run(*args)
 
     with (
-        mock.patch.object(torch_checkpoint, "_checkpoint_without_reentrant_generator", generate),
+        mock.patch.object(torch_checkpoint, _CHECKPOINT_GENERATOR, generate),
         mock.patch.object(torch_checkpoint, "CheckpointFunction", Chosen),
     ):
         yield
