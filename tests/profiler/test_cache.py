@@ -95,7 +95,7 @@ def test_a_file_does_not_grow_without_end_and_keeps_what_is_new(tmp_path: Path, 
 
 @pytest.mark.parametrize(("measured", "kept"), [(1.0, True), (2.0, True), (0.8, True), (0.7, False)])
 def test_times_that_computes_show_to_be_too_long_are_measured_again(
-    tmp_path: Path, measured: float, kept: bool, caplog
+    tmp_path: Path, measured: float, kept: bool, monkeypatch
 ):
     """Those of ranks that share cores take longer together: that says nothing of the times."""
     nothing = Figure(0.0, 0.0)
