@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
@@ -39,7 +39,7 @@ from lightning_pipe.cost.memory import Amount, Live, MemoryModel, StageMemory, S
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
 from lightning_pipe.cost.own_work import own_work_bytes, own_work_s
 from lightning_pipe.cost.stage import Cutter, StageWork
-from lightning_pipe.cost.sums import Piece, largest_piece, pieces_along
+from lightning_pipe.cost.sums import Piece, made_after, pieces_of
 from lightning_pipe.errors import PlanError
 
 Card: TypeAlias = tuple[str, int]  # direction, host
@@ -184,7 +184,7 @@ class PlanPrices:
         self._workspace: dict[tuple[int, ComputeKind, int, bool], int] = {}
         self._transfer_s: dict[tuple[tuple[int, int, int], int, int, int], float] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
-        self._pieces: dict[int, tuple[Piece, ...]] = {}
+        self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
 
     def _halves(self, work: StageWork) -> list[tuple[ComputeKind, NDArray[np.float64]]]:
         """Return the seconds of the stage's computes at the profiled numbers of samples, without those of a call."""
@@ -248,20 +248,22 @@ class PlanPrices:
         """Return the pieces in which a bucket of one stage is summed along with W; of others, all at its end."""
         if len(bucket.stages) > 1 or not bucket.bytes:
             return [(1.0, 1.0)]
-        (stage,) = bucket.stages
-        if stage not in self._pieces:
-            self._pieces[stage] = pieces_along(
-                self.works[stage],
-                {name: self._pricer.graph.parameter_bytes[name] for name in self._parameters_of(bucket)},
-                seconds=self._pricer.seconds[:, -1],
-                maker=self._pricer.cutter.tables.maker,
-            )
-        return [(piece.made, piece.bytes / bucket.bytes) for piece in self._pieces[stage]]
+        return [(piece.made, piece.bytes / bucket.bytes) for piece in self._pieces_of(bucket)]
 
     def piece_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of the largest piece in which a bucket is summed."""
-        sizes = self._pricer.graph.parameter_bytes
-        return largest_piece(sizes[name] for name in self._parameters_of(bucket))
+        return max((piece.bytes for piece in self._pieces_of(bucket)), default=0)
+
+    def _pieces_of(self, bucket: Bucket) -> tuple[Piece, ...]:
+        if bucket.stages not in self._pieces:
+            sizes = {name: self._pricer.graph.parameter_bytes[name] for name in self._parameters_of(bucket)}
+            made = self._made_after(bucket.stages[0], sizes) if len(bucket.stages) == 1 else {}
+            self._pieces[bucket.stages] = pieces_of(sizes, made)
+        return self._pieces[bucket.stages]
+
+    def _made_after(self, stage: int, names: Collection[str]) -> dict[str, float]:
+        maker, seconds = self._pricer.cutter.tables.maker, self._pricer.seconds[:, -1]
+        return made_after(self.works[stage], names, seconds=seconds, maker=maker)
 
     def _parameters_of(self, bucket: Bucket) -> list[str]:
         """Return the parameters of a bucket: those of exactly its stages that some stage differentiates."""

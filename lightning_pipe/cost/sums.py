@@ -6,8 +6,7 @@ them. What I has made before, and what is recomputed in W, is there in the order
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,40 +30,36 @@ class Piece:
     bytes: int
 
 
-def pieces_along(
-    work: StageWork, sizes: Mapping[str, int], *, seconds: NDArray[np.float64], maker: Numbers
-) -> tuple[Piece, ...]:
-    """Return the pieces of a stage's own gradients in the order in which its last W makes them.
+def pieces_of(sizes: Mapping[str, int], made: Mapping[str, float]) -> tuple[Piece, ...]:
+    """Return the pieces of a bucket in the order in which they are made.
+
+    Args:
+        sizes: bytes of its parameters, in the order of the module.
+        made: share of the seconds of W after which each gradient is made; at its end by default.
+    """
+    names = sorted(sizes, key=lambda name: made.get(name, 1.0))
+    runs = pieces([sizes[name] for name in names])
+    return tuple(Piece(made.get(names[run[-1]], 1.0), sum(sizes[names[i]] for i in run)) for run in runs)
+
+
+def made_after(
+    work: StageWork, names: Collection[str], *, seconds: NDArray[np.float64], maker: Numbers
+) -> dict[str, float]:
+    """Return, by parameter, the share of the seconds of W after which its gradient is made; 0 if I makes it.
 
     Args:
         work: the stage.
-        sizes: bytes of the parameters that are summed, which are no other stage's, in the order of the module.
+        names: the parameters, which are no other stage's.
         seconds: of every operation of the graph.
         maker: operation that makes each tensor.
     """
-    made = _made_after(work, sizes, seconds, maker)
-    names = sorted(made, key=made.__getitem__)
-    runs = pieces([sizes[name] for name in names])
-    return tuple(Piece(made[names[run[-1]]], sum(sizes[names[i]] for i in run)) for run in runs)
-
-
-def largest_piece(sizes: Iterable[int]) -> int:
-    """Return the bytes of the largest piece of parameters of these bytes."""
-    found = [*sizes]
-    return max((sum(found[i] for i in run) for run in pieces(found)), default=0)
-
-
-def _made_after(
-    work: StageWork, sizes: Mapping[str, int], seconds: NDArray[np.float64], maker: Numbers
-) -> dict[str, float]:
-    """Return, by parameter, the share of the seconds of W after which its gradient is made; 0 if I makes it."""
     operations = list(work.weight_grad.operations)
     passed = np.cumsum(seconds[operations]) if operations else np.zeros(0)
     total = float(passed[-1]) if len(passed) else 0.0
     place = {o: i for i, o in enumerate(operations)}
-    found: dict[str, float] = defaultdict(float, dict.fromkeys(sizes, 0.0))
+    found = dict.fromkeys(names, 0.0)
     for tensor, name in work.gradients:
         at = place.get(int(maker[tensor]))
-        if at is not None and name in sizes:
+        if at is not None and name in found:
             found[name] = max(found[name], float(passed[at]) / total if total else 1.0)
-    return dict(found)
+    return found

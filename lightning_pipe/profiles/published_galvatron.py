@@ -22,7 +22,6 @@ models (`layernum[2]_bsz8_seq2048`). Models of several kinds of layers or length
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -117,11 +116,7 @@ def _sizes(path: Path) -> JsonValue:
             f"{path}: found no file of sizes beside it; expected {_TIMES}_NAME.json and {_SIZES}_NAME.json "
             "in one folder."
         )
-    try:
-        content: object = json.loads(found.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"cannot read {found}: {error}") from None
-    return JsonValue(str(found), content)
+    return JsonValue.read(found)
 
 
 def _entry(sizes: JsonValue, key: str, length: str) -> JsonValue:

@@ -5,10 +5,12 @@ Every method raises `ProfileError` if the value is not what is asked for.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_pipe.errors import ProfileError
 from lightning_pipe.profiles.published_layers import LayerOutput
@@ -25,6 +27,15 @@ class JsonValue:
 
     path: str
     value: object
+
+    @classmethod
+    def read(cls, path: Path) -> JsonValue:
+        """Return the content of a file that lies beside a profile."""
+        try:
+            content: object = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ProfileError(f"cannot read {path}: {error}") from None
+        return cls(str(path), content)
 
     def error(self, found: str, expected: str) -> ProfileError:
         """Return an error that names the place."""

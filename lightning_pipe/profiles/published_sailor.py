@@ -17,7 +17,6 @@ Left out: tensor-parallel variants; `act_input_bytes`, which repeats what the la
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from lightning_pipe.errors import ProfileError
@@ -108,11 +107,7 @@ def _sizes(path: Path) -> JsonValue:
             f"{path}: found no {SIZES} in {folders[0]} or above; expected Sailor's file of the sizes of layers there. "
             "Copy it beside the profile."
         )
-    try:
-        content: object = json.loads(found.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"cannot read {found}: {error}") from None
-    file = JsonValue(str(found), content)
+    file = JsonValue.read(found)
     if model not in file.names():
         raise file.error(
             f"no model {model!r}", f"the name of the folder above {path.parent.name}: {', '.join(file.names())}"

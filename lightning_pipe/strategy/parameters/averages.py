@@ -117,20 +117,22 @@ class _Average:
             yield
 
     @contextlib.contextmanager
-    def _on_rank_0(self) -> Iterator[None]:
+    def _reached(self) -> Iterator[None]:
+        """Let the averages of other ranks be reached, after the fit too."""
         with self._connected() as control:
             if control is not None:
                 self.weights.reach(control)
-            with self.weights.whole(), unguarded():
-                yield
+            yield
+
+    @contextlib.contextmanager
+    def _on_rank_0(self) -> Iterator[None]:
+        with self._reached(), self.weights.whole(), unguarded():
+            yield
 
     @contextlib.contextmanager
     def _on_everything(self) -> Iterator[None]:
-        with self._connected() as control:
-            if control is not None:
-                self.weights.reach(control)
-            with self.weights.everywhere():
-                yield
+        with self._reached(), self.weights.everywhere():
+            yield
 
     @contextlib.contextmanager
     def _with_module_too(self) -> Iterator[None]:
