@@ -37,7 +37,8 @@ from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.strategy.ranks.connections import Connections
 
 Work = Callable[[int, ComputeKind, int], None]  # stage, kind, samples
-ELEMENT_BYTES = 4  # float32
+_DTYPE = torch.float32  # whatever the default type is, which the user may have set
+ELEMENT_BYTES = 4
 _MICROBATCHES = 12
 _RUNS = 4  # the first is not counted
 _WORKING_SET = 2**20  # elements, 4 MiB: more than the caches of one core
@@ -65,9 +66,11 @@ def rehearse(links: Connections, device: torch.device) -> Rehearsed | None:
     program = verify(lower(order, layout=layout, sizes=sizes, traffic=split.traffic))
     with links.watch.opening("the connections of a program"):
         connect(links.transport, [program])
-    parameters = {f"w{s}": torch.zeros(1, device=device) for s in range(control.ranks)}
+    parameters = {f"w{s}": torch.zeros(1, dtype=_DTYPE, device=device) for s in range(control.ranks)}
     executor = Executor(split, layout, state=State(parameters, {}, device), transport=links.transport)
-    job = BatchInput((torch.zeros(_MICROBATCHES, _WIDTH, device=device),), (True,), tuple(range(_MICROBATCHES)))
+    job = BatchInput(
+        (torch.zeros(_MICROBATCHES, _WIDTH, dtype=_DTYPE, device=device),), (True,), tuple(range(_MICROBATCHES))
+    )
     own: list[tuple[Timeline, float]] = []
     for _ in range(_RUNS):
         work.seconds.clear()
@@ -103,7 +106,7 @@ class _Timed:
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: list[float] = []
-        self._tensor = torch.zeros(_WORKING_SET, device=device)
+        self._tensor = torch.zeros(_WORKING_SET, dtype=_DTYPE, device=device)
 
     def __call__(self, stage: int, kind: ComputeKind, samples: int) -> None:
         started = time.perf_counter()
@@ -130,7 +133,7 @@ def chain_split(stages: int, *, width: int, work: Work) -> Split:
     crossing = [f"{letter}{s}" for s in range(stages - 1) for letter in "ag"]
     return Split(
         stages=tuple(_stage(s, stages, work) for s in range(stages)),
-        values={name: Value(name, torch.float32, partial(_size, width), batch_dim=0) for name in crossing},
+        values={name: Value(name, _DTYPE, partial(_size, width), batch_dim=0) for name in crossing},
         traffic=chain_traffic(stages, width * ELEMENT_BYTES),
         bucket_parameters=tuple((f"w{s}",) for s in range(stages)),
         owners={},
