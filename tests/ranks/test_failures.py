@@ -29,7 +29,10 @@ STEP = 2  # in which faults happen
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does wrong at the forward of a micro-batch: it raises, dies, hangs, or withholds its messages."""
+    """What one rank does wrong at the forward of a micro-batch.
+
+    It raises, dies, hangs, raises once another hangs, or withholds its messages.
+    """
 
     rank: int
     what: str
@@ -56,15 +59,20 @@ class Rank:
         self.watch = begin_watch(self.number, dist.get_world_size(), deadline_s=patience.deadline_s)
         self.watch.guard.begin(self.number, patience.limits)
         self.watch.patience = patience
-        meet_guards(self.watch, dist.group.WORLD.get_group_store())
+        self.store = dist.group.WORLD.get_group_store()
+        meet_guards(self.watch, self.store)
 
     def compute(self, kind: str, microbatch: int, slice_: Slice) -> None:
         if self.step == STEP and kind == "F":
             if ("raises", microbatch) in self.faults:
                 raise ValueError("the user's mistake")
+            if ("raises after", microbatch) in self.faults:
+                self.store.wait(["a rank hangs"])
+                raise ValueError("the user's mistake")
             if ("dies", microbatch) in self.faults:
                 os.kill(os.getpid(), signal.SIGKILL)
             if ("hangs", microbatch) in self.faults:
+                self.store.set("a rank hangs", "")
                 dist.recv(torch.zeros(1), src=2)
         self._compute(kind, microbatch, slice_)  # type: ignore[arg-type]
 
@@ -137,7 +145,7 @@ def test_a_message_that_never_comes_is_named_at_the_deadline() -> None:
 
 
 def test_a_rank_that_cannot_look_up_prints_the_failure_and_ends() -> None:
-    faults = [Fault(1, "hangs", 0), Fault(0, "raises")]
+    faults = [Fault(1, "hangs", 0), Fault(0, "raises after")]
     first, hanging, last = results(faults, Patience(grace_s=0.5))
     assert isinstance(hanging, Died) and hanging.exitcode == 1
     assert (
