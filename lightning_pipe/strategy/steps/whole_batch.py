@@ -9,20 +9,25 @@ it is a mean or a sum over samples:
     neither does                                         the nearer one, and the difference is said: batch statistics,
                                                          contrastive losses, norms and extremes over samples
 
+What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So where
+operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes micro-batches
+as unlike each other as they can be, and compared once more.
+
 Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
 
-It costs a run of the whole batch and one of all micro-batches, and is left out, saying so, where these would take too
+It costs a run of the whole batch and one or two of all micro-batches, and is left out, saying so, where these would take too
 long or too much memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,12 +67,14 @@ class Measured:
         role: how losses of micro-batches are combined for that.
         loss, worst: differences of the loss, and of the gradient that differs most.
         denominator: line where a replayed loss divides by what differs between micro-batches, "" if none is known.
+        is_sorted: whether the samples were sorted.
     """
 
     role: Role
     loss: Difference
     worst: Difference
     denominator: str = ""
+    is_sorted: bool = False
 
     @property
     def relative(self) -> float:
@@ -158,24 +165,55 @@ def measure(
     Raises:
         Incomparable: if the two cannot be run.
     """
-    samples, key = sum(sizes), RandomKey(0, 0, 0)
-    _refuse_large(captured, request, samples)
+    key = RandomKey(0, 0, 0)
+    _refuse_large(captured, request, sum(sizes))
     if captured.is_random_in_python:
         raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
     no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
     with on_one_device(request) as prepare, no_randomness:
         plain = plain_run(captured, request, prepare(tensors), key, matched=False)
-        found = []
-        for one in (role, _OTHER[role]):
-            results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=sizes, key=key, role=one)
-            if any(wrong_answer(captured.record, one) is not None for one in results):
+
+        def cut(leaves: Sequence[torch.Tensor], one: Role) -> Measured:
+            results, gradients, loss = run_captured(captured, request, prepare(leaves), sizes=sizes, key=key, role=one)
+            if any(wrong_answer(captured.record, result) is not None for result in results):
                 raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
             line = captured.plays.unequal_denominator() if captured.plays is not None else ""
-            found.append(Measured(one, *compared(plain, loss, gradients), line))
-            del results, gradients  # before the next run makes others
-            if found[-1].agrees:
-                return found[-1]
-    return min(found, key=lambda one: one.relative)
+            return Measured(one, *compared(plain, loss, gradients), line)
+
+        if not (found := cut(tensors, role)).agrees:
+            found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)
+        ordered = sorted_samples(request, tensors) if found.agrees and not _is_proven(captured) else None
+        if ordered is not None:
+            with contextlib.suppress(Incomparable, CaptureError):  # nobody said that this order of samples can be run
+                again = replace(cut(ordered, found.role), is_sorted=True)
+                found = found if again.agrees else again
+    return found
+
+
+def sorted_samples(request: Request, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return the leaves of a batch with its samples sorted by the leaf that has fewest kinds of them; None if by none.
+
+    Classes and masks have fewer kinds than inputs, and whole numbers are taken before others.
+    """
+    along = request.structure.cut(request.batch_dim)
+    ranked = []
+    for number, (tensor, is_cut) in enumerate(zip(tensors, along, strict=True)):
+        if is_cut and tensor.numel():
+            rows = tensor.movedim(request.batch_dim, 0).flatten(1) if tensor.ndim > 1 else tensor[:, None]
+            key = (rows.abs() if rows.is_complex() else rows).double().sum(1)
+            kinds = len(key.unique())
+            ranked.append((kinds < 2, tensor.is_floating_point(), kinds, number, key))
+    if not ranked:
+        return None
+    is_uniform, *_, key = min(ranked, key=lambda one: one[:4])
+    if is_uniform:
+        return None
+    order = key.argsort(stable=True)
+    return [t.index_select(request.batch_dim, order) if c else t for t, c in zip(tensors, along, strict=True)]
+
+
+def _is_proven(captured: Route) -> bool:
+    return captured.plays is None and captured.loss_role in ("mean", "sum")
 
 
 def _role_of(captured: Route) -> Role:
@@ -206,19 +244,20 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             *(count, found.role, found.relative, seconds),
         )
         return
+    order = ", with its samples in another order," if found.is_sorted else ""
     text = (
-        f"{count} micro-batches do not give what the whole batch gives: on the first batch the loss of {method} is "
+        f"{count} micro-batches do not give what the whole batch gives: on the first batch{order} the loss of {method} is "
         f"{found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference {found.loss.relative:.1e}), "
         f"and the gradient of {found.worst.name or 'no parameter'} differs most, by {found.worst.relative:.1e} of its "
         "largest value."
     )
-    if why := _unweighable(capture, found):
+    if not found.is_sorted and (why := _unweighable(capture, found)):
         raise CaptureError(
             f"{text} The loss {why}, which a replayed step cannot weigh. "
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
             "same."
         )
-    if math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
+    if not found.is_sorted and math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
         raise CaptureError(
             f"{text} {capture.mixing()} Training would make all weights NaN. Set microbatches=1, or use fewer "
             "micro-batches; check=false trains all the same."
