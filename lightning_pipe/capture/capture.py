@@ -104,11 +104,6 @@ class Capture:
         """Return how losses of slices make that of the batch, "mixed" if operations do not tell."""
         return self.flow.loss
 
-    @property
-    def mixed_values(self) -> frozenset[str]:
-        """Return the names of the nodes that are no sum, mean or extreme over samples."""
-        return frozenset(name for name, role in self.flow.roles.items() if role == "mixed")
-
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
         return "The step is one graph (joint): nothing was found that a graph would freeze."

@@ -136,6 +136,7 @@ class Pipeline:
         self._costs = PlanCosts(config, links, device=device, host=self._host)
         self._given: Plan | None = None
         self._role: Role | None = None
+        self._warned_logs: set[tuple[str, str]] = set()  # name and line
         self.foreseen: tuple[Foreseen, ...] = ()
         self._later = later
         self.runner = self._runner = Runner(
@@ -259,8 +260,7 @@ class Pipeline:
             self._stopwatch.lap("check")
         if training and self._role is None and plan.microbatches > 1:
             warn_of_unknown_role(captured)
-        if training and plan.microbatches > 1:
-            warn_of_mixed_logs(captured)
+        self._warn_of_logs(captured, samples)
         step = self._build(captured, cuts)
         shard = plan.shard_optimizer
         self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
@@ -421,6 +421,7 @@ class Pipeline:
             changed = f"what its Python reads has changed {len(steps)} times; last: {steps[-1].misfit(call)}"
             return self._replayed(call, samples, changed)
         captured = self._capture_for(call, samples)
+        self._warn_of_logs(captured, samples)
         step = self._build(captured, self._cuts(captured.capture.graph))
         if call.method == TRAINING:
             step.refuse_borrowed()
@@ -428,6 +429,11 @@ class Pipeline:
         if len(self._steps) > _MOST_CAPTURES:
             del self._steps[next(iter(self._steps))]
         return step, self._sizes(step.capture, samples)
+
+    def _warn_of_logs(self, captured: Captured, samples: int) -> None:
+        """Warn once of each logged number that micro-batches change."""
+        if len(self._sizes(captured.capture, samples)) > 1:
+            self._warned_logs |= warn_of_mixed_logs(captured, known=self._warned_logs)
 
     def _key(self, call: StepRequest) -> tuple[Any, ...]:
         """Return what a captured step is kept under: everything that its graph depends on from the start."""

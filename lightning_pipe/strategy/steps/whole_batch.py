@@ -10,32 +10,31 @@ it is a mean or a sum over samples:
                                                          contrastive losses, norms and extremes over samples
 
 What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So where
-operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes micro-batches
-as unlike each other as they can be, and compared once more.
+operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes
+micro-batches as unlike each other as they can be, and compared once more.
 
 Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
 
-It costs a run of the whole batch and one or two of all micro-batches, and is left out, saying so, where these would take too
-long or too much memory.
+It costs a run of the whole batch and one or two of all micro-batches, and is left out, saying so, where these would
+take too long or too much memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from lightning_pipe.capture import Request, Route
-from lightning_pipe.capture.steps.record import LogCall, Ref
+from lightning_pipe.capture.steps.batch import sorted_samples
+from lightning_pipe.capture.steps.no_randomness import NoRandomness
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.torch_private import TorchDispatchMode
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -131,18 +130,21 @@ def warn_of_unknown_role(captured: Captured) -> None:
         )
 
 
-def warn_of_mixed_logs(captured: Captured) -> None:
-    """Warn of logged numbers that micro-batches change: those that are no sum, mean or extreme over samples."""
-    capture = captured.capture
-    logs = [call for call in capture.record.calls if isinstance(call, LogCall) and isinstance(call.value, Ref)]
-    values = capture.mixed_values
-    if mixed := {log.name: log.line for log in logs if log.value.name in values}:
-        named = "; ".join(f"{name!r} at {line}" for name, line in mixed.items())
+def warn_of_mixed_logs(captured: Captured, *, known: Set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Warn of logged numbers that micro-batches change: those that are no sum, mean or extreme over samples.
+
+    Returns:
+        The lines of these numbers, by name; those that are `known` have been told.
+    """
+    mixed = captured.capture.mixed_logs()
+    if new := {name: line for name, line in mixed.items() if (name, line) not in known}:
+        named = "; ".join(f"{name!r} at {line}" for name, line in new.items())
         rank_zero_warn(
             f"{captured.request.method} logs what is no sum, mean or extreme over samples: {named}. It is computed "
             "for each of the micro-batches, and their mean is logged; microbatches=1 logs that of the batch, as does a "
             "torchmetrics object."
         )
+    return {*new.items()}
 
 
 def measure(
@@ -182,34 +184,15 @@ def measure(
 
         if not (found := cut(tensors, role)).agrees:
             found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)
-        ordered = sorted_samples(request, tensors) if found.agrees and not _is_proven(captured) else None
+        ordered = None
+        if found.agrees and not _is_proven(captured):
+            along = request.structure.cut(request.batch_dim)
+            ordered = sorted_samples(tensors, along, request.batch_dim)
         if ordered is not None:
             with contextlib.suppress(Incomparable, CaptureError):  # nobody said that this order of samples can be run
                 again = replace(cut(ordered, found.role), is_sorted=True)
                 found = found if again.agrees else again
     return found
-
-
-def sorted_samples(request: Request, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return the leaves of a batch with its samples sorted by the leaf that has fewest kinds of them; None if by none.
-
-    Classes and masks have fewer kinds than inputs, and whole numbers are taken before others.
-    """
-    along = request.structure.cut(request.batch_dim)
-    ranked = []
-    for number, (tensor, is_cut) in enumerate(zip(tensors, along, strict=True)):
-        if is_cut and tensor.numel():
-            rows = tensor.movedim(request.batch_dim, 0).flatten(1) if tensor.ndim > 1 else tensor[:, None]
-            key = (rows.abs() if rows.is_complex() else rows).double().sum(1)
-            kinds = len(key.unique())
-            ranked.append((kinds < 2, tensor.is_floating_point(), kinds, number, key))
-    if not ranked:
-        return None
-    is_uniform, *_, key = min(ranked, key=lambda one: one[:4])
-    if is_uniform:
-        return None
-    order = key.argsort(stable=True)
-    return [t.index_select(request.batch_dim, order) if c else t for t, c in zip(tensors, along, strict=True)]
 
 
 def _is_proven(captured: Route) -> bool:
@@ -246,10 +229,10 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
         return
     order = ", with its samples in another order," if found.is_sorted else ""
     text = (
-        f"{count} micro-batches do not give what the whole batch gives: on the first batch{order} the loss of {method} is "
-        f"{found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference {found.loss.relative:.1e}), "
-        f"and the gradient of {found.worst.name or 'no parameter'} differs most, by {found.worst.relative:.1e} of its "
-        "largest value."
+        f"{count} micro-batches do not give what the whole batch gives: on the first batch{order} the loss of {method} "
+        f"is {found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference "
+        f"{found.loss.relative:.1e}), and the gradient of {found.worst.name or 'no parameter'} differs most, by "
+        f"{found.worst.relative:.1e} of its largest value."
     )
     if not found.is_sorted and (why := _unweighable(capture, found)):
         raise CaptureError(
@@ -269,38 +252,3 @@ def _unweighable(captured: Route, found: Measured) -> str:
     if found.denominator:
         return f"divides by what differs between micro-batches at {found.denominator}"
     return "adds sums over samples to terms of another kind" if captured.has_unweighed_terms else ""
-
-
-class NoRandomness(TorchDispatchMode):
-    """Let random operations draw constants, the same for all samples, and dropout drop nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation without randomness."""
-        kwargs = kwargs or {}
-        names = _argument_names(func)
-        for name in ("dropout_p", "dropout"):  # of fused attention and recurrent layers
-            if name in names:
-                place = names.index(name)
-                args = (*args[:place], 0.0, *args[place + 1 :]) if place < len(args) else args
-                kwargs = {**kwargs, name: 0.0} if name in kwargs else kwargs
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        name = func.__name__.partition(".")[0].removesuffix("_")
-        if name == "native_dropout":
-            keep = 1 - args[1] if args[2] is not False else 1.0
-            return args[0] / keep if keep else torch.zeros_like(args[0]), torch.ones_like(args[0], dtype=torch.bool)
-        result = func(*args, **kwargs)
-        if name == "randperm":
-            return result.copy_(torch.arange(result.numel(), device=result.device))
-        if name in ("bernoulli", "bernoulli_functional"):
-            return result.fill_(1)
-        if name == "randint" and "low" in names:
-            return result.fill_(args[names.index("low")])
-        if name.startswith(("rand", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")):
-            return result.fill_(0.5 if result.is_floating_point() else 0)
-        return result
-
-
-@functools.cache
-def _argument_names(operator: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in operator._schema.arguments)
