@@ -150,6 +150,10 @@ class Route(Protocol):
         """Return whether the loss adds sums over samples to other terms, and this route cannot weigh them apart."""
         ...
 
+    def averaged_buffers(self) -> tuple[str, ...]:
+        """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has."""
+        ...
+
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
         ...

@@ -69,7 +69,13 @@ from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
 from lightning_pipe.strategy.steps.string_fields import StringReads
-from lightning_pipe.strategy.steps.whole_batch import Role, role_by_numbers, warn_of_mixed_logs, warn_of_unknown_role
+from lightning_pipe.strategy.steps.whole_batch import (
+    Role,
+    role_by_numbers,
+    warn_of_averages,
+    warn_of_mixed_logs,
+    warn_of_unknown_role,
+)
 
 log = logging.getLogger(__name__)
 
@@ -262,6 +268,8 @@ class Pipeline:
             warn_of_unknown_role(captured)
         self._warn_of_logs(captured, samples)
         step = self._build(captured, cuts)
+        if training:
+            warn_of_averages(captured, step.split, plan.layout)
         shard = plan.shard_optimizer
         self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
         self._steps[self._key(call)] = [step]

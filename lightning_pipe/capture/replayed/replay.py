@@ -132,6 +132,10 @@ class Replay:
         """Return whether the loss adds sums over samples to other terms."""
         return self.trace.has_terms
 
+    def averaged_buffers(self) -> tuple[str, ...]:
+        """Return (): a batch whose samples change buffers is not cut, so one replica has all of it."""
+        return ()
+
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
         return f"The Python of the step runs on every rank (replay). {self.reason}"

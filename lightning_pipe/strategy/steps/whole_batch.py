@@ -34,7 +34,8 @@ import torch
 from lightning_pipe.capture import Request, Route
 from lightning_pipe.capture.steps.batch import sorted_samples
 from lightning_pipe.capture.steps.no_randomness import NoRandomness
-from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.stage_program import RandomKey, Split
+from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -145,6 +146,19 @@ def warn_of_mixed_logs(captured: Captured, *, known: Set[tuple[str, str]]) -> se
             "torchmetrics object."
         )
     return {*new.items()}
+
+
+def warn_of_averages(captured: Captured, split: Split, layout: Layout) -> None:
+    """Warn of buffers that replicas change for their own samples, and whose mean is not what one device has."""
+    averaged = set(captured.capture.averaged_buffers())
+    stages = {p.stage: sorted(averaged & {*p.mutations}) for p in split.stages if len(layout.stages[p.stage]) > 1}
+    for stage, names in ((stage, names) for stage, names in stages.items() if names):
+        rank_zero_warn(
+            f"{captured.request.method} changes {', '.join(names)} in stage {stage}, each of whose "
+            f"{len(layout.stages[stage])} replicas does so for its own samples. After every batch the mean of the "
+            "replicas is kept (of whole numbers, what the first one has), which is not what one device would have. "
+            "Give this stage one rank by `layout`."
+        )
 
 
 def measure(
