@@ -108,9 +108,16 @@ def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  
             raise kind(
                 f"Rank {watch.rank} cannot join the others at {address}:{port}: {missing}, or has died. ({error})"
             ) from None
-        meet_guards(watch, store, start=start)
-        store.set(_KEY.format(f"here/{watch.rank}"), socket.gethostname())
-        _wait_for_all(watch, store, start=start)
+        try:
+            meet_guards(watch, store, start=start)
+            store.set(_KEY.format(f"here/{watch.rank}"), socket.gethostname())
+            _wait_for_all(watch, store, start=start)
+        except dist.DistError as error:
+            watch.hear()
+            raise PipelineError(
+                f"Rank {watch.rank} has lost the rendezvous at {address}:{port}: rank 0, which hosts it, has died "
+                f"(or the launcher, where that hosts it). ({str(error).partition(chr(10))[0]})"
+            ) from None
     return store
 
 
