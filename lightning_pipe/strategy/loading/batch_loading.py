@@ -175,6 +175,7 @@ class Feed:
                 f"{there[1]} of loader {there[0]} (in the order in which loaders were begun)"
             )
         if told == _FAILED and code != _FAILED:
+            self.watch.hear()
             raise PipelineError(f"Rank {self.source} failed to load a batch; its own error says why.")
         if self.loads and code != _FAILED and [told, expected] != mine.tolist():
             found = "other data" if told == code else "another number of batches"
