@@ -13,8 +13,7 @@ without a message.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -52,6 +51,7 @@ from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Walk, drive, drive_together
 
+_MOST_PROGRAMS = 64  # whose parts are kept
 Forwarded: TypeAlias = Callable[[Mapping[str, Sequence[ResultSlice]]], None]
 
 
@@ -64,6 +64,18 @@ class _Course:
     at: Callable[[Instruction], None]
     results: dict[str, list[ResultSlice]]
     parts: RankParts
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """A program that was checked, and this rank's part of it: up to the first backward, to the last forward, the rest.
+
+    Attributes:
+        program: the program, kept so that its `id` names it.
+    """
+
+    program: VerifiedProgram
+    parts: tuple[Sequence[Instruction], Sequence[Instruction], Sequence[Instruction]]
 
 
 class Executor:
@@ -100,7 +112,8 @@ class Executor:
         self._state = state
         self._step = step
         self._slices: dict[int, Slices] = defaultdict(dict)
-        self._checked: VerifiedProgram | None = None
+        self._lines: dict[int, _Lines] = {}
+        self._parts: dict[tuple[int, tuple[int, ...]], Slice] = {}  # of the batch at hand
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
         for stage in self.stages.values():
@@ -153,7 +166,7 @@ class Executor:
         forwarded: Forwarded | None = None,
     ) -> Walk[ProgramResult]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
-        self._check(program)
+        asked, told, rest = self._checked(program).parts
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
         self._begin(program, recorder)
@@ -161,17 +174,14 @@ class Executor:
             self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
         )
         course = _Course(job, recorder, at, defaultdict(list), parts)
-        line = program.ranks[self.rank]
-        asked = first_backward(line)
-        told = max(asked, after_forwards(line))
-        yield from self._follow(line[:asked], course)
+        yield from self._follow(asked, course)
         if ahead is not None and not (yield from ahead.holds()):
             yield from self._exchange.give_up(left_over(program)[self.rank])
             return ProgramResult({}, recorder.timeline(), given_up=True)
-        yield from self._follow(line[asked:told], course)
+        yield from self._follow(told, course)
         if forwarded is not None:
             forwarded(course.results)
-        yield from self._follow(line[told:], course)
+        yield from self._follow(rest, course)
         yield from self._exchange.finish()
         self._offloads.finish()
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
@@ -220,6 +230,7 @@ class Executor:
     def _begin(self, program: VerifiedProgram, recorder: Recorder) -> None:
         """Forget what an earlier program has left."""
         self._slices.clear()
+        self._parts.clear()
         self._exchange.begin(program, recorder)
         self._gradients.begin(recorder)
         self._offloads.begin(recorder)
@@ -231,18 +242,26 @@ class Executor:
             storages |= stage.saved_storages(self._slices)
         return sum(storages.values())
 
-    def _check(self, program: VerifiedProgram) -> None:
+    def _checked(self, program: VerifiedProgram) -> _Lines:
+        """Return this rank's part of a program, which is looked at once."""
+        if (known := self._lines.get(id(program))) is not None:
+            return known
         if not isinstance(program, VerifiedProgram):
             raise ProgramError(
                 f"Rank {self.rank} was given a {type(program).__name__}; only what schedule.verify returned is run."
             )
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
-        if program is not self._checked:
-            for work in program.ranks[self.rank]:
-                if isinstance(work, OwnWork):
-                    handler_of(work)  # which it must have, before anything runs
-            self._checked = program
+        line = program.ranks[self.rank]
+        for work in line:
+            if isinstance(work, OwnWork):
+                handler_of(work)  # which it must have, before anything runs
+        asked = first_backward(line)
+        told = max(asked, after_forwards(line))
+        if len(self._lines) == _MOST_PROGRAMS:
+            self._lines.clear()
+        self._lines[id(program)] = lines = _Lines(program, (line[:asked], line[asked:told], line[told:]))
+        return lines
 
     def _load(self, number: int, microbatch: int, job: BatchInput) -> None:
         stage = self.stages[number]
@@ -255,21 +274,28 @@ class Executor:
 
     def _compute(self, compute: Compute, job: BatchInput, results: dict[str, list[ResultSlice]]) -> None:
         stage = self.stages[compute.stage]
-        samples = self._exchange.local(compute.stage, compute.microbatch)
-        with _named(f"Rank {self.rank} failed at {compute}"):
+        with _Named(self.rank, compute):
             stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
-        for name, content in stage.results(compute.microbatch).items():
-            results[name].append(ResultSlice(compute.microbatch, samples, content))
+        if compute.kind == "F":
+            samples = self._exchange.local(compute.stage, compute.microbatch)
+            for name, content in stage.results(compute.microbatch).items():
+                results[name].append(ResultSlice(compute.microbatch, samples, content))
 
     def _join(self, joined: AnyCompute, job: BatchInput) -> None:
-        with _named(f"Rank {self.rank} failed at {joined}"):
+        with _Named(self.rank, joined):
             self.stages[joined.stage].join(joined.microbatches, self._slice(joined, job))
 
     def _slice(self, compute: AnyCompute, job: BatchInput) -> Slice:
         """Return the samples of a compute; a joined W draws no random numbers, so its key does not matter."""
-        parts = [self._exchange.local(compute.stage, microbatch) for microbatch in compute.microbatches]
+        stage, microbatches = where = compute.stage, compute.microbatches
+        if where not in self._parts:
+            self._parts[where] = self._part(stage, microbatches, job)
+        return self._parts[where]
+
+    def _part(self, stage: int, microbatches: tuple[int, ...], job: BatchInput) -> Slice:
+        parts = [self._exchange.local(stage, microbatch) for microbatch in microbatches]
         samples = sum(map(len, parts))
-        key = RandomKey(job.seed, job.step, compute.microbatches[0], parts[0].start)
+        key = RandomKey(job.seed, job.step, microbatches[0], parts[0].start)
         return Slice(samples, key, samples / self._exchange.batch_samples * job.weight, job.weight)
 
     def _finish_batch(self, recorder: Recorder) -> Walk[None]:
@@ -279,7 +305,7 @@ class Executor:
             stage.finish()
         yield from self._gradients.synchronise_buffers()
         started = recorder.mark()
-        with _named(f"Rank {self.rank} failed at {Step()}"):
+        with _Named(self.rank, Step()):
             self._step()
         recorder.add(Step(), started)
 
@@ -317,12 +343,20 @@ def _leaf(job: BatchInput, index: int, *, first: int, count: int) -> Content:
     return leaf.narrow(dim, first, count)
 
 
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Add to an error where it happened."""
-    try:
-        yield
-    except Exception as error:
+@dataclass(frozen=True)
+class _Named:
+    """Add to an error where it happened: a context that costs nothing where there is none."""
+
+    rank: int
+    instruction: Instruction
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        where = f"Rank {self.rank} failed at {self.instruction}"
         if is_out_of_memory(error):
             raise out_of_memory(where, error) from error
         raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error

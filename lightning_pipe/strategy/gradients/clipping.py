@@ -1,7 +1,8 @@
 """Gradient clipping where no rank has all gradients, with the norm that one device would compute.
 
 Every parameter's norm travels once, in its place in the optimizer's order (`norms`). A parameter that several ranks
-hold counts once. Where every rank has all gradients, nothing travels. Clipping by value concerns every element for itself.
+hold counts once. Where every rank has all gradients, nothing travels. Clipping by value concerns every element for
+itself.
 """
 
 from __future__ import annotations
