@@ -49,7 +49,7 @@ from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Walk, drive, drive_together
+from lightning_pipe.runtime.waiting import Wait, Walk, drive, drive_together
 
 _MOST_PROGRAMS = 64  # whose parts are kept
 Forwarded: TypeAlias = Callable[[Mapping[str, Sequence[ResultSlice]]], None]
@@ -130,6 +130,7 @@ class Executor:
         watch: Watch | None = None,
         ahead: Ahead | None = None,
         forwarded: Forwarded | None = None,
+        before_waiting: Callable[[], None] | None = None,
     ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -143,6 +144,7 @@ class Executor:
             ahead: for a rank that begins before all others have ended the step before, on all ranks or on none.
             forwarded: takes the results of all forwards of this rank as soon as there are all, so that they can travel
                 while the backwards run.
+            before_waiting: called before this rank waits for anything, each time.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
@@ -152,7 +154,14 @@ class Executor:
             walk = self.walk(
                 program, job, record=record, record_memory=record_memory, at=watch.at, ahead=ahead, forwarded=forwarded
             )
-            return drive(walk, wait=watch.wait)
+            if before_waiting is None:
+                return drive(walk, wait=watch.wait)
+
+            def wait(pending: Wait) -> None:
+                before_waiting()
+                watch.wait(pending)
+
+            return drive(walk, wait=wait)
 
     def walk(
         self,

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_pipe.runtime.guard.watch import Unwatched
-from lightning_pipe.strategy.loading.batch_loading import Feed, checksum
+from lightning_pipe.strategy.loading.announcement import checksum
+from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from ranks.world import Raised, World
@@ -229,6 +230,35 @@ def test_samples_may_lie_along_another_dimension(layout: str) -> None:
     for losses, weights in World(sum(map(int, layout.split("-")))).run(fit_time_first, options):
         assert losses == pytest.approx(expected[0], rel=1e-12)
         assert weights == pytest.approx(expected[1], rel=1e-12)
+
+
+def exchanges(loader: str, layout: str, module: type[Net]) -> list[str]:
+    """Fit, and return what this rank was told beside programs, or has told."""
+    told: list[str] = []
+    hear = ControlPlane.hear
+
+    def heard(self: ControlPlane, tensor: torch.Tensor, *, source: int, what: str) -> Any:
+        told.append(what)
+        return hear(self, tensor, source=source, what=what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ControlPlane, "hear", heard)
+        fit(loader, {"layout": layout}, module=module)
+    return told
+
+
+class Moving(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(("layout", "module", "again"), [("1-1", Net, False), ("2", Net, False), ("1-1", Moving, True)])
+def test_the_structure_of_a_batch_is_told_with_its_announcement(layout: str, module: type[Net], again: bool) -> None:
+    for told in World(2).run(exchanges, "shuffled", layout, module):
+        announced, structures = (told.count(f"the {what} batch") for what in ("next", "structure of a"))
+        shapes = 6  # of whole and last batches: of training, and of the two loaders for validation
+        assert announced > 3 * shapes
+        assert (structures > announced / 2) if again else (0 < structures <= shapes)
 
 
 def alone() -> Feed:

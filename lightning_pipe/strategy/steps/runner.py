@@ -94,6 +94,7 @@ class Runner:
         step.prepare(call)
         with peak or contextlib.nullcontext():
             outcome, results = self._follow(step, program, job, turn)
+        turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
         record, values, differing = step.capture.record, collected.values, ""
         if (plays := step.capture.plays) is not None:
@@ -151,6 +152,7 @@ class Runner:
             record=turn.record,
             record_memory=turn.measure_memory,
             watch=self._links.watch,
+            before_waiting=turn.confirm,
             forwarded=collect if step.shares_early else None,
         )
         outcome = run() if not step.early else self._run_ahead(run)
