@@ -172,6 +172,8 @@ class RankStep:
                 training=training,
                 synchronise=synchronise and training,
                 join=join,
+                confirms=self.early and training,
+                publishes=self.shares_early,
             )
         )
 
