@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
@@ -67,6 +68,16 @@ class Batches:
             yield torch.stack([sample(index) for index in range(start, start + 4)])
 
 
+class WithoutLength:
+    """Batches that are no DataLoader."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+
 class DrawingRows(Rows):
     """Every sample is disturbed by torch's, NumPy's and Python's random numbers, drawn in this process."""
 
@@ -92,7 +103,18 @@ LOADERS = {
     "two loaders": lambda: {"x": DataLoader(Rows(), 4, shuffle=True), "other": DataLoader(Rows(), 4)},
     "combined": lambda: CombinedLoader([DataLoader(Rows(), 4), DataLoader(Stream(), 4)], "min_size"),
 }
+
+
+def later(*, other: bool = False, more: bool = False) -> list[torch.Tensor]:
+    """Batches of one form that are the same on both ranks at first; then rank 1 has other data, or one more."""
+    rank = dist.get_rank()
+    batches = [torch.stack([sample(index + i) for i in range(4)]) for index in range(8 + (more and rank))]
+    return [batch + rank * (other and index > 4) for index, batch in enumerate(batches)]
+
+
 MORE = {
+    "later different": lambda: DataLoader(later(other=True), batch_size=None),
+    "one more": lambda: WithoutLength(later(more=True)),
     "different": lambda: DataLoader(OwnGenerator(), 4),
     "time first": lambda: DataLoader(Rows(), 4, collate_fn=lambda rows: torch.stack([torch.stack(rows)] * 2)),
     "workers": lambda: DataLoader(Rows(), 4, shuffle=True, num_workers=1),
@@ -184,6 +206,13 @@ def test_replicas_that_load_other_data_are_an_error() -> None:
     results = World(3).results(fit, "different", {"layout": "2-1", "microbatches": 2}, deadline_s=30)
     assert all(isinstance(result, Raised) for result in results)
     assert "loaded other data than rank 0" in results[1].text
+
+
+@pytest.mark.parametrize(("loader", "found"), [("later different", "other data"), ("one more", "another number")])
+def test_replicas_that_come_to_differ_are_an_error_before_they_step(loader: str, found: str) -> None:
+    results = World(2).results(fit, loader, {"layout": "2", "microbatches": 1}, deadline_s=30)
+    assert all(isinstance(result, Raised) for result in results)
+    assert any(f"loaded {found}" in result.text for result in results)
 
 
 class Transferring(Net):
