@@ -8,9 +8,9 @@
 Contestants run one after another, in rounds, in the same two processes; a figure is the median of the steps of a round
 (from the end of a batch to the end of the next), then over the rounds. Losses of the first steps must be those of
 Lightning's DDP, or the run ends. Peak is the most resident memory of the larger rank while it trained, above what it
-had before. CPU is the seconds that all threads of the busier rank computed per step: on a machine that others use, too,
-it says more than the step. `torch 1F1B` is torch.distributed.pipelining in a bare loop, its two stages cut by hand in the
-middle.
+had before. CPU is the seconds that all threads of the busier rank computed per step: on a machine that others use,
+too, it says more than the step. `torch 1F1B` is torch.distributed.pipelining in a bare loop, its two stages cut by hand
+in the middle.
 """
 
 from __future__ import annotations
