@@ -208,7 +208,8 @@ class Executor:
                 case Step():
                     yield from self._finish_batch(recorder)
                 case OwnWork():
-                    handler_of(instruction)(course.parts, instruction)
+                    if (waits := handler_of(instruction)(course.parts, instruction)) is not None:
+                        yield from waits
                     effects = effects_of(instruction)
                     if effects.resource in (None, "compute"):  # copies are recorded when they have run
                         recorder.add(instruction, started)

@@ -126,7 +126,7 @@ class _Relieving:
         """Return a plan of which one stage gives up these choices, and nothing else."""
         chosen, stages = [*given_up], [*plan.stages]
         recompute, offload = (self._places(stage, chosen, relief) for relief in ("recompute", "offload"))
-        stages[stage] = replace(stages[stage], recompute=recompute, offload=offload)
+        stages[stage] = replace(stages[stage], recompute=recompute, offload=offload, beside_copy=None)
         return replace(plan, stages=tuple(stages))
 
     def _places(self, stage: int, given_up: Iterable[Choice], relief: Relief) -> tuple[str, ...]:

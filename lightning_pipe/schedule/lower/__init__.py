@@ -7,6 +7,8 @@ of `verify` is lowered as it is, and refused there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_pipe.core.program import Layout, Order, Program, Traffic
 from lightning_pipe.schedule.lower.backward import split_backward
 from lightning_pipe.schedule.lower.gradients import add_reductions
@@ -33,6 +35,7 @@ def lower(
     early_release: bool = True,
     split: bool = True,
     join: int = 1,
+    beside: Sequence[int | None] = (),
 ) -> Program:
     """Return the program of an order.
 
@@ -47,6 +50,7 @@ def lower(
             comparison with published fused backwards.
         split: whether B is replaced by I and W; False for stages whose backward is one function.
         join: micro-batches whose W, where they follow each other, may at most be one (joined W); 1 joins none.
+        beside: by stage that offloads, the computes beside a copy to the host (`add_swaps`).
 
     Raises:
         ProgramError: if layout, sizes or traffic make no sense, or the order names an unknown stage or micro-batch.
@@ -58,7 +62,7 @@ def lower(
     program = join_weight_halves(program, most=join)
     program = add_reductions(program)
     program = add_sends(program, early_release=early_release)
-    program = add_swaps(program)
+    program = add_swaps(program, beside=beside)
     program = add_receives(program)
     program = add_loads(program)
     program = add_frees(program)
