@@ -243,6 +243,8 @@ class _Rank:
                     end = max(step.end, math.nextafter(step.start, math.inf))  # steps count where they take no time
                     yield _Use("workspace", step.start, end, self._prices.step_bytes(self._rank))
                 case OwnWork():
+                    if effects_of(instruction).resource == "compute":
+                        now = max(now, self._others[instruction].end)
                     yield from self._own_work(instruction, now)
                 case _:
                     assert_never(instruction)

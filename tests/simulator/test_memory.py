@@ -100,10 +100,9 @@ def test_saved_is_held_until_the_input_half_ends_and_kept_until_free(saved, kept
 
 
 def before(program, instruction, timeline) -> float:
-    """Return when a rank's list posts an instruction: at the end of the compute before it."""
+    """Return when a rank's list posts an instruction: at the end of the compute or the wait before it."""
     line = program.ranks[0]
-    computes = [x for x in line[: line.index(instruction)] if isinstance(x, Compute)]
-    return when(timeline, 0, computes[-1]).end
+    return max(when(timeline, 0, x).end for x in line[: line.index(instruction)] if isinstance(x, (Compute, Vacate)))
 
 
 @pytest.mark.parametrize("split", [True, False])
