@@ -160,6 +160,7 @@ class Judge:
                 synchronise=training,
                 join=planned_join(plan),
                 beside=plan.beside_copies,
+                confirms=training and self._problem.runs_ahead,
             )
         )
 

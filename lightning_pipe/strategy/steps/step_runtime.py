@@ -173,6 +173,8 @@ class RankStep:
                 synchronise=synchronise and training,
                 join=join,
                 beside=self._plan.beside_copies,
+                confirms=self.early and training,
+                publishes=self.shares_early,
             )
         )
 
