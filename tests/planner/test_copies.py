@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,11 @@ from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import AnyCompute, OwnWork, Vacate
 from lightning_pipe.cost.stage import Cutter
+from lightning_pipe.planner.evaluation.copies import tighter
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged, judge
 from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory import fit_memory
+from lightning_pipe.planner.memory.fit_memory import relieve
 from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
 from parity.training import problem_of
@@ -81,3 +85,26 @@ def test_what_a_plan_says_is_followed():
         for x in line:
             if isinstance(x, Vacate):
                 assert names.index(str(x)) == names.index(f"{x.stage}EVICT{x.microbatch}") + 1
+
+
+def test_waiting_sooner_for_copies_holds_less_and_takes_longer():
+    problem, plan = offloading("gpipe", 0.2)
+    free = judge(plan, problem)
+    tried = [judge(one, problem) for one in tighter(free.plan)]
+    assert [[stage.beside_copy for stage in one.plan.stages] for one in tried][-1] == [0] * RANKS
+    assert tried[-1].peak_bytes < free.peak_bytes and tried[-1].step_s > free.step_s
+    assert all(a.peak_bytes >= b.peak_bytes for a, b in itertools.pairwise(tried))
+
+
+def test_saved_tensors_are_given_up_by_waiting_sooner_where_giving_up_more_does_not_do(monkeypatch):
+    problem, plan = offloading("gpipe", 0.2)
+    (host,) = problem.cluster.hosts
+    keeping = judge(replace(plan, stages=tuple(replace(stage, offload=()) for stage in plan.stages)), problem)
+    devices = tuple(replace(device, memory_bytes=min(keeping.peak_bytes) // 2) for device in host.devices)
+    wishes = replace(problem.wishes, reliefs=frozenset(("offload",)))
+    tight = replace(problem, cluster=replace(problem.cluster, hosts=(replace(host, devices=devices),)), wishes=wishes)
+    found = relieve(tight, judge(keeping.plan, tight), judge=Judge(tight))
+    monkeypatch.setattr(fit_memory, "tighter", lambda plan: ())
+    without = relieve(tight, judge(keeping.plan, tight), judge=Judge(tight))
+    assert without.overflow(tight.cluster) > 0, "the memory asks for more than was found"
+    assert found.overflow(tight.cluster) < without.overflow(tight.cluster)

@@ -2,7 +2,8 @@
 
 As many as start before the copy has ended, by a timeline in which nobody waits for it: for every stage the most of all
 its micro-batches and ranks. So a rank that copies as fast as was foreseen never waits, and one that copies more slowly
-waits instead of holding more.
+waits instead of holding more. Fewer computes beside a copy hold less, and let even a rank wait that copies as foreseen
+(`tighter`).
 
     F0 |==|                          the copy ends while the third compute behind F0 runs: three computes are beside it,
     copy   |-----------|             and `Vacate` comes before the fourth
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_pipe.core.plan import Plan
@@ -55,3 +57,17 @@ def with_copies(plan: Plan, timeline: Timeline, offloads: tuple[int, ...]) -> Pl
         for s, stage in enumerate(plan.stages)
     )
     return replace(plan, stages=stages)
+
+
+def tighter(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with fewer and fewer computes beside the copies of its stages, down to none."""
+    most = max((stage.beside_copy or 0 for stage in plan.stages), default=0)
+    for count in range(min(most, _TIGHTER + 1) - 1, -1, -1):
+        stages = (
+            stage if stage.beside_copy is None else replace(stage, beside_copy=min(count, stage.beside_copy))
+            for stage in plan.stages
+        )
+        yield replace(plan, stages=tuple(stages))
+
+
+_TIGHTER = 2  # computes beside a copy that are tried first: F and W, or I and W, of one micro-batch
