@@ -26,7 +26,7 @@ def add_swaps(program: Program, *, beside: Sequence[int | None] = ()) -> Program
 
     `Evict` follows F, behind its sends. `Vacate` comes some computes of the rank later, and before I. `Fetch` comes
     `AHEAD` computes before I, but no sooner than `Evict`, so it follows right after where I comes soon after F. Runs
-    when backwards are split and sends are placed.
+    when backwards are split and messages are placed: a rank that waits for a copy has posted what others wait for.
 
     Args:
         program: without them.
