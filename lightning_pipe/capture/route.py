@@ -199,6 +199,10 @@ class Route(Protocol):
         """Return the same step with losses of micro-batches combined as means or as sums."""
         ...
 
+    def without_slices(self) -> Route:
+        """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
+        ...
+
     def with_totals(
         self,
         leaves: Sequence[Any],

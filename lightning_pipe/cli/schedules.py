@@ -183,11 +183,24 @@ def shown(name: str, options: SchedulesOptions) -> Shown:
 def _simulated(name: str, order: Order, layout: Layout, options: SchedulesOptions) -> Shown:
     sizes, traffic, prices = (1,) * microbatches_of(order), chain(len(layout.stages)), _prices(layout, options)
     join = join_of(name, options.options)
-    program = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, split=not options.fused, join=join))
+    program, ahead = (
+        verify(
+            lower(
+                order,
+                layout=layout,
+                sizes=sizes,
+                traffic=traffic,
+                split=not options.fused,
+                join=join,
+                confirms=confirms,
+            )
+        )
+        for confirms in (False, True)
+    )
     timeline = simulate(program, prices)
     curves = memory_curves(timeline, program=program, prices=prices)
     kept = tuple(curve.peak_in_flight for curve in curves)
-    return Shown(name, order, program, timeline, kept, period(program, prices))
+    return Shown(name, order, program, timeline, kept, period(ahead, prices))
 
 
 def _is_file(schedule: str) -> bool:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from lightning_pipe.core.effects import Effects, OwnWork, own_work
+from lightning_pipe.core.milestones import Milestone
 
 Pass = Literal["F", "B"]
 ComputeKind = Literal["F", "B", "I", "W"]
@@ -260,7 +261,7 @@ class Fetch(OwnWork):
     )
 
 
-Instruction: TypeAlias = AnyCompute | Send | Recv | Reduce | Step | OwnWork
+Instruction: TypeAlias = AnyCompute | Send | Recv | Reduce | Step | OwnWork | Milestone
 Order: TypeAlias = tuple[tuple[Compute, ...], ...]  # computes per rank
 
 

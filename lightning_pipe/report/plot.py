@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork, effects_of
+from lightning_pipe.core.milestones import Milestone, milestone_effects
 from lightning_pipe.core.program import AnyCompute, Recv, Reduce, Send, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 # After Okabe and Ito (2008): told apart by colour-blind readers, and by their lightness in print.
 COLOURS = {"F": "#56B4E9", "I": "#E69F00", "W": "#009E73", "B": "#D55E00"}
 MEANINGS = {"F": "forward", "I": "backward, inputs", "W": "backward, weights", "B": "backward"}
-REDUCE, STEP = "#CC79A7", "#7F7F7F"
+REDUCE, STEP, MILESTONE = "#CC79A7", "#7F7F7F", "#000000"
 MESSAGE = "#999999"
 MEASURED, PREDICTED = "#0072B2", "#D55E00"
 INK, PALE = "#333333", "#F2F2F2"
@@ -205,6 +206,9 @@ def _bars(events: Sequence[Event], stages: Sequence[int], *, start: float, scale
                 effects = effects_of(work)
                 if effects.label:
                     yield _Bar(left, width, effects.colour, row=effects.resource or "compute")
+            case Milestone() as milestone:
+                if milestone_effects(milestone).label:
+                    yield _Bar(left, width, MILESTONE)
             case Send() | Recv():
                 pass  # drawn as messages on their way
             case other:

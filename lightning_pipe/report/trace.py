@@ -11,6 +11,7 @@ from typing import TypeAlias
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
+from lightning_pipe.core.milestones import Milestone
 from lightning_pipe.core.program import (
     AnyCompute,
     Instruction,
@@ -172,6 +173,8 @@ def _category(instruction: Instruction) -> tuple[str, str]:
             return "step", "compute"
         case OwnWork():
             return instruction.code.lower(), effects_of(instruction).resource or "compute"
+        case Milestone():
+            return instruction.code.lower(), "compute"
         case _:
             assert_never(instruction)
 

@@ -13,17 +13,16 @@ without a message.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from typing_extensions import assert_never
 
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
-from lightning_pipe.core.abort_program import after_forwards, first_backward, left_over
 from lightning_pipe.core.effects import OwnWork, effects_of
+from lightning_pipe.core.milestones import Milestone, Rollback
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
@@ -36,10 +35,10 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import BatchError, PipelineError, ProgramError
+from lightning_pipe.runtime.abort_program import left_over
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.runtime.activations.offloads import Offloads
 from lightning_pipe.runtime.activations.protocol import HostStore
-from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchanges.exchange import Exchange
 from lightning_pipe.runtime.exchanges.gradients import Gradients
 from lightning_pipe.runtime.exchanges.slicing import Content
@@ -47,12 +46,11 @@ from lightning_pipe.runtime.guard.watch import Unwatched, Watch
 from lightning_pipe.runtime.handlers import RankParts, handler_of
 from lightning_pipe.runtime.job import BatchInput, ProgramResult, ResultSlice
 from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
+from lightning_pipe.runtime.milestones import MilestoneHandlers, milestone_handler
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Walk, drive, drive_together
-
-Forwarded: TypeAlias = Callable[[Mapping[str, Sequence[ResultSlice]]], None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ class _Course:
     at: Callable[[Instruction], None]
     results: dict[str, list[ResultSlice]]
     parts: RankParts
+    milestones: MilestoneHandlers
 
 
 class Executor:
@@ -101,6 +100,7 @@ class Executor:
         self._step = step
         self._slices: dict[int, Slices] = defaultdict(dict)
         self._checked: VerifiedProgram | None = None
+        self._milestones: list[Milestone] = []  # of that program
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
         for stage in self.stages.values():
@@ -115,8 +115,7 @@ class Executor:
         record: bool = False,
         record_memory: bool = False,
         watch: Watch | None = None,
-        ahead: Ahead | None = None,
-        forwarded: Forwarded | None = None,
+        milestones: MilestoneHandlers | None = None,
     ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -127,9 +126,7 @@ class Executor:
             record_memory: whether to return a timeline and what the stages kept over time; counting takes time of the
                 host, so such a run is slower.
             watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
-            ahead: for a rank that begins before all others have ended the step before, on all ranks or on none.
-            forwarded: takes the results of all forwards of this rank as soon as there are all, so that they can travel
-                while the backwards run.
+            milestones: what to do at those of the program.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
@@ -137,7 +134,7 @@ class Executor:
         watch = watch or Unwatched()
         with watch.program(job.step):
             walk = self.walk(
-                program, job, record=record, record_memory=record_memory, at=watch.at, ahead=ahead, forwarded=forwarded
+                program, job, record=record, record_memory=record_memory, at=watch.at, milestones=milestones
             )
             return drive(walk, wait=watch.wait)
 
@@ -149,36 +146,29 @@ class Executor:
         record: bool = False,
         record_memory: bool = False,
         at: Callable[[Instruction], None] = lambda instruction: None,
-        ahead: Ahead | None = None,
-        forwarded: Forwarded | None = None,
+        milestones: MilestoneHandlers | None = None,
     ) -> Walk[ProgramResult]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
-        self._check(program)
+        milestones = milestones or {}
+        self._check(program, milestones)
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
         self._begin(program, recorder)
         parts = RankParts(
             self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
         )
-        course = _Course(job, recorder, at, defaultdict(list), parts)
-        line = program.ranks[self.rank]
-        asked = first_backward(line)
-        told = max(asked, after_forwards(line))
-        yield from self._follow(line[:asked], course)
-        if ahead is not None and not (yield from ahead.holds()):
+        course = _Course(job, recorder, at, defaultdict(list), parts, milestones)
+        if not (yield from self._follow(program.ranks[self.rank], course)):
             yield from self._exchange.give_up(left_over(program)[self.rank])
+            yield from self._follow((Rollback(),), course)
             return ProgramResult({}, recorder.timeline(), given_up=True)
-        yield from self._follow(line[asked:told], course)
-        if forwarded is not None:
-            forwarded(course.results)
-        yield from self._follow(line[told:], course)
         yield from self._exchange.finish()
         self._offloads.finish()
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
         return ProgramResult(collected, recorder.timeline(), recorder.memory())
 
-    def _follow(self, line: Sequence[Instruction], course: _Course) -> Walk[None]:
-        """Run instructions one after another."""
+    def _follow(self, line: Sequence[Instruction], course: _Course) -> Walk[bool]:
+        """Run instructions one after another; return whether all were run, or the program was left at a milestone."""
         recorder = course.recorder
         for instruction in line:
             course.at(instruction)
@@ -207,6 +197,11 @@ class Executor:
                     self._gradients.start(instruction)
                 case Step():
                     yield from self._finish_batch(recorder)
+                case Milestone():
+                    goes_on = yield from milestone_handler(course.milestones, instruction)(course.results)
+                    recorder.add(instruction, started)
+                    if not goes_on:
+                        return False
                 case OwnWork():
                     handler_of(instruction)(course.parts, instruction)
                     effects = effects_of(instruction)
@@ -216,6 +211,7 @@ class Executor:
                         recorder.note_memory()
                 case _:
                     assert_never(instruction)
+        return True
 
     def _begin(self, program: VerifiedProgram, recorder: Recorder) -> None:
         """Forget what an earlier program has left."""
@@ -231,7 +227,7 @@ class Executor:
             storages |= stage.saved_storages(self._slices)
         return sum(storages.values())
 
-    def _check(self, program: VerifiedProgram) -> None:
+    def _check(self, program: VerifiedProgram, milestones: MilestoneHandlers) -> None:
         if not isinstance(program, VerifiedProgram):
             raise ProgramError(
                 f"Rank {self.rank} was given a {type(program).__name__}; only what schedule.verify returned is run."
@@ -239,10 +235,16 @@ class Executor:
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
         if program is not self._checked:
-            for work in program.ranks[self.rank]:
+            line = program.ranks[self.rank]
+            for work in line:
                 if isinstance(work, OwnWork):
                     handler_of(work)  # which it must have, before anything runs
+            self._milestones = [x for x in line if isinstance(x, Milestone)]
+            if any(x.effects.leaves for x in self._milestones):
+                self._milestones.append(Rollback())
             self._checked = program
+        for passed in self._milestones:
+            milestone_handler(milestones, passed)
 
     def _load(self, number: int, microbatch: int, job: BatchInput) -> None:
         stage = self.stages[number]

@@ -7,8 +7,8 @@ schedules then take as long as one device computes (Qi et al. 2023, section 4).
     rank 0 | F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3       ZB-H2, 4 micro-batches:
     rank 1 |  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3    12 instead of 13 units
 
-Left out: the question before the first backward of a batch, whether the step before was right. Its answer needs the end
-of that step on all ranks; the first micro-batch has gone through all stages by then, so it has come as a rule.
+Where the program has a `Confirm` before its first backward, a rank waits there until all ranks have ended the step
+before. The first micro-batch has gone through all stages by then, so most ranks wait for nothing.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
+from lightning_pipe.core.milestones import Milestone
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
     AnyCompute,
@@ -244,6 +245,8 @@ class _Rank:
                     yield _Use("workspace", step.start, end, self._prices.step_bytes(self._rank))
                 case OwnWork():
                     yield from self._own_work(instruction, now)
+                case Milestone():
+                    pass  # what taking a step back needs belongs to the state of the optimizer
                 case _:
                     assert_never(instruction)
         for values, uses in sent.items():

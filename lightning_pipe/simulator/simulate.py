@@ -16,6 +16,7 @@ Assumptions:
     own work   takes no time, keeps its rank busy, or moves a copy: one at a time in each of the two directions, in the
                order of its list and beside everything else. It starts when it is posted, and after the end of the own
                work that it follows; computes that come after it by its effects wait for its end (`core.effects`)
+    milestone  takes no time, but that some wait for the end of the step before on all ranks (`core.milestones`)
     Send       keeps its rank busy while it posts (`Prices.post_s`)
     Step       waits for the computes and reductions of all ranks, since the results of a batch (loss, logged values)
                are exchanged before any optimizer steps; for those of its own rank where ranks run ahead
@@ -39,6 +40,7 @@ from typing import NamedTuple, TypeAlias
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, Resource, effects_of
+from lightning_pipe.core.milestones import Milestone, milestone_effects
 from lightning_pipe.core.prices import Cards, Prices
 from lightning_pipe.core.program import (
     AnyCompute,
@@ -108,6 +110,7 @@ class _Run:
         self._program = program
         self._prices = prices
         self._clock = [*begins]
+        self._stepped = max(begins)  # when all ranks have ended the step before
         self._position = [0] * len(program.ranks)
         self._channels: dict[Channel, _Channel] = defaultdict(_Channel)
         self._arrivals: dict[Use, list[tuple[_Channel, int]]] = defaultdict(list)
@@ -160,6 +163,8 @@ class _Run:
                 pass  # timed after the reductions
             case OwnWork():
                 self._own_work(instruction, rank)
+            case Milestone():
+                self._milestone(instruction, rank)
             case _:
                 assert_never(instruction)
         return True
@@ -207,6 +212,12 @@ class _Run:
         self._ended[work, instruction.code] = end
         for kind in effects.before:
             self._gates[work, kind] = max(end, self._gates.get((work, kind), end))
+
+    def _milestone(self, milestone: Milestone, rank: int) -> None:
+        start = self._clock[rank]
+        if milestone_effects(milestone).awaits_steps:
+            self._clock[rank] = max(start, self._stepped)
+        self.events[rank].append(Event(rank, milestone, start, self._clock[rank]))
 
     def _samples(self, stage: int, rank: int, microbatch: int) -> int:
         size = self._program.sizes[microbatch]

@@ -124,11 +124,20 @@ def split_of(case: Case, capture: Capture) -> Split:
     return capture.split(tuple(capture.graph.position(at) for at in case.cuts))
 
 
-def program_of(case: Case, split: Split, *, synchronise: bool = True) -> VerifiedProgram:
+def program_of(case: Case, split: Split, *, synchronise: bool = True, milestones: bool = False) -> VerifiedProgram:
     """Return the verified program of the case's schedule."""
     order = order_of(case.schedule, layout=case.layout, microbatches=len(case.sizes))
-    traffic = split.traffic
-    return verify(lower(order, layout=case.layout, sizes=case.sizes, traffic=traffic, synchronise=synchronise))
+    return verify(
+        lower(
+            order,
+            layout=case.layout,
+            sizes=case.sizes,
+            traffic=split.traffic,
+            synchronise=synchronise,
+            confirms=milestones,
+            publishes=milestones,
+        )
+    )
 
 
 def job_of(case: Case, **changes: float) -> BatchInput:

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_pipe.core.program import VerifiedProgram
+from lightning_pipe.core.milestones import Confirm
+from lightning_pipe.core.program import AnyCompute, VerifiedProgram
 from lightning_pipe.schedule.construct.chain import chain
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import SCHEDULES, order_of
@@ -20,7 +21,7 @@ QUICK = [name for name in SCHEDULES if name != "milp"]
 def program_of(schedule: str, p: int, m: int) -> VerifiedProgram:
     layout = SCHEDULES[schedule].layout([(rank,) for rank in range(p)])
     order = order_of(schedule, layout=layout, microbatches=m)
-    return verify(lower(order, layout=layout, sizes=(2,) * m, traffic=chain(len(layout.stages))))
+    return verify(lower(order, layout=layout, sizes=(2,) * m, traffic=chain(len(layout.stages)), confirms=True))
 
 
 def ends(program: VerifiedProgram, prices: UnitPrices, steps: int) -> list[float]:
@@ -43,6 +44,18 @@ def test_zero_bubble_schedules_take_as_long_as_one_device_computes(p):
 def test_nothing_is_gained_where_the_first_rank_begins_first_and_ends_last(schedule):
     program = program_of(schedule, 4, 8)
     assert period(program, UnitPrices()) == simulate(program, UnitPrices()).makespan
+
+
+def test_a_rank_waits_for_the_end_of_the_last_step_where_it_confirms_it():
+    """Without a confirmation rank 0 would begin its backward at once; with one it waits for the slow last rank."""
+    program = program_of("zb_h2", 2, 4)
+    begins = (0.0, 100.0)
+    timeline = simulate(program, UnitPrices(), begins=begins)
+    confirmed = {e.rank: e for e in timeline.events if e.instruction == Confirm()}
+    assert confirmed[0].end == confirmed[0].start + (100.0 - confirmed[0].start) == 100.0
+    assert confirmed[1].end == confirmed[1].start >= 100.0
+    backwards = [e for e in timeline.computes(0) if isinstance(e.instruction, AnyCompute) and e.instruction.kind != "F"]
+    assert min(e.start for e in backwards) >= 100.0
 
 
 @pytest.mark.parametrize("schedule", QUICK)

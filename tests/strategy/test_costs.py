@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_pipe.core.cluster_file import load_cluster
 from lightning_pipe.core.plan import Plan
@@ -196,3 +197,20 @@ def optimizer_s(folder: str) -> float | None:
 def test_what_callbacks_do_is_not_the_optimizers_time(reported):
     folder, _ = reported
     assert World(2).run(optimizer_s, str(folder))[0] < DAWDLE_S
+
+
+def measured_in(dtype: torch.dtype) -> list[str]:
+    """Fit a module of this type with measured costs while it is the default; return the types of its parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        module = make_module("frozen", dtype=dtype)
+        strategy = DappleStrategy(cache="off", layout="1-1", microbatches=2)
+        make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(module, make_loader("frozen", dtype=dtype))
+        return sorted({str(parameter.dtype) for parameter in module.parameters()})
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_costs_are_measured_under_any_default_type():
+    assert World(2).run(measured_in, torch.float64) == [["torch.float64"]] * 2

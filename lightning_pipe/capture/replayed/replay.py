@@ -216,6 +216,10 @@ class Replay:
         """Return the same step with losses of micro-batches combined as means or as sums."""
         return Replay(self._request, replace(self.trace, combine=role), reason=self.reason)
 
+    def without_slices(self) -> Replay:
+        """Return this step: its nodes are all taken for such that may mix samples."""
+        return self
+
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""
         if self._request.samples is None and samples != self.trace.samples:

@@ -153,6 +153,7 @@ class Judge:
                 training=training,
                 synchronise=training,
                 join=planned_join(plan),
+                confirms=training and self._problem.runs_ahead,
             )
         )
 

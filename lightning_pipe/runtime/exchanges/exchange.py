@@ -142,7 +142,7 @@ class Exchange:
         """Bring everything under way to rest: post the ends that are missing, with nothing in them, and wait for all.
 
         Args:
-            rest: these ends (`core.abort_program`).
+            rest: these ends (`runtime.abort_program`).
         """
         for end in rest:
             match end:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork
+from lightning_pipe.core.milestones import MILESTONES, Milestone
 from lightning_pipe.core.program import (
     Bucket,
     Compute,
@@ -62,9 +63,12 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Instruction]], ...] = (
     ),
     (re.compile(r"REDUCE(\d+)(\+?)"), lambda bucket, along: Reduce(int(bucket), bool(along))),
     (re.compile(r"STEP"), lambda: Step()),
+    (re.compile(r"([A-Z]{2,})"), lambda code: _milestone(code)()),
     (re.compile(r"(\d+)([A-Z]{2,})(\d+)"), lambda s, code, m: _own_work(code)(int(s), int(m))),
 )
-_EXAMPLES = "2F0, 2W0+1, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1+, STEP, 2FREE0, 2EVICT0, 2FETCH0"
+_EXAMPLES = (
+    "2F0, 2W0+1, 2LOAD0, 1SEND_F0>2@3[0:2], 2RECV_F0<1@2[0:2], REDUCE1+, STEP, CONFIRM, 2FREE0, 2EVICT0, 2FETCH0"
+)
 
 
 def parse(text: str) -> Instruction:
@@ -83,6 +87,14 @@ def _own_work(code: str) -> type[OwnWork]:
     if code not in OWN_WORK:
         raise ProgramError(f"found {code!r}; a rank's own work is written {', '.join(sorted(OWN_WORK))}")
     return OWN_WORK[code]
+
+
+def _milestone(code: str) -> type[Milestone]:
+    if code not in MILESTONES:
+        raise ProgramError(
+            f"found {code!r}; what stands once in a rank's list is STEP, {', '.join(sorted(MILESTONES))}"
+        )
+    return MILESTONES[code]
 
 
 def format_order(order: Order) -> tuple[str, ...]:

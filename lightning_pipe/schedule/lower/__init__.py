@@ -13,6 +13,7 @@ from lightning_pipe.schedule.lower.gradients import add_reductions
 from lightning_pipe.schedule.lower.join import join_weight_halves
 from lightning_pipe.schedule.lower.loads import add_loads
 from lightning_pipe.schedule.lower.memory import add_frees
+from lightning_pipe.schedule.lower.milestones import add_confirmation, add_publication
 from lightning_pipe.schedule.lower.offload import add_swaps
 from lightning_pipe.schedule.lower.samples import drop_empty_computes
 from lightning_pipe.schedule.lower.steps import add_steps
@@ -33,6 +34,8 @@ def lower(
     early_release: bool = True,
     split: bool = True,
     join: int = 1,
+    confirms: bool = False,
+    publishes: bool = False,
 ) -> Program:
     """Return the program of an order.
 
@@ -47,6 +50,8 @@ def lower(
             comparison with published fused backwards.
         split: whether B is replaced by I and W; False for stages whose backward is one function.
         join: micro-batches whose W, where they follow each other, may at most be one (joined W); 1 joins none.
+        confirms: whether ranks run ahead, and look before their first backward whether the step before was right.
+        publishes: whether ranks tell their results as soon as their forwards are done.
 
     Raises:
         ProgramError: if layout, sizes or traffic make no sense, or the order names an unknown stage or micro-batch.
@@ -62,4 +67,6 @@ def lower(
     program = add_receives(program)
     program = add_loads(program)
     program = add_frees(program)
-    return add_steps(program)
+    program = add_steps(program)
+    program = add_confirmation(program) if confirms else program
+    return add_publication(program) if publishes else program

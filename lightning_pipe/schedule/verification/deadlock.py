@@ -7,6 +7,7 @@ The program is run without time under the weakest promises that a transport may 
     Compute      blocks until the receives posted for it have moved
     Reduce       is posted and does not block
     own work     waits for nobody but its own rank, in the order of its list
+    milestone    waits for nobody in this program, or for the end of the one before
     Step         blocks until every reduction that its rank posted is posted by all ranks that hold the bucket
 
 A program that ends here ends on every transport that keeps the order of a channel. The laws local to a rank and the
@@ -21,6 +22,7 @@ from typing import TypeAlias
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
+from lightning_pipe.core.milestones import Milestone, milestone_effects
 from lightning_pipe.core.program import AnyCompute, Instruction, Pass, Program, Recv, Reduce, Send, Step
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.rules import holders
@@ -99,6 +101,8 @@ class _Run:
                 return self._late_holder(rank)
             case OwnWork():
                 effects_of(instruction)  # waits for nobody, but must be known
+            case Milestone():
+                milestone_effects(instruction)
             case _:
                 assert_never(instruction)
         return None

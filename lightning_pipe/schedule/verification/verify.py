@@ -16,6 +16,11 @@ Laws (the name in the error text is the one in quotes):
         "free"        after the last compute and the last send of its stage and micro-batch
     "gradients"   every rank that holds a shared bucket reduces it once, after its last W or along with it, in ascending
                   bucket order; along with a W that no compute of the rank comes before, of the bucket's only stage
+    milestones    (`core.milestones`, each under a law of its own) once on every rank or on none; after what they
+                  follow, before what they precede
+        "confirm"     before the first backward and the first sum
+        "publish"     after the last forward, and after CONFIRM where there is one
+        "rollback"    in no program: it is what follows one that was left
     "step"        the optimizer steps once, last, on every rank of a program that synchronises, and in no other
     "deadlock"    no circle of ranks that wait for each other (`schedule.verification.deadlock`)
 
@@ -33,6 +38,7 @@ from typing import NoReturn, TypeVar, cast
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork, effects_of
+from lightning_pipe.core.milestones import Milestone, milestone_effects
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
@@ -67,6 +73,7 @@ def verify(program: Program) -> VerifiedProgram:
     for rank in range(len(program.ranks)):
         _RankCheck(program, flow, shared.get(rank, frozenset()), rank).run()
     _check_channels(program)
+    _check_milestones(program)
     check_progress(program)
     return VerifiedProgram(
         program.ranks, program.sizes, program.layout, program.traffic, program.training, program.synchronise
@@ -108,6 +115,7 @@ class _RankCheck:
         self._demand = self._demanded(shared)
         self._sendable: set[Send] = set()
         self._done: set[OwnWork] = set()
+        self._passed: set[str] = set()  # kinds of computes that have run, and codes of milestones
         self._last_bucket = -1
         self._open_gradients = defaultdict(int, self._count_weight_gradients())
         self._along: Reduce | None = None  # the sum that goes along with the next compute
@@ -159,6 +167,8 @@ class _RankCheck:
                     self._step()
                 case OwnWork():
                     self._own_work(instruction)
+                case Milestone():
+                    self._milestone(instruction)
                 case _:
                     assert_never(instruction)
         self._nothing_left()
@@ -179,6 +189,7 @@ class _RankCheck:
             if earlier in left:
                 self._refuse("inputs", f"it needs {earlier} before it on this rank")
         left.difference_update(parts)
+        self._passed.add(compute.kind)
         sends = self._flow.gives(compute, rank=self._rank)
         self._sendable.update(sends)
         self._demand.open_work[compute.stage, compute.microbatch] += len(sends) - len(parts)
@@ -261,6 +272,22 @@ class _RankCheck:
         self._demand.own_work.discard(work)
         self._done.add(work)
 
+    def _milestone(self, milestone: Milestone) -> None:
+        effects = milestone_effects(milestone)
+        if effects.in_abort:
+            self._refuse(effects.law, "it follows a program that was left, and stands in none")
+        if milestone.code in self._passed:
+            self._refuse(effects.law, "it stands twice")
+        if early := sorted(compute for compute in self._demand.computes if compute.kind in effects.follows):
+            self._refuse(effects.law, f"{early[0]} comes after it")
+        if missing := [str(x) for x in self._line if str(x) in effects.follows and str(x) not in self._passed]:
+            self._refuse(effects.law, f"{missing[0]} comes after it")
+        if late := sorted(self._passed.intersection(effects.precedes)):
+            self._refuse(effects.law, f"{late[0]} of this rank comes before it")
+        if effects.precedes and self._last_bucket >= 0:
+            self._refuse(effects.law, f"{Reduce(self._last_bucket)} comes before it")
+        self._passed.add(milestone.code)
+
     def _open_work(self, *work: int) -> list[str]:
         """Name the computes and the sends of a stage and micro-batch that are missing so far."""
         computes = sorted(x for x in self._demand.computes if (x.stage, x.microbatch) == work)
@@ -315,6 +342,14 @@ def _check_channels(program: Program) -> None:
                     f'channel from rank {sender} to rank {receiver}: law "channel": message {number} is sent by '
                     f"{_posted(sender, sent)} but received by {_posted(receiver, received)}"
                 )
+
+
+def _check_milestones(program: Program) -> None:
+    """Check that every rank comes to the same milestones: whoever awaits others there must be awaited by them."""
+    found = [{x for x in line if isinstance(x, Milestone)} for line in program.ranks]
+    for rank, here in enumerate(found):
+        for missing in sorted(set().union(*found) - here, key=str):
+            raise ProgramError(f'rank {rank}, at its end: law "{missing.effects.law}": missing {missing}')
 
 
 def _posted(rank: int, entry: tuple[int, Instruction] | None) -> str:

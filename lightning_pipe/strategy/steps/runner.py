@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from lightning_pipe.capture.route import Plays
+from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.runtime.ahead import Ahead
 from lightning_pipe.runtime.exchanges.results import Collected
-from lightning_pipe.runtime.job import BatchInput, ProgramResult, ResultSlice
+from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
+from lightning_pipe.runtime.milestones import MilestoneHandlers, Pieces, at_once
 from lightning_pipe.runtime.waiting import Walk, drive
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
@@ -156,7 +156,7 @@ class Runner:
         """Run a program; return what this rank has then, and the coroutine that gives what all have."""
         results = list[Walk[Collected]]()
 
-        def collect(pieces: Mapping[str, Sequence[ResultSlice]]) -> None:
+        def collect(pieces: Pieces) -> None:
             votes = {"stop": float(turn.stop())}
             results.append(step.results.collect(program, pieces, step.names, votes=votes))
 
@@ -167,26 +167,28 @@ class Runner:
             record=turn.record,
             record_memory=turn.measure_memory,
             watch=self._links.watch,
-            forwarded=collect if step.shares_early else None,
+            milestones={Publish: at_once(collect), **self._rolling_back()},
         )
-        outcome = run() if not step.early else self._run_ahead(run)
-        if not step.shares_early:
+        outcome = run()
+        if outcome.given_up:  # and the step before taken again, so that this one holds
+            outcome = run()
+        if not results:
             collect(outcome.results)
         return outcome, results[0]
 
-    def _run_ahead(self, run: Callable[..., ProgramResult]) -> ProgramResult:
-        """Run a program before the step before is known to be right; if it was not, take that again, and this too."""
+    def _rolling_back(self) -> MilestoneHandlers:
+        """Return what confirms the optimizer step before, and what takes it and the state of this one back."""
         later = self._later
-        assert later is not None, "only ranks that run ahead learn late"
-        ahead = Ahead(later.holds)
+        if later is None:
+            return {}
         before = StateSnapshot(self._weights) if later.pending else None
-        outcome = run(ahead=ahead)
-        if outcome.given_up:
+
+        def roll_back(pieces: Pieces) -> None:
             assert before is not None, "only a step that is pending can be wrong"
             later.redo()
             before.restore()
-            outcome = run(ahead=ahead)
-        return outcome
+
+        return {Confirm: lambda pieces: later.holds(), Rollback: at_once(roll_back)}
 
     def _state_bytes(self) -> int:
         kept = 0 if self._later is None else self._later.bytes

@@ -13,6 +13,10 @@ What is the same in all micro-batches of one batch (the count of a class, an ext
 operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes
 micro-batches as unlike each other as they can be, and compared once more.
 
+Replicas that share the samples of micro-batches cut further. These slices must give what the micro-batch gives, for no
+user asked for them; where they do not (a loss that is no mean and no sum, an operation that mixes samples without our
+knowing), replicas take whole micro-batches in turn instead.
+
 Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
 
 It costs a run of the whole batch and one or two of all micro-batches, and is left out, saying so, where these would
@@ -55,8 +59,22 @@ log = logging.getLogger(__name__)
 
 Role = Literal["mean", "sum"]
 _MOST_SECONDS = 60.0
+_FEW = 3  # samples of a part, where only whether cutting changes anything is of interest
 _MOST_ON_HOST_BYTES = 4 * 2**30  # of activations of the whole batch
 _OTHER: dict[Role, Role] = {"mean": "sum", "sum": "mean"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What cutting does to a step.
+
+    Attributes:
+        role: how losses of the parts are combined.
+        slices_differ: whether slices of micro-batches do not give what micro-batches give.
+    """
+
+    role: Role
+    slices_differ: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,15 +105,22 @@ class Measured:
         return self.relative <= self.worst.allowed
 
 
-def role_by_numbers(
-    captured: Captured, call: StepRequest, *, sizes: tuple[int, ...], control: ControlPlane, seconds: float
-) -> Role | None:
-    """Return how losses of micro-batches make that of the batch, None if that was not measured; on all ranks together.
+def cut_by_numbers(
+    captured: Captured,
+    call: StepRequest,
+    *,
+    sizes: tuple[int, ...],
+    parts: tuple[int, ...],
+    control: ControlPlane,
+    seconds: float,
+) -> Cut | None:
+    """Return what cutting a batch does, None if that was not measured; on all ranks together.
 
     Args:
         captured: the step.
         call: what was captured; the module of rank 0 is whole, and rank 0 has the tensors of the batch.
         sizes: samples of the micro-batches.
+        parts: samples of the slices of micro-batches that replicas compute; `sizes` where they share none.
         control: to the other ranks.
         seconds: what running the plain and the captured step on one micro-batch has taken.
 
@@ -104,21 +129,45 @@ def role_by_numbers(
             number for the batch and none for a micro-batch.
     """
 
-    def decide() -> Role | None:
+    def decide() -> Cut | None:
         assert call.tensors is not None, "rank 0 has looked at the batch"
-        request, begin = captured.request, time.perf_counter()
+        request, begin, known = captured.request, time.perf_counter(), _role_of(captured.capture)
         try:
-            if seconds * len(sizes) > _MOST_SECONDS:
-                raise Incomparable(f"it would take about {seconds * len(sizes):.0f} s")
-            known = _role_of(captured.capture)
-            found = measure(captured.capture, request, call.tensors, sizes=sizes, role=known)
+            compared = parts if len(sizes) > 1 else _few(captured.capture, parts)
+            expected_s = seconds * sum(compared) / max(sizes)
+            if expected_s > _MOST_SECONDS:
+                raise Incomparable(f"it would take about {expected_s:.0f} s")
+            tensors = _first_samples(call.tensors, request, sum(compared))
+            found = measure(captured.capture, request, tensors, sizes=compared, role=known)
         except Incomparable as reason:
-            log.warning("What %d micro-batches change is not measured: %s.", len(sizes), reason)
+            log.warning("What cutting a batch into %d parts changes is not measured: %s.", len(parts), reason)
             return None
-        _tell(captured, found, known, len(sizes), time.perf_counter() - begin)
-        return found.role
+        if parts != sizes and not found.agrees:
+            return Cut(found.role, slices_differ=True)
+        _tell(captured, found, known, len(parts), time.perf_counter() - begin)
+        return Cut(found.role)
 
     return control.agreed(decide, source=0, what="what micro-batches change")
+
+
+def warn_of_shared_samples(captured: Captured) -> None:
+    """Warn that replicas do not share samples, as they would have."""
+    rank_zero_warn(
+        f"{captured.request.method} gives something else for slices of a micro-batch than for the whole, so replicas "
+        f"take whole micro-batches in turn. {captured.capture.mixing()} DistributedDataParallel has this difference "
+        "from one device without a word."
+    )
+
+
+def _few(captured: Route, parts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return smaller parts, as many, that are as good to see whether cutting changes anything."""
+    few = tuple(min(part, _FEW) for part in parts)
+    return parts if any(captured.misfit(size) for size in {*few, sum(few)}) else few
+
+
+def _first_samples(tensors: Sequence[torch.Tensor], request: Request, samples: int) -> list[torch.Tensor]:
+    cut = request.structure.cut(request.batch_dim)
+    return [t.narrow(request.batch_dim, 0, samples) if c else t for t, c in zip(tensors, cut, strict=True)]
 
 
 def warn_of_unknown_role(captured: Captured) -> None:
