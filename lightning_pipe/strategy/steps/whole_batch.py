@@ -36,8 +36,8 @@ from typing import Literal
 import torch
 
 from lightning_pipe.capture import Request, Route
+from lightning_pipe.capture.recording.no_randomness import NoRandomness
 from lightning_pipe.capture.steps.batch import sorted_samples
-from lightning_pipe.capture.steps.no_randomness import NoRandomness
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import CaptureError
