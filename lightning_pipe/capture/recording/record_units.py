@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
 from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.recording.no_randomness import NoRandomness
 from lightning_pipe.capture.recording.unit_choice import UnitCall, call_paths, recording_tree
 from lightning_pipe.capture.recording.unit_flow import EscapeReader, Follower
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
@@ -27,7 +28,6 @@ from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import assignment_line, noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
-from lightning_pipe.capture.steps.no_randomness import NoRandomness
 from lightning_pipe.capture.steps.numbers import Place, numbers_said
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
