@@ -31,6 +31,8 @@ class StagePlan:
         weights: proportions in which replicas share the samples of a micro-batch, one integer each; () in equal parts.
         recompute: places whose saved tensors F drops and the backward recomputes, just before it reads them.
         offload: places whose saved tensors are copied to the host's memory after F, and back before the backward.
+        beside_copy: computes of a rank that run beside such a copy after F; then the rank waits for its end, and gives
+            the memory up. None: as many as the copy takes, by the times that the plan is judged with.
     """
 
     at: str
@@ -39,6 +41,7 @@ class StagePlan:
     weights: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    beside_copy: int | None = None
 
 
 def keeps_all(stage: StagePlan) -> bool:
@@ -72,6 +75,11 @@ class Plan:
     order: tuple[str, ...] = ()
     shard_optimizer: bool = False
     ignore_checkpoints: bool = False
+
+    @property
+    def beside_copies(self) -> tuple[int | None, ...]:
+        """Return `beside_copy` of every stage, as lowering takes it."""
+        return tuple(stage.beside_copy for stage in self.stages)
 
     @property
     def layout(self) -> Layout:
