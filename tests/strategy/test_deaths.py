@@ -260,6 +260,8 @@ def warnings_of(layers: int, batch_dim: int) -> list[str]:
 def test_stages_without_work_are_told():
     first, _ = World(2).run(warnings_of, 1, 0, deadline_s=SOON)
     assert any("hold no parameters and compute next to nothing" in text for text in first), first
+    first, _ = World(2).run(warnings_of, 2, 1, deadline_s=SOON)
+    assert any("or samples do not lie along batch_dim" in text for text in first), first
     first, _ = World(2).run(warnings_of, 8, 0, deadline_s=SOON)
     assert not any("hold no parameters" in text for text in first), first
 

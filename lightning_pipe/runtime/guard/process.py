@@ -27,7 +27,10 @@ _TICK_S = 0.1
 _BEAT_S = 0.5
 _CONNECT_S = 3.0  # for one address of the hub
 _LAST_WORD_S = 1.0  # for a rank to end once it was told to, and for a hub to be heard
-_KILLED = "its process has ended without a word: it was killed (perhaps for want of memory), or called os._exit"
+_KILLED = (
+    "its process has ended without a word: it was killed (perhaps for want of memory), aborted by a library, or called "
+    "os._exit"
+)
 _ALL = "0.0.0.0"
 
 
@@ -162,7 +165,7 @@ class RankGuard:
                 for guest in self._guests.values():
                     guest.send({"say": "bye"})
         else:
-            self._declare(state, _KILLED, lasting=True)
+            self._declare(state, _KILLED, lasting=True, is_said=bool(self._told_at))
         for ward in self._wards:
             _kill(ward)
         if self._failure is not None or state.mode != IDLE:
@@ -204,8 +207,13 @@ class RankGuard:
                 found = {int(rank): _open_process(pid) for rank, pid in message["pids"].items()}
                 self._children = {rank: d for rank, d in found.items() if d is not None}
 
-    def _declare(self, state: GuardedState, cause: str, *, late_s: float = 0.0, lasting: bool = False) -> None:
-        failure = Failure(self._rank, str(state), cause, session=self._session, lasting=lasting, late_s=late_s)
+    def _declare(
+        self, state: GuardedState, cause: str, *, late_s: float = 0.0, lasting: bool = False, is_said: bool = False
+    ) -> None:
+        """Tell all of a failure of this rank; `is_said`: the terminal has read already why it ends."""
+        failure = Failure(
+            self._rank, str(state), cause, session=self._session, raised=is_said, lasting=lasting, late_s=late_s
+        )
         self._to_hub({"do": "fail", "failure": failure.packed()})
 
     # --- the other guards ---
