@@ -22,7 +22,7 @@ from lightning_pipe.capture.graphs.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.graphs.gradient_nodes import split_input_and_weight_gradients, with_own_gradients
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
-from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, follow, size_function
+from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, UNKNOWN_MIXING, Flow, follow, size_function
 from lightning_pipe.capture.graphs.sample_mixing import mixing_places
 from lightning_pipe.capture.graphs.trace import Request, trace
 from lightning_pipe.capture.graphs.value_roles import Role
@@ -104,10 +104,22 @@ class Capture:
         """Return how losses of slices make that of the batch, "mixed" if operations do not tell."""
         return self.flow.loss
 
-    @property
-    def mixed_values(self) -> frozenset[str]:
-        """Return the names of the nodes that are no sum, mean or extreme over samples."""
-        return frozenset(name for name, role in self.flow.roles.items() if role == "mixed")
+    def averaged_buffers(self) -> tuple[str, ...]:
+        """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
+
+        The mean of the replicas is right for averages over samples, and is what batch statistics become.
+        """
+        nodes = {node.name: node for node in self.joint.module.graph.nodes}
+
+        def is_statistics(new: str) -> bool:
+            sources = {new, *(node.name for node in nodes[new].all_input_nodes)}
+            return any(self.flow.coupled.get(name) == BATCH_STATISTICS for name in sources)
+
+        return tuple(
+            state
+            for state, new in self.joint.mutations.items()
+            if self.flow.roles.get(new) not in ("same", "mean") and not is_statistics(new)
+        )
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
@@ -197,13 +209,13 @@ class Capture:
 
     def _single_statistics(self, samples: int) -> str:
         """Name a batch norm that would see one value per channel; eager torch refuses it, a graph would not."""
-        nodes = {node.name: node for node in self.joint.module.graph.nodes}
-        for name, reason in self.flow.coupled.items():
-            if reason == BATCH_STATISTICS:
-                _, channels, *_ = shape = size_function(nodes[name].args[0].meta["val"], self.joint)(samples)
-                if math.prod(shape) <= channels:
-                    custom = nodes[name].meta.get("custom") or {}
-                    return f"batch statistics of a single value per channel in {custom.get('module') or name}"
+        looking = {name for name, reason in self.flow.coupled.items() if reason == BATCH_STATISTICS}
+        nodes = {node.name: node for node in self.joint.module.graph.nodes if node.name in looking} if looking else {}
+        for name in filter(nodes.get, self.flow.coupled):
+            _, channels, *_ = shape = size_function(nodes[name].args[0].meta["val"], self.joint)(samples)
+            if math.prod(shape) <= channels:
+                custom = nodes[name].meta.get("custom") or {}
+                return f"batch statistics of a single value per channel in {custom.get('module') or name}"
         return ""
 
     def with_totals(
@@ -246,6 +258,12 @@ class Capture:
     def with_role(self, role: Literal["mean", "sum"]) -> Capture:
         """Return the same step with losses of micro-batches combined as means or as sums."""
         return replace(self, flow=self.flow.with_loss(self.joint, role))
+
+    def without_slices(self) -> Capture:
+        """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
+        unknown = dict.fromkeys((name for name in self.kinds.placed if name not in self.flow.coupled), UNKNOWN_MIXING)
+        flow = replace(self.flow, coupled={**self.flow.coupled, **unknown})
+        return replace(self, flow=flow, graph=_graph(self.joint, self.kinds, flow, self.aliases))
 
     def changed(self, situation: Situation) -> str:
         """Return "" if what the step's Python read is as it was, else what has changed."""

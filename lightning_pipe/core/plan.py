@@ -8,6 +8,7 @@ captured graph (`addmm_7`) or at the first node of a module (`model.blocks.3`); 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from lightning_pipe.core.program import Layout
@@ -89,6 +90,7 @@ class Plan:
         return Layout(tuple(stage.ranks for stage in self.stages), whole, () if is_even else weights)
 
 
+@lru_cache(maxsize=1024)
 def microbatch_sizes(samples: int, microbatches: int) -> tuple[int, ...]:
     """Cut `samples` into at most `microbatches` sizes that differ by at most one, larger ones first."""
     count = min(samples, microbatches)

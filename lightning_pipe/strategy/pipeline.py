@@ -67,9 +67,16 @@ from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.runner import Runner
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
-from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
+from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, pieces, slices
 from lightning_pipe.strategy.steps.string_fields import StringReads
-from lightning_pipe.strategy.steps.whole_batch import Role, role_by_numbers, warn_of_mixed_logs, warn_of_unknown_role
+from lightning_pipe.strategy.steps.whole_batch import (
+    Role,
+    cut_by_numbers,
+    warn_of_averages,
+    warn_of_mixed_logs,
+    warn_of_shared_samples,
+    warn_of_unknown_role,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +96,10 @@ class _Planned:
 
 class _WrongCapture(CaptureError):
     """The captured graph of a step does not compute what the step computes."""
+
+
+class _SlicesDiffer(Exception):  # no error: another plan follows
+    """Replicas would share the samples of micro-batches, but slices of them do not give what the whole gives."""
 
 
 class Pipeline:
@@ -136,6 +147,8 @@ class Pipeline:
         self._costs = PlanCosts(config, links, device=device, host=self._host)
         self._given: Plan | None = None
         self._role: Role | None = None
+        self._slices = True  # whether replicas may share the samples of a micro-batch
+        self._warned_logs: set[tuple[str, str]] = set()  # name and line
         self.foreseen: tuple[Foreseen, ...] = ()
         self._later = later
         self.runner = self._runner = Runner(
@@ -191,8 +204,14 @@ class Pipeline:
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._runner.seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         self._stopwatch.lap("first batch")
+        captured = self._capture(call, self._first_slice(self.samples(call.structure)))
         try:
-            self._plan_by(call, self._capture(call, self._first_slice(self.samples(call.structure))), optimizers)
+            try:
+                self._plan_by(call, captured, optimizers)
+            except _SlicesDiffer:
+                warn_of_shared_samples(captured)
+                self._planned, self._slices = None, False
+                self._plan_by(call, captured.without_slices(), optimizers)
         except _WrongCapture as wrong:
             log.info("%s is replayed: %s", call.method, wrong)
             again = self._capture(call, self._first_slice(self.samples(call.structure)), reason=str(wrong))
@@ -257,11 +276,12 @@ class Pipeline:
         if training and config.check:
             captured = self._checked(captured, call, samples)
             self._stopwatch.lap("check")
-        if training and self._role is None and plan.microbatches > 1:
+        if training and self._role is None and len(self._parts(captured, samples)) > 1:
             warn_of_unknown_role(captured)
-        if training and plan.microbatches > 1:
-            warn_of_mixed_logs(captured)
+        self._warn_of_logs(captured, samples)
         step = self._build(captured, cuts)
+        if training:
+            warn_of_averages(captured, step.split, plan.layout)
         shard = plan.shard_optimizer
         self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
         self._steps[self._key(call)] = [step]
@@ -301,9 +321,19 @@ class Pipeline:
     def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
         """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
         sizes = self._sizes(captured.capture, self.samples(call.structure))
-        if len(sizes) > 1:
-            self._role = role_by_numbers(captured, call, sizes=sizes, control=self._links.control, seconds=seconds)
+        parts = self._parts(captured, sum(sizes))
+        if len(parts) > 1:
+            control = self._links.control
+            cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
+            if cut is not None and cut.slices_differ:
+                raise _SlicesDiffer
+            self._role = None if cut is None else cut.role
         return captured.with_role(self._role)
+
+    def _parts(self, captured: Captured, samples: int) -> tuple[int, ...]:
+        """Return the samples of the smallest parts in which a batch is computed."""
+        sizes = self._sizes(captured.capture, samples)
+        return pieces(self._plan_now.layout, sizes) if self._slices and sizes else sizes
 
     def run(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a step on a batch.
@@ -421,6 +451,7 @@ class Pipeline:
             changed = f"what its Python reads has changed {len(steps)} times; last: {steps[-1].misfit(call)}"
             return self._replayed(call, samples, changed)
         captured = self._capture_for(call, samples)
+        self._warn_of_logs(captured, samples)
         step = self._build(captured, self._cuts(captured.capture.graph))
         if call.method == TRAINING:
             step.refuse_borrowed()
@@ -428,6 +459,11 @@ class Pipeline:
         if len(self._steps) > _MOST_CAPTURES:
             del self._steps[next(iter(self._steps))]
         return step, self._sizes(step.capture, samples)
+
+    def _warn_of_logs(self, captured: Captured, samples: int) -> None:
+        """Warn once of each logged number that micro-batches change."""
+        if len(self._parts(captured, samples)) > 1:
+            self._warned_logs |= warn_of_mixed_logs(captured, known=self._warned_logs)
 
     def _key(self, call: StepRequest) -> tuple[Any, ...]:
         """Return what a captured step is kept under: everything that its graph depends on from the start."""
@@ -450,7 +486,7 @@ class Pipeline:
         for step in different_traces(relatives):
             other = step.for_lengths(call)
             if other is not None and self._sizes(other.capture, samples):
-                return other.with_role(self._role if call.method == TRAINING else None)
+                return self._as_found(other)
         begin = time.perf_counter()
         lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self._config.batch_dim)
         found = self._capture(call, self._largest_slice(samples), lengths=lengths)
@@ -519,7 +555,13 @@ class Pipeline:
             else:
                 found = captured_by(self._config.capture, request, traced=traced, refusals=self._refusals)
         captured = Captured(found, replace(request, answers=None), reader, call.structure.template)
-        return captured.with_role(self._role if call.method == TRAINING else None)
+        return self._as_found(captured)
+
+    def _as_found(self, captured: Captured) -> Captured:
+        """Return a captured step with what the numbers of the first one said."""
+        if captured.request.method != TRAINING:
+            return captured
+        return (captured if self._slices else captured.without_slices()).with_role(self._role)
 
     def _refusals(self, refuses: bool) -> tuple[int, int]:
         """Return how many ranks refuse to make a graph of a step, and how many there are."""

@@ -5,6 +5,7 @@ The meaning is read off the descriptors that AOTAutograd puts on inputs and outp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_pipe.capture.steps.step_function import NUMBERS, StepFunction, St
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.errors import CaptureError
 
-_LAYOUT_CHOICE = "fake_impls.py"  # its conditions choose the predicted memory layout of a kernel, nothing else
+_LAYOUT_CHOICE = re.compile(r"fake_impls\.py, line \d+ in conv\b")  # chooses the layout that a kernel will have
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class JointGraph:
 
 def is_layout_choice(origin: str) -> bool:
     """Return whether a condition from there chooses the predicted memory layout of a kernel, and nothing else."""
-    return _LAYOUT_CHOICE in origin
+    return _LAYOUT_CHOICE.search(origin) is not None
 
 
 def describe(

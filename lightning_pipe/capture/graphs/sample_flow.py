@@ -32,6 +32,7 @@ _ALONG = frozenset(
     "logsumexp".split()
 )
 BATCH_STATISTICS = "batch statistics"
+UNKNOWN_MIXING = "samples may be mixed"  # by some operation, as numbers show
 _FLATTENING = frozenset({"view", "_unsafe_view", "reshape"})
 
 

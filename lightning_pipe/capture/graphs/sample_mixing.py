@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import Flow
+from lightning_pipe.capture.graphs.sample_flow import UNKNOWN_MIXING, Flow
 
 
 def mixing_places(joint: JointGraph, flow: Flow) -> str:
     """Return, in words and as far as known, where a step mixes its samples so that micro-batches change it."""
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    found = dict(flow.coupled)
+    found = {name: reason for name, reason in flow.coupled.items() if reason != UNKNOWN_MIXING}
     if joint.loss is not None and flow.roles[joint.loss] not in ("mean", "sum"):
         found.update(dict.fromkeys(_first_mixing(joint, flow), "neither a mean nor a sum over samples"))
     said: dict[str, None] = {}

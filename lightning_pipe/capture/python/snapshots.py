@@ -13,10 +13,11 @@ Tensors count by identity and version, NumPy arrays by content.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -122,6 +123,12 @@ class _Entries:
 
     def _slot(self, key: Any) -> Place:
         return self._at.inside(self._container, key, self._kind)
+
+    @property
+    def empty(self) -> dict[Any, Any] | None:
+        """Return the dict if it was empty, so that it is as it was while it is false; None if that does not tell."""
+        is_plain = type(self._container) in (dict, OrderedDict) and not self._hidden
+        return self._container if is_plain and not self.content else None
 
     def is_same(self) -> bool:
         content, container = self.content, self._container
@@ -271,8 +278,15 @@ class Snapshot:
         for slot in ignored:
             self._ignored.setdefault(identity(slot.container), set()).add(slot.key)
         self._parts: list[_Part] = []
+        self._empty: list[dict[Any, Any]] = []  # of most modules there is nothing else than tables without hooks
+        self._others: list[_Part] = []
         self._seen: dict[int, Any] = {}
         self._enter()
+        for part in self._parts:
+            if isinstance(part, _Entries) and part.empty is not None:
+                self._empty.append(part.empty)
+            else:
+                self._others.append(part)
 
     def __len__(self) -> int:
         """Return the number of places and objects that are compared."""
@@ -283,7 +297,7 @@ class Snapshot:
         for slot, before in self._roots:
             if not same(before, now := slot.read()):
                 yield StateChange(slot, before, now)
-        for part in self._parts:
+        for part in self._parts if any(self._empty) else self._others:
             if not part.is_same():
                 yield from part.changes()
 
@@ -373,6 +387,8 @@ class Snapshot:
         if not is_users(cls) or issubclass(cls, nn.Module):
             return
         internal = {n for n, v in vars(cls).items() if n.startswith("__") and not isinstance(v, types.FunctionType)}
+        if issubclass(cls, enum.Enum):  # tables of members: `a | b` adds a flag to them when it is first asked for
+            internal |= {name for name in vars(cls) if name.startswith("_") and name.endswith("_")}
         attributes = ClassAttributes(cls)
         hidden: Keys = self._ignored.get(identity(attributes), set()) | internal | {"_abc_impl"}
         yield _Entries(attributes, slot, hidden=hidden, kind="attribute")

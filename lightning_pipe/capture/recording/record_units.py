@@ -22,11 +22,12 @@ from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
-from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.capture.steps.batch import flatten, sorted_samples
 from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import assignment_line, noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
+from lightning_pipe.capture.steps.no_randomness import NoRandomness
 from lightning_pipe.capture.steps.numbers import Place, numbers_said
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
@@ -217,6 +218,31 @@ class UnitRecorder:
             numbers=numbers_said(output, recording.calls),
         )
 
+    def said(self, rows: torch.Tensor, kept: ModuleSnapshot) -> StepRecording:
+        """Run the step without randomness on some of the sorted samples, and return what it says.
+
+        Args:
+            rows: indices of the samples.
+            kept: content of the module that the run begins with.
+        """
+        kept.restore()
+        dim, recording = self.request.batch_dim, StepRecording()
+        tensors = sorted_samples(self._tensors, self._cut, dim) or self._tensors
+        leaves = [
+            t.index_select(dim, rows.to(t.device)) if c else t.clone() for t, c in zip(tensors, self._cut, strict=True)
+        ]
+        no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+        with kept.keeper, self._scene(recording), no_randomness:
+            output = self._call(leaves)
+            recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
+        return recording
+
+    @property
+    def total(self) -> int:
+        """Return the number of samples of the whole batch, 1 if it cannot be cut."""
+        dim = self.request.batch_dim
+        return next((t.shape[dim] for t, c in zip(self._tensors, self._cut, strict=True) if c), 1)
+
     def _differentiate(self, loss: torch.Tensor, *, detached: str) -> tuple[float, frozenset[str]]:
         """Return the seconds of the backward, and the names of the parameters that got a gradient.
 
@@ -257,10 +283,8 @@ class UnitRecorder:
 
     def _leaves(self, other: int) -> list[torch.Tensor]:
         """Return copies of some samples: the first of the batch, or some before its end, from the front if too few."""
-        dim = self.request.batch_dim
-        total = next((t.shape[dim] for t, c in zip(self._tensors, self._cut, strict=True) if c), 1)
-        count = self._count(other)
-        rows = (torch.arange(count) - other * count) % total
+        dim, count = self.request.batch_dim, self._count(other)
+        rows = (torch.arange(count) - other * count) % self.total
         return [
             t.index_select(dim, rows.to(t.device)) if c else t.clone()
             for t, c in zip(self._tensors, self._cut, strict=True)

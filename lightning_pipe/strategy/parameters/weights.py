@@ -167,6 +167,10 @@ class Weights:
         """Return whether this rank has the current value of a parameter or buffer."""
         return self.held_by(name, (self._control.rank,))
 
+    def is_everywhere(self, name: str) -> bool:
+        """Return whether every rank holds a parameter, by its canonical name."""
+        return name not in self._holders or len(self._holders[name]) == self._control.ranks
+
     def copied(self, name: str) -> torch.Tensor:
         """Return the current value of a parameter or buffer on the host of every rank."""
         known = self._holders.get(name) or self._moving[name]
@@ -225,19 +229,19 @@ class Weights:
         if self._control.rank != 0:
             yield
             return
-        before = {name: buffers[name].detach().clone() for name in moved}
+        before = {name: buffers[name].data for name in moved}
         for name, value in found.items():
             occupy(self._real[name], value)
         buffers.show()
-        for name, value in moved.items():
-            _assign(buffers[name], value)
+        for name, value in moved.items():  # not copied into what is there: a state_dict outlives this context
+            buffers[name].data = value.to(before[name].device)
         try:
             yield
         finally:
             self._vacate(found)
             self._hide_buffers()
             for name, value in before.items():
-                _assign(buffers[name], value)
+                buffers[name].data = value
 
     @contextlib.contextmanager
     def everywhere(self) -> Iterator[None]:

@@ -25,6 +25,10 @@ class Captured:
     reader: StringReads
     template: Any
 
+    def without_slices(self) -> Captured:
+        """Return the same with every node taken for one that may mix samples, so that replicas share none."""
+        return replace(self, capture=self.capture.without_slices())
+
     def with_role(self, role: Literal["mean", "sum"] | None) -> Captured:
         """Return the same with losses of micro-batches combined in this way; None leaves that as it is."""
         if role is None or self.capture.record.loss is None:

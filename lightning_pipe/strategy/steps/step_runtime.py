@@ -232,6 +232,22 @@ def slices(layout: Layout, sizes: tuple[int, ...]) -> set[int]:
     return lengths - {0}
 
 
+def pieces(layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the samples of the smallest parts in which a batch is computed: slices, where replicas share samples.
+
+    Where other stages take whole micro-batches because they mix samples, those are returned.
+    """
+    stage = max(range(len(layout.stages)), key=lambda s: len(layout.stages[s]))
+    if layout.whole:
+        return sizes
+    return tuple(
+        samples
+        for microbatch, size in enumerate(sizes)
+        for replica in range(len(layout.stages[stage]))
+        if (samples := len(layout.samples(stage, replica, microbatch, size)))
+    )
+
+
 def joined_samples(program: Program) -> list[int]:
     """Return the numbers of samples that joined W have, rising."""
     flow = Dataflow.of(program)
