@@ -44,7 +44,7 @@ from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import Evict, Layout, VerifiedProgram
+from lightning_pipe.core.program import Evict, Fetch, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
@@ -354,7 +354,8 @@ class LanePrices(ChainPrices):
         return self.bytes_per_sample * samples
 
     def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
-        return self.offloaded_bytes(work.stage, samples) / LANE_BYTES_PER_S
+        copied = isinstance(work, Evict | Fetch)
+        return self.offloaded_bytes(work.stage, samples) / LANE_BYTES_PER_S if copied else 0.0
 
 
 LANES = {  # bytes per sample: hidden behind computes, about as long as these, and longer; and whether they are copied
@@ -373,7 +374,7 @@ def lane_program(prices: LanePrices, microbatches: int, *, copies: bool) -> tupl
     program = verify(lower(order, layout=layout, sizes=(SAMPLES,) * microbatches, traffic=traffic))
     split = sleeping_split(prices)
     stages = tuple(
-        replace(stage, offloaded=frozenset(stage.input_grad.inputs) | frozenset(stage.weight_grad.inputs))
+        replace(stage, offloaded=frozenset(stage.weight_grad.inputs))  # what arrived: the bytes of a message
         for stage in split.stages
         if stage.input_grad is not None and stage.weight_grad is not None
     )
