@@ -167,7 +167,7 @@ def saved(console: Console) -> None:
 
 
 def peak_in_order(judged: Judged, rank: int) -> int:
-    """Return the most bytes kept after any instruction of a rank's list, copies to the host having ended."""
+    """Return the most bytes kept after any instruction of a rank's list."""
     prices, program, held, most = judged.prices, judged.program, 0, 0
     waiting: dict[tuple[int, int], int] = {}
     for x in program.ranks[rank]:
@@ -181,7 +181,7 @@ def peak_in_order(judged: Judged, rank: int) -> int:
                 held += waiting[key] - prices.saved_bytes(key[0], samples)
             case "Compute", "W":
                 held -= waiting.pop(key)
-            case "Evict", _:
+            case "Vacate", _:
                 held -= prices.offloaded_bytes(key[0], samples)
             case "Fetch", _:
                 held += prices.offloaded_bytes(key[0], samples)

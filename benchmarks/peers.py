@@ -8,7 +8,9 @@
 Contestants run one after another, in rounds, in the same two processes; a figure is the median of the steps of a round
 (from the end of a batch to the end of the next), then over the rounds. Losses of the first steps must be those of
 Lightning's DDP, or the run ends. Peak is the most resident memory of the larger rank while it trained, above what it
-had before. `torch 1F1B` is torch.distributed.pipelining in a bare loop, its two stages cut by hand in the middle.
+had before. CPU is the seconds that all threads of the busier rank computed per step: on a machine that others use,
+too, it says more than the step. `torch 1F1B` is torch.distributed.pipelining in a bare loop, its two stages cut by hand
+in the middle.
 """
 
 from __future__ import annotations
@@ -129,15 +131,25 @@ class Steps(pl.Callback):
     """When batches ended, and with which losses."""
 
     ends: list[float] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *___: Any) -> None:
         self.ends.append(time.perf_counter())
+        self.computed.append(time.process_time())
         self.losses.append(float(outputs["loss"]))
 
     def median_s(self) -> float:
         """Return the median seconds of a step after the first ones."""
-        pairs = zip(self.ends[WARM_UP - 1 :], self.ends[WARM_UP:], strict=False)
+        return self._median(self.ends)
+
+    def cpu_s(self) -> float:
+        """Return the median seconds that this process computed in a step after the first ones."""
+        return self._median(self.computed)
+
+    @staticmethod
+    def _median(clock: list[float]) -> float:
+        pairs = zip(clock[WARM_UP - 1 :], clock[WARM_UP:], strict=False)
         return statistics.median(end - start for start, end in pairs)
 
 
@@ -146,6 +158,7 @@ class Figure:
     """What one contestant showed on one rank."""
 
     step_s: float
+    cpu_s: float
     peak_bytes: int
     losses: tuple[float, ...]
 
@@ -190,7 +203,7 @@ def fitted(case: Case, strategy: Callable[[], Any]) -> Figure:
     if is_ddp:
         dist.all_reduce(losses)
         losses /= RANKS
-    return Figure(steps.median_s(), peak(), tuple(losses.tolist()))
+    return Figure(steps.median_s(), steps.cpu_s(), peak(), tuple(losses.tolist()))
 
 
 def torch_1f1b(case: Case, microbatches: int) -> Figure:
@@ -217,7 +230,7 @@ def torch_1f1b(case: Case, microbatches: int) -> Figure:
             steps.on_train_batch_end(None, None, {"loss": loss})
     losses = torch.tensor(steps.losses[:WARM_UP])
     dist.broadcast(losses, RANKS - 1)
-    return Figure(steps.median_s(), peak(), tuple(losses.tolist()))
+    return Figure(steps.median_s(), steps.cpu_s(), peak(), tuple(losses.tolist()))
 
 
 def contestants(case: Case) -> dict[str, Callable[[Case], Figure]]:
@@ -263,9 +276,10 @@ def compared(ranks: list[dict[str, list[Figure]]]) -> dict[str, dict[str, float]
         for figure in rows:
             if not all(map(_same, figure.losses, expected)):
                 raise SystemExit(f"{who} had losses {figure.losses}; expected {expected}")
-        times = [max(rank[who][i].step_s for rank in ranks) for i in range(len(rows))]
-        peaks = [max(rank[who][i].peak_bytes for rank in ranks) for i in range(len(rows))]
-        figures[who] = {"step_s": statistics.median(times), "peak_bytes": statistics.median(peaks)}
+        figures[who] = {
+            kind: statistics.median(max(vars(rank[who][i])[kind] for rank in ranks) for i in range(len(rows)))
+            for kind in ("step_s", "cpu_s", "peak_bytes")
+        }
     return figures
 
 
@@ -289,12 +303,15 @@ def main() -> None:
     else:
         ranks = run_ranks(RANKS, run, *arguments, deadline_s=1800)
     figures = compared(ranks)
-    table = Table("", "step", "of DDP's", "peak", "of DDP's", title=f"{options.case}, {options.rounds} rounds")
+    table = Table(
+        "", "step", "of DDP's", "CPU", "of DDP's", "peak", "of DDP's", title=f"{options.case}, {options.rounds} rounds"
+    )
     reference = figures[REFERENCE]
     for who, found in figures.items():
         ratios = {key: found[key] / reference[key] if reference[key] else math.nan for key in found}
-        step, peak = f"{found['step_s'] * 1e3:.1f} ms", f"{found['peak_bytes'] / 2**20:.0f} MiB"
-        table.add_row(who, step, f"{ratios['step_s']:.2f}", peak, f"{ratios['peak_bytes']:.2f}")
+        texts = {key: f"{found[key] * 1e3:.1f} ms" for key in ("step_s", "cpu_s")}
+        texts["peak_bytes"] = f"{found['peak_bytes'] / 2**20:.0f} MiB"
+        table.add_row(who, *(cell for key in found for cell in (texts[key], f"{ratios[key]:.2f}")))
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

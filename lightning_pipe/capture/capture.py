@@ -209,13 +209,13 @@ class Capture:
 
     def _single_statistics(self, samples: int) -> str:
         """Name a batch norm that would see one value per channel; eager torch refuses it, a graph would not."""
-        nodes = {node.name: node for node in self.joint.module.graph.nodes}
-        for name, reason in self.flow.coupled.items():
-            if reason == BATCH_STATISTICS:
-                _, channels, *_ = shape = size_function(nodes[name].args[0].meta["val"], self.joint)(samples)
-                if math.prod(shape) <= channels:
-                    custom = nodes[name].meta.get("custom") or {}
-                    return f"batch statistics of a single value per channel in {custom.get('module') or name}"
+        looking = {name for name, reason in self.flow.coupled.items() if reason == BATCH_STATISTICS}
+        nodes = {node.name: node for node in self.joint.module.graph.nodes if node.name in looking} if looking else {}
+        for name in filter(nodes.get, self.flow.coupled):
+            _, channels, *_ = shape = size_function(nodes[name].args[0].meta["val"], self.joint)(samples)
+            if math.prod(shape) <= channels:
+                custom = nodes[name].meta.get("custom") or {}
+                return f"batch statistics of a single value per channel in {custom.get('module') or name}"
         return ""
 
     def with_totals(

@@ -41,6 +41,7 @@
 * `distributed_c10d._get_default_group`: what `get_rank` and `get_world_size` ask.
 * `GradScaler._per_optimizer_states`, `_scale`: whether gradients of an optimizer were finite, and where that is kept;
   `Optimizer._step_supports_amp_scaling`: whether an optimizer looks itself.
+* `_foreach_norm`: the norms of several tensors, as `torch.nn.utils.get_total_norm` finds them.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -124,6 +125,7 @@ __all__ = [
     "is_traced",
     "keeping_version",
     "looks_for_overflow",
+    "norms_of_each",
     "numbered_checkpoints",
     "operator_name",
     "own_symbol",
@@ -641,6 +643,12 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
 def is_profiling() -> bool:
     """Return whether a profiler runs in this thread."""
     return torch._C._autograd._profiler_enabled()
+
+
+def norms_of_each(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Return the norm of each tensor."""
+    with torch.no_grad():
+        return list(torch._foreach_norm(tensors, norm_type))
 
 
 def version_of(tensor: torch.Tensor) -> int:

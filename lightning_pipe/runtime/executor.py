@@ -13,8 +13,7 @@ without a message.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +49,7 @@ from lightning_pipe.runtime.milestones import MilestoneHandlers, milestone_handl
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Walk, drive, drive_together
+from lightning_pipe.runtime.waiting import Wait, Walk, drive, drive_together
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ class Executor:
         self._step = step
         self._slices: dict[int, Slices] = defaultdict(dict)
         self._checked: VerifiedProgram | None = None
+        self._parts: dict[tuple[int, tuple[int, ...]], Slice] = {}  # of the batch at hand
         self._milestones: list[Milestone] = []  # of that program
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
@@ -116,6 +116,7 @@ class Executor:
         record_memory: bool = False,
         watch: Watch | None = None,
         milestones: MilestoneHandlers | None = None,
+        before_waiting: Callable[[], None] | None = None,
     ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -127,6 +128,7 @@ class Executor:
                 host, so such a run is slower.
             watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
             milestones: what to do at those of the program.
+            before_waiting: called before this rank waits for anything, each time.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
@@ -136,7 +138,14 @@ class Executor:
             walk = self.walk(
                 program, job, record=record, record_memory=record_memory, at=watch.at, milestones=milestones
             )
-            return drive(walk, wait=watch.wait)
+            if before_waiting is None:
+                return drive(walk, wait=watch.wait)
+
+            def wait(pending: Wait) -> None:
+                before_waiting()
+                watch.wait(pending)
+
+            return drive(walk, wait=wait)
 
     def walk(
         self,
@@ -203,7 +212,8 @@ class Executor:
                     if not goes_on:
                         return False
                 case OwnWork():
-                    handler_of(instruction)(course.parts, instruction)
+                    if (waits := handler_of(instruction)(course.parts, instruction)) is not None:
+                        yield from waits
                     effects = effects_of(instruction)
                     if effects.resource in (None, "compute"):  # copies are recorded when they have run
                         recorder.add(instruction, started)
@@ -216,6 +226,7 @@ class Executor:
     def _begin(self, program: VerifiedProgram, recorder: Recorder) -> None:
         """Forget what an earlier program has left."""
         self._slices.clear()
+        self._parts.clear()
         self._exchange.begin(program, recorder)
         self._gradients.begin(recorder)
         self._offloads.begin(recorder)
@@ -257,21 +268,28 @@ class Executor:
 
     def _compute(self, compute: Compute, job: BatchInput, results: dict[str, list[ResultSlice]]) -> None:
         stage = self.stages[compute.stage]
-        samples = self._exchange.local(compute.stage, compute.microbatch)
-        with _named(f"Rank {self.rank} failed at {compute}"):
+        with _Named(self.rank, compute):
             stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
-        for name, content in stage.results(compute.microbatch).items():
-            results[name].append(ResultSlice(compute.microbatch, samples, content))
+        if compute.kind == "F":
+            samples = self._exchange.local(compute.stage, compute.microbatch)
+            for name, content in stage.results(compute.microbatch).items():
+                results[name].append(ResultSlice(compute.microbatch, samples, content))
 
     def _join(self, joined: AnyCompute, job: BatchInput) -> None:
-        with _named(f"Rank {self.rank} failed at {joined}"):
+        with _Named(self.rank, joined):
             self.stages[joined.stage].join(joined.microbatches, self._slice(joined, job))
 
     def _slice(self, compute: AnyCompute, job: BatchInput) -> Slice:
         """Return the samples of a compute; a joined W draws no random numbers, so its key does not matter."""
-        parts = [self._exchange.local(compute.stage, microbatch) for microbatch in compute.microbatches]
+        where = compute.stage, compute.microbatches
+        if where not in self._parts:
+            self._parts[where] = self._part(*where, job)
+        return self._parts[where]
+
+    def _part(self, stage: int, microbatches: tuple[int, ...], job: BatchInput) -> Slice:
+        parts = [self._exchange.local(stage, microbatch) for microbatch in microbatches]
         samples = sum(map(len, parts))
-        key = RandomKey(job.seed, job.step, compute.microbatches[0], parts[0].start)
+        key = RandomKey(job.seed, job.step, microbatches[0], parts[0].start)
         return Slice(samples, key, samples / self._exchange.batch_samples * job.weight, job.weight)
 
     def _finish_batch(self, recorder: Recorder) -> Walk[None]:
@@ -281,7 +299,7 @@ class Executor:
             stage.finish()
         yield from self._gradients.synchronise_buffers()
         started = recorder.mark()
-        with _named(f"Rank {self.rank} failed at {Step()}"):
+        with _Named(self.rank, Step()):
             self._step()
         recorder.add(Step(), started)
 
@@ -319,12 +337,20 @@ def _leaf(job: BatchInput, index: int, *, first: int, count: int) -> Content:
     return leaf.narrow(dim, first, count)
 
 
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Add to an error where it happened."""
-    try:
-        yield
-    except Exception as error:
+@dataclass(frozen=True)
+class _Named:
+    """Add to an error where it happened: a context that costs nothing where there is none."""
+
+    rank: int
+    instruction: Instruction
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        where = f"Rank {self.rank} failed at {self.instruction}"
         if is_out_of_memory(error):
             raise out_of_memory(where, error) from error
         raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error

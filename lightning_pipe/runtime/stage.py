@@ -11,7 +11,8 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
     stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
     stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
     stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
-    stage.evict(m, host, slices), stage.fetch(m)            what is offloaded goes to the host, and comes back
+    stage.evict(m, host, slices), stage.vacate(m)          what is offloaded goes to the host, its memory is given up
+    stage.fetch(m)                                          it comes back
     stage.awaited_parcel(m)                                 what has to be back before I or B
     stage.outgoing(direction, target, m)                    contents to be sent
     stage.results(m), stage.free(m)
@@ -42,6 +43,7 @@ from lightning_pipe.runtime.exchanges.slicing import Content
 
 Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
 Slices = dict[int, tuple[int, int]]  # storage of the batch -> address and bytes of a slice
+_UNNAMED = contextlib.nullcontext()
 NO_SLICES: Mapping[int, Slices] = {}
 
 
@@ -106,6 +108,8 @@ class Stage:
         self._sends: Sends = Counter()
         self._training = True
         self._due = {half: gradients_due(program, half) for half in ("I", "W")}
+        self._waiting_for_weights = frozenset(name for due in self._due["W"].values() for name in due)
+        self._reads: dict[tuple[int, ...], frozenset[str]] = {}  # by the halves that are pending
         self.made: Callable[[str], None] = lambda name: None
 
     def begin(self, sends: Sends, *, training: bool) -> None:
@@ -120,6 +124,8 @@ class Stage:
         self._away.clear()
         self._sends = Counter(sends)
         self._training = training
+        self._parameters = {name: self._state.parameters[known] for name, known in self.program.parameters.items()}
+        self._storages_of_parameters: frozenset[int] | None = None  # which stay while a program runs
 
     def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
         """Take the stage's samples of the batch leaves that it reads, by index of the leaf."""
@@ -131,8 +137,7 @@ class Stage:
 
     def compute(self, kind: ComputeKind, microbatch: int, slice_: Slice) -> None:
         """Run one pass on one micro-batch."""
-        name = f"PP:{self.program.stage}{kind}{microbatch}"
-        with torch.no_grad(), _named_in_profiles(name):
+        with torch.no_grad(), self._named_in_profiles(kind, (microbatch,)):
             match kind:
                 case "F":
                     self._forward(microbatch, slice_)
@@ -146,10 +151,9 @@ class Stage:
 
     def join(self, microbatches: Sequence[int], slice_: Slice) -> None:
         """Run the weight halves of several micro-batches as one; `slice_` has the samples and weights of them all."""
-        name = f"PP:{self.program.stage}W{'+'.join(map(str, microbatches))}"
         half = self.program.weight_grad
         assert half is not None and half.along is not None, "a verified program joins W only where that can be done"
-        with torch.no_grad(), _named_in_profiles(name):
+        with torch.no_grad(), self._named_in_profiles("W", microbatches):
             first = self._held[microbatches[0]]
             given = [value for value in half.inputs if value in first]
             held = {value: self._together(value, half.along, microbatches) for value in given}
@@ -170,19 +174,22 @@ class Stage:
         return torch.cat(tensors, dim=along[value])
 
     def evict(self, microbatch: int, host: HostStore, slices: Slices) -> Parcel:
-        """Start to copy what the stage offloads of a micro-batch to the host, and drop it.
+        """Start to copy what the stage offloads of a micro-batch to the host; its memory stays until `vacate`.
 
         Args:
             microbatch: its number.
             host: where it goes.
             slices: what the rank loaded of the micro-batch; a slice of the batch goes by itself.
         """
-        leaving = self.leaving(microbatch)
-        self._away[microbatch] = send_away(leaving, host, slices=slices)
+        self._away[microbatch] = send_away(self._leaving(microbatch), host, slices=slices)
         self._drop(microbatch)
         return self._away[microbatch].parcel
 
-    def leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
+    def vacate(self, microbatch: int) -> None:
+        """Give up the memory of what was evicted, once it is on the host."""
+        self._away[microbatch].vacate()
+
+    def _leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
         """Return what `evict` takes away of a micro-batch."""
         wanted = self._awaited(microbatch) & self.program.offloaded
         return {n: content for n, content in self._held[microbatch].items() if n in wanted and _is_dense(content)}
@@ -228,8 +235,8 @@ class Stage:
         """
         own = self._storages() | self._handed_out
         found: dict[int, int] = {}
-        returning = [storage for away in self._away.values() for storage in away.storages()]
-        found.update((storage.data_ptr(), storage.nbytes()) for storage in returning)
+        for away in self._away.values():
+            found |= {address: size for address, size in away.held().items() if address not in own}
         for microbatch, held in self._held.items():
             loaded = slices.get(microbatch, {})
             saved = (held[name] for name in self._awaited(microbatch) if name in held)
@@ -300,13 +307,13 @@ class Stage:
         held.update(zip(half.outputs, outputs, strict=True))
 
     def _inputs(self, half: Half, held: Mapping[str, Content]) -> list[Content]:
-        return [self._input(name, held) for name in half.inputs]
+        return [held[name] if name in held else self._input(name, held) for name in half.inputs]
 
     def _input(self, name: str, held: Mapping[str, Content]) -> Content:
         if name in held:
             return held[name]
-        if name in self.program.parameters:
-            return self._state.parameters[self.program.parameters[name]]
+        if name in self._parameters:
+            return self._parameters[name]
         return self._state.buffers[self.program.buffers[name]]
 
     def _tangents(self, half: Half, slice_: Slice) -> dict[str, Content]:
@@ -320,9 +327,10 @@ class Stage:
 
     def _storages(self) -> frozenset[int]:
         """Return the storages of the stage's parameters and buffers, which change after a result was taken."""
-        program = self.program
-        names = {*program.parameters.values(), *program.buffers.values(), *program.mutations}
-        return frozenset(storage_of(self._state.tensor(name)) for name in names)
+        if self._storages_of_parameters is None:
+            self._storages_of_parameters = frozenset(map(storage_of, self._parameters.values()))
+        names = {*self.program.buffers.values(), *self.program.mutations}
+        return self._storages_of_parameters.union([storage_of(self._state.tensor(name)) for name in names])
 
     def _update_buffers(self, microbatch: int) -> None:
         """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
@@ -344,31 +352,45 @@ class Stage:
     def _drop(self, microbatch: int) -> None:
         """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""
         held = self._held[microbatch]
-        needed = self._awaited(microbatch) | self._to_be_sent(microbatch)
-        for name in [name for name in held if name not in needed]:
+        for name in held.keys() - self._awaited(microbatch) - self._to_be_sent(microbatch):
             del held[name]
         if not held:
             del self._held[microbatch]
 
     def _to_be_sent(self, microbatch: int) -> set[str]:
         """Return the names of the values of messages that are not posted yet."""
+        if not self._sends:
+            return set()
         edges = (edge for edge in self.program.sends if (*edge, microbatch) in self._sends)
         return {name for edge in edges for name in self.program.sends[edge]}
 
-    def _awaited(self, microbatch: int) -> set[str]:
+    def _awaited(self, microbatch: int) -> frozenset[str]:
         """Return the names that pending halves read, tangents left out, and of gradients that wait for W."""
         pending = self._pending.get(microbatch, ())
-        names = {name for half in pending for name in half.inputs}.difference(self.program.tangents)
+        key = tuple(map(id, pending))  # halves are the program's, which lives as long as this stage
+        if key not in self._reads:
+            self._reads[key] = frozenset(n for half in pending for n in half.inputs).difference(self.program.tangents)
+        names = self._reads[key]
         if microbatch in self._away:
-            names.difference_update(self._away[microbatch].forms)
+            names -= self._away[microbatch].forms.keys()
         if self.program.weight_grad in pending:
-            names.update(name for due in self._due["W"].values() for name in due)
+            names |= self._waiting_for_weights
         return names
+
+    def _named_in_profiles(
+        self, kind: ComputeKind, microbatches: Sequence[int]
+    ) -> contextlib.AbstractContextManager[object]:
+        """Give what runs a name in the profile of torch, if one is being made: that takes longer than an operator."""
+        if not is_profiling():
+            return _UNNAMED
+        return torch.profiler.record_function(f"PP:{self.program.stage}{kind}{'+'.join(map(str, microbatches))}")
 
     def _accumulate(
         self, due: Mapping[str, Sequence[str]], held: Mapping[str, Content], *, kept: Iterable[Content]
     ) -> None:
         """Add gradients to those of their parameters; a first one is taken as it is if nothing else uses its memory."""
+        if not due:
+            return
         users = Counter(storage_of(content) for content in kept if isinstance(content, torch.Tensor))
         for canonical, names in due.items():
             terms = [term for name in names if isinstance(term := held[name], torch.Tensor)]
@@ -377,11 +399,6 @@ class Stage:
             gradient = reduce(torch.add, terms)
             users_of_its_own = 1 if len(names) == 1 else 0
             add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
-
-
-def _named_in_profiles(name: str) -> contextlib.AbstractContextManager[object]:
-    """Give what runs a name in the profile of torch, if one is being made: that takes longer than a small operator."""
-    return torch.profiler.record_function(name) if is_profiling() else contextlib.nullcontext()
 
 
 def gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:

@@ -222,9 +222,10 @@ class Session:
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
         """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
+        loaded = batch
         if self._feed.loads:
             batch = transfer(batch)
-        batch, structure = self._feed.share(batch)
+        batch, structure = self._feed.share(batch, loaded=loaded)
         self._shared = (batch, structure)
         return batch
 
@@ -257,6 +258,7 @@ class Session:
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
             stop=lambda: private.is_asked_to_end(self._module.trainer),
+            confirm=self._feed.confirm,
         )
         present = tuple(tensors) if self._feed.loads else None
         assert self.plan is not None, "planned above"
@@ -343,6 +345,7 @@ class Session:
         for groups in self.groups:
             groups.follow()
         private.optimizers_to_device(self._optimizers, self._device)
+        self._feed.structures.is_plain = self._links.control.ranks > 1 and self._moves_plainly()
         self._feed.assign(plan.layout.stages[0])
         if not self._feed.loads:
             private.skip_hook_before_transfer(self._module, Awaited)
@@ -356,6 +359,18 @@ class Session:
         if plan.microbatches > 1:
             _warn_of_backward_hooks(self._module)
         self._stopwatch.lap("placing")
+
+    def _moves_plainly(self) -> bool:
+        """Return whether Lightning alone moves batches to the device, so that their structure stays what it was."""
+        datamodule = getattr(self._module.trainer, "datamodule", None)  # undeclared
+        owners: tuple[tuple[Any, type], ...] = (
+            (self._module, pl.LightningModule),
+            (datamodule, pl.LightningDataModule),
+        )
+        is_own = any(
+            is_overridden(hook, owner, kind) for owner, kind in owners if owner is not None for hook in _MOVING
+        )
+        return not is_own and type(self._plugin).convert_input is Precision.convert_input
 
     def _hold(self) -> None:
         """Let CUDA's allocator hold this rank to the limit that the user has set."""
@@ -393,6 +408,7 @@ def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningMod
     )
 
 
+_MOVING = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _PREPARING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 

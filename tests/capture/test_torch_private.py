@@ -388,3 +388,11 @@ def test_symbols_are_computed_as_ever_afterwards():
         assert vars(private.SymNode)["mul"] is not before["mul"]
     assert {name: vars(private.SymNode)[name] for name in before} == before
     assert vars(private.FunctionalTensor)["__new__"] is make
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norms_of_several_tensors_are_those_of_each(norm_type):
+    tensors = [torch.randn(3, 4), torch.randn(7), torch.randn(2, dtype=torch.float64)]
+    norms = private.norms_of_each(tensors, norm_type)
+    assert [float(norm) for norm in norms] == [float(torch.linalg.vector_norm(t, norm_type)) for t in tensors]
+    assert [norm.dtype for norm in norms] == [t.dtype for t in tensors]

@@ -11,12 +11,14 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_pipe.runtime.guard.watch import Unwatched
-from lightning_pipe.strategy.loading.batch_loading import Feed, checksum
+from lightning_pipe.strategy.loading.announcement import checksum
+from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from ranks.world import Raised, World
@@ -66,6 +68,16 @@ class Batches:
             yield torch.stack([sample(index) for index in range(start, start + 4)])
 
 
+class WithoutLength:
+    """Batches that are no DataLoader."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+
 class DrawingRows(Rows):
     """Every sample is disturbed by torch's, NumPy's and Python's random numbers, drawn in this process."""
 
@@ -91,7 +103,18 @@ LOADERS = {
     "two loaders": lambda: {"x": DataLoader(Rows(), 4, shuffle=True), "other": DataLoader(Rows(), 4)},
     "combined": lambda: CombinedLoader([DataLoader(Rows(), 4), DataLoader(Stream(), 4)], "min_size"),
 }
+
+
+def later(*, other: bool = False, more: bool = False) -> list[torch.Tensor]:
+    """Batches of one form that are the same on both ranks at first; then rank 1 has other data, or one more."""
+    rank = dist.get_rank()
+    batches = [torch.stack([sample(index + i) for i in range(4)]) for index in range(8 + (more and rank))]
+    return [batch + rank * (other and index > 4) for index, batch in enumerate(batches)]
+
+
 MORE = {
+    "later different": lambda: DataLoader(later(other=True), batch_size=None),
+    "one more": lambda: WithoutLength(later(more=True)),
     "different": lambda: DataLoader(OwnGenerator(), 4),
     "time first": lambda: DataLoader(Rows(), 4, collate_fn=lambda rows: torch.stack([torch.stack(rows)] * 2)),
     "workers": lambda: DataLoader(Rows(), 4, shuffle=True, num_workers=1),
@@ -185,6 +208,13 @@ def test_replicas_that_load_other_data_are_an_error() -> None:
     assert "loaded other data than rank 0" in results[1].text
 
 
+@pytest.mark.parametrize(("loader", "found"), [("later different", "other data"), ("one more", "another number")])
+def test_replicas_that_come_to_differ_are_an_error_before_they_step(loader: str, found: str) -> None:
+    results = World(2).results(fit, loader, {"layout": "2", "microbatches": 1}, deadline_s=30)
+    assert all(isinstance(result, Raised) for result in results)
+    assert any(f"loaded {found}" in result.text for result in results)
+
+
 class Transferring(Net):
     """Batches are changed on their way to the device, with random numbers."""
 
@@ -229,6 +259,35 @@ def test_samples_may_lie_along_another_dimension(layout: str) -> None:
     for losses, weights in World(sum(map(int, layout.split("-")))).run(fit_time_first, options):
         assert losses == pytest.approx(expected[0], rel=1e-12)
         assert weights == pytest.approx(expected[1], rel=1e-12)
+
+
+def exchanges(loader: str, layout: str, module: type[Net]) -> list[str]:
+    """Fit, and return what this rank was told beside programs, or has told."""
+    told: list[str] = []
+    hear = ControlPlane.hear
+
+    def heard(self: ControlPlane, tensor: torch.Tensor, *, source: int, what: str) -> Any:
+        told.append(what)
+        return hear(self, tensor, source=source, what=what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ControlPlane, "hear", heard)
+        fit(loader, {"layout": layout}, module=module)
+    return told
+
+
+class Moving(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(("layout", "module", "again"), [("1-1", Net, False), ("2", Net, False), ("1-1", Moving, True)])
+def test_the_structure_of_a_batch_is_told_with_its_announcement(layout: str, module: type[Net], again: bool) -> None:
+    for told in World(2).run(exchanges, "shuffled", layout, module):
+        announced, structures = (told.count(f"the {what} batch") for what in ("next", "structure of a"))
+        shapes = 6  # of whole and last batches: of training, and of the two loaders for validation
+        assert announced > 3 * shapes
+        assert (structures > announced / 2) if again else (0 < structures <= shapes)
 
 
 def alone() -> Feed:

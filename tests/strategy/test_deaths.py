@@ -25,6 +25,7 @@ from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.guard.watch import patience_until
 from lightning_pipe.strategy.plans.plan_report import make_room
 from lightning_pipe.strategy.ranks.connections import join_ranks
+from lightning_pipe.strategy.ranks.openmp import release_threads
 from ranks.world import Died, Raised, World
 from strategy.fits import dapple, make_trainer
 
@@ -209,6 +210,26 @@ def test_a_first_rank_that_never_comes_is_named(unused_port: int):
     with pytest.raises(PipelineError, match=r"Rank 0, which hosts it, has not come"):
         join_ranks(watch, address="127.0.0.1", port=unused_port)
     watch.close()
+
+
+def fork_after_computing() -> int:
+    """Compute on several threads, in this process and in a forked one; return the exit code of that."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    square = torch.ones(1024, 1024)
+    assert float((square @ square)[0, 0]) == 1024
+    release_threads()
+    child = os.fork()
+    if not child:
+        os._exit(int(float((square @ square)[0, 0]) != 1024))
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_forked_process_computes_on_several_threads_after_its_parent_has():
+    assert World(1).run(fork_after_computing, deadline_s=SOON) == [0]
 
 
 @pytest.fixture

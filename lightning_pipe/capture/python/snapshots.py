@@ -17,7 +17,7 @@ import enum
 import itertools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -123,6 +123,12 @@ class _Entries:
 
     def _slot(self, key: Any) -> Place:
         return self._at.inside(self._container, key, self._kind)
+
+    @property
+    def empty(self) -> dict[Any, Any] | None:
+        """Return the dict if it was empty, so that it is as it was while it is false; None if that does not tell."""
+        is_plain = type(self._container) in (dict, OrderedDict) and not self._hidden
+        return self._container if is_plain and not self.content else None
 
     def is_same(self) -> bool:
         content, container = self.content, self._container
@@ -272,8 +278,15 @@ class Snapshot:
         for slot in ignored:
             self._ignored.setdefault(identity(slot.container), set()).add(slot.key)
         self._parts: list[_Part] = []
+        self._empty: list[dict[Any, Any]] = []  # of most modules there is nothing else than tables without hooks
+        self._others: list[_Part] = []
         self._seen: dict[int, Any] = {}
         self._enter()
+        for part in self._parts:
+            if isinstance(part, _Entries) and part.empty is not None:
+                self._empty.append(part.empty)
+            else:
+                self._others.append(part)
 
     def __len__(self) -> int:
         """Return the number of places and objects that are compared."""
@@ -284,7 +297,7 @@ class Snapshot:
         for slot, before in self._roots:
             if not same(before, now := slot.read()):
                 yield StateChange(slot, before, now)
-        for part in self._parts:
+        for part in self._parts if any(self._empty) else self._others:
             if not part.is_same():
                 yield from part.changes()
 

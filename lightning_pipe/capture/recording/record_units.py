@@ -33,7 +33,7 @@ from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
 from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.capture.steps.trees import mapped
-from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
+from lightning_pipe.capture.torch_private import checkpoints_replaced, has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 
@@ -170,8 +170,9 @@ class UnitRecorder:
         before, reader = torch.get_rng_state(), EscapeReader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
+            once = checkpoints_replaced(units.in_checkpoint, where=lambda: follower.inside is not None)
             seeding = noticing_seeding(seeded.append)
-            with kept.keeper, self._scene(recording), hooks, seeding, units.intercepted(), reader, follower:
+            with kept.keeper, self._scene(recording), hooks, once, seeding, units.intercepted(), reader, follower:
                 output = self._call(leaves)
         except CaptureError:
             raise
@@ -303,6 +304,16 @@ class _Units:
         self._call = nn.Module.__call__
         self.follower = Follower(module)
         self.seen: list[Seen] = []
+        self._checkpoints = 0  # calls of `torch.utils.checkpoint.checkpoint` that run, outside of units
+
+    @contextlib.contextmanager
+    def in_checkpoint(self) -> Iterator[None]:
+        """Run what a checkpoint outside of units is given once: the reentrant form hides where gradients flow."""
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
 
     def intercepted(self) -> Any:
         """Return the context within which calls are intercepted."""
@@ -328,7 +339,7 @@ class _Units:
         own = {follower.made_of.memory(tensor) for tensor in given}
         try:
             with contextlib.ExitStack() as stack:
-                if not has_hooks_on_saved_tensors():  # a checkpoint around the unit keeps nothing of it
+                if not self._checkpoints and not has_hooks_on_saved_tensors():  # else nothing of the unit is kept
                     stack.enter_context(saved_tensors_hooks(partial(self._note_saved, seen, own), _as_it_is))
                 output = self._call(called, *args, **kwargs)
             output = self._mark(output, unit, seen)

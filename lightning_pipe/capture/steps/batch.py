@@ -118,6 +118,13 @@ def outline(template: Any) -> Any:
     return _described(template, lambda leaf: type(leaf).__qualname__)
 
 
+def form_of_tensors(structure: Structure) -> tuple[Any, ...] | None:
+    """Describe a structure by its collections and tensors, so that equal forms are equal; None if it holds more."""
+    others: list[Any] = []
+    form = _described(structure.template, lambda leaf: others.append(leaf) if type(leaf) is not LeafSlot else leaf)
+    return None if others else (form, structure.leaves)
+
+
 def contents(template: Any) -> Any:
     """Describe what a template holds besides tensors, texts and numbers, so that equal content is equal."""
     return _described(template, lambda leaf: None if type(leaf) in (LeafSlot, int, float) else _content(leaf))

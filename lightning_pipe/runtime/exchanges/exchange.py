@@ -15,11 +15,22 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.mailbox import Mailbox, PendingReceive
-from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, cut, from_tensor, join, packed, to_tensor
+from lightning_pipe.runtime.exchanges.slicing import (
+    Content,
+    buffer_for,
+    compact,
+    cut,
+    from_tensor,
+    join,
+    packed,
+    to_tensor,
+)
 from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle, Landing, Wait, Walk
+
+_WAYS: tuple[Pass, ...] = ("F", "B")
 
 
 class Exchange:
@@ -30,7 +41,12 @@ class Exchange:
         stages: stages of this rank by number.
         transport: its channels must be open.
         device: where values live.
+
+    Attributes:
+        batch_samples: of the batch, once a program has begun.
     """
+
+    batch_samples: int
 
     def __init__(
         self, split: Split, stages: Mapping[int, Stage], *, transport: Transport, device: torch.device
@@ -42,6 +58,13 @@ class Exchange:
         self._mailbox = Mailbox()
         self._sends: list[tuple[Send, Handle]] = []
         self._receives: list[tuple[Recv, Handle]] = []
+        self._program: Program | None = None
+        self._sources = {
+            (number, way): [(source, names) for (direction, source), names in found if direction == way]
+            for number, stage in stages.items()
+            for found in [stage.program.receives.items()]
+            for way in _WAYS
+        }
 
     def begin(self, program: Program, recorder: Recorder) -> None:
         """Forget everything under way, and tell the stages what will be fetched from them."""
@@ -50,20 +73,27 @@ class Exchange:
         self._mailbox.clear()
         self._sends.clear()
         self._receives.clear()
-        self._program = program
+        if program is not self._program:
+            self._prepare(program)
         for number, stage in self._stages.items():
-            stage.begin(self._expected_sends(number), training=program.training)
+            stage.begin(self._expected[number], training=program.training)
 
-    @property
-    def batch_samples(self) -> int:
-        """Return the samples of the batch."""
-        return sum(self._program.sizes)
+    def _prepare(self, program: Program) -> None:
+        """Find what is the same whenever a program runs."""
+        self._program = program
+        self.batch_samples = sum(program.sizes)
+        layout, rank = program.layout, self._transport.rank
+        self._local = {
+            (stage, m): layout.samples(stage, layout.stages[stage].index(rank), m, size)
+            for stage in self._stages
+            for m, size in enumerate(program.sizes)
+        }
+        self._own = {(stage, m): self._own_messages(program, stage, m) for stage, m in self._local}
+        self._expected = {stage: self._expected_sends(program, stage) for stage in self._stages}
 
     def local(self, stage: int, microbatch: int) -> Samples:
         """Return the samples of a micro-batch that this rank's replica of a stage computes."""
-        layout = self._program.layout
-        replica = layout.stages[stage].index(self._transport.rank)
-        return layout.samples(stage, replica, microbatch, self._program.sizes[microbatch])
+        return self._local[stage, microbatch]
 
     def send(self, send: Send) -> None:
         """Post a message from a stage of this rank."""
@@ -102,14 +132,13 @@ class Exchange:
 
     def collect(self, compute: Compute) -> Walk[None]:
         """Wait for the letters that a compute needs and give their contents to its stage."""
-        self._let_go()
+        if self._sends or self._receives:
+            self._let_go()
         if compute.kind == "W":
             return
         stage = self._stages[compute.stage]
         direction: Pass = "F" if compute.kind == "F" else "B"
-        sources = [source for way, source in stage.program.receives if way == direction]
-        for source in sources:
-            names = stage.program.receives[direction, source]
+        for source, names in self._sources[compute.stage, direction]:
             letters = self._mailbox.take((direction, source, compute.stage, compute.microbatch))
             for letter in letters:
                 yield from self._arrive(letter)
@@ -127,9 +156,11 @@ class Exchange:
         if compute.kind == "W":
             return
         direction: Pass = "F" if compute.kind == "F" else "B"
-        for message in self._own_messages(compute.stage, compute.microbatch):
+        for message in self._own[compute.stage, compute.microbatch]:
             if message.direction == direction:
-                tensors = [to_tensor(content, device=self._device) for content in self._parts(message).values()]
+                tensors = [
+                    compact(to_tensor(content, device=self._device)) for content in self._parts(message).values()
+                ]
                 self._mailbox.put(PendingReceive(message, self._transport.rank, tuple(tensors), Done()))
 
     def finish_sends(self) -> Walk[None]:
@@ -175,22 +206,21 @@ class Exchange:
             yield Wait(Landing(handle), receive)
         self._receives.clear()
 
-    def _expected_sends(self, stage: int) -> Sends:
-        program = self._program
+    def _expected_sends(self, program: Program, stage: int) -> Sends:
         messages = [
             instruction.message
             for instruction in program.ranks[self._transport.rank]
             if isinstance(instruction, Send) and instruction.message.source == stage
         ]
-        own = [message for m in range(len(program.sizes)) for message in self._own_messages(stage, m)]
+        own = [message for m in range(len(program.sizes)) for message in self._own[stage, m]]
         return Counter((message.direction, message.target, message.microbatch) for message in [*messages, *own])
 
-    def _own_messages(self, stage: int, microbatch: int) -> list[Message]:
+    def _own_messages(self, program: Program, stage: int, microbatch: int) -> list[Message]:
         """List the messages from a stage of this rank to others that are on this rank too."""
         targets = [
             (direction, target)
             for direction, target in self._stages[stage].program.sends
-            if target in self._stages and (direction == "F" or self._program.training)
+            if target in self._stages and (direction == "F" or program.training)
         ]
         shared = [(self.local(stage, microbatch) & self.local(target, microbatch)) for _, target in targets]
         return [

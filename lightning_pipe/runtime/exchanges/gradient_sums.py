@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import reduce
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, reduce
 
 import torch
 
@@ -18,22 +18,28 @@ class Sums:
         given: what the half reads; memory that it shares with a gradient is not taken over.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], given: Iterable[Content]) -> None:
-        self._parameters = parameters
-        self._used = {storage_of(content) for content in given if isinstance(content, torch.Tensor)}
+    def __init__(self, parameters: Mapping[str, torch.Tensor], given: Sequence[Content]) -> None:
+        self._parameters, self._given = parameters, given
         self._taken: dict[int, torch.Tensor] = {}
 
     def add(self, name: str, *terms: torch.Tensor) -> None:
         """Add the sum of the terms; a first gradient is taken as it is if nothing else has used its memory so far."""
         parameter, gradient = self._parameters[name], reduce(torch.add, terms)
+        if parameter.grad is not None:
+            add_to(parameter, gradient, take=False)
+            return
         storage = storage_of(gradient)
         is_free = storage not in self._used and self._holder(storage) is None
         if add_to(parameter, gradient, take=is_free):
             self._taken[storage] = parameter
 
+    @cached_property
+    def _used(self) -> set[int]:
+        return {storage_of(content) for content in self._given if isinstance(content, torch.Tensor)}
+
     def part_from(self, contents: Iterable[Content]) -> None:
         """Copy what was taken of memory that other results share."""
-        for content in contents:
+        for content in contents if self._taken else ():
             if isinstance(content, torch.Tensor) and (holder := self._holder(storage_of(content))) is not None:
                 assert holder.grad is not None, "it holds it"
                 holder.grad = holder.grad.clone()

@@ -5,7 +5,8 @@ every directed channel has a thread that waits for its transfers, oldest first; 
 gloo, can be woken by its watch, and knows when a sent tensor may go. (Measured: the thread adds 0.08 ms per message.)
 The tensors of a transfer are let go by the rank's own thread, the only one whose memory `runtime.memory` sees.
 
-What is small travels together: an operation takes gloo longer than copying a few kilobytes does.
+What is small travels together: an operation takes gloo longer than copying a few kilobytes does. Sends of little leave
+by themselves, so their thread is not woken for each, but when somebody waits for one, or there are many.
 
 All channels share one process group: gloo tells messages apart by sender, receiver and tag, and keeps their order.
 Tensors on a device are copied through pinned memory.
@@ -13,7 +14,6 @@ Tensors on a device are copied through pinned memory.
 
 from __future__ import annotations
 
-import concurrent.futures
 import queue
 import threading
 import weakref
@@ -29,6 +29,7 @@ from lightning_pipe.runtime.transport.protocol import Channel, Group
 from lightning_pipe.runtime.waiting import Handle
 
 SMALL_BYTES = 32 * 2**10  # of a tensor that is copied rather than sent by itself
+_MOST_ASIDE = 64  # sends of little that nobody waits for: 2 MiB at most
 _PARTING_S = 0.5  # a thread that waits for a message that never comes is left behind
 
 Post: TypeAlias = Callable[[], list[dist.Work]]
@@ -68,6 +69,8 @@ class GlooTransport:
             small, large = _by_size(full)
             letters = [torch.cat([as_bytes(tensor) for tensor in small]), *large] if small else large
             works = self._isend(letters, peer)
+            if sum(letter.untyped_storage().nbytes() for letter in letters) <= SMALL_BYTES:
+                return _Transfer(line.wait_later(lambda: works), keep=tuple(letters))
             return _Transfer(line.wait_for(lambda: works), keep=tuple(letters))
         staged = [_pinned(tensor).copy_(tensor, non_blocking=True) for tensor in full]
         copied = torch.cuda.Event()
@@ -119,23 +122,82 @@ class GlooTransport:
         return self._messages
 
 
+class _Ending:
+    """The end of operations that a thread waits for.
+
+    Args:
+        wake: hands them to the thread, if that has not been done.
+    """
+
+    __slots__ = ("_error", "_lock", "_wake", "is_over")
+
+    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+        self._wake, self._lock = wake, threading.Lock()
+        self._lock.acquire()
+        self._error: Exception | None = None
+        self.is_over = False
+
+    def tell(self, error: Exception | None = None) -> None:
+        """Let whoever waits know that all has ended, or what went wrong."""
+        self._error, self.is_over, self._wake = error, True, None
+        self._lock.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most so long; return whether all has ended.
+
+        Raises:
+            RuntimeError: what went wrong.
+        """
+        if not self.is_over:
+            if (wake := self._wake) is not None:
+                wake()
+            if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+                return False
+            self._lock.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    @property
+    def is_well(self) -> bool:
+        """Return whether all has ended, without an error."""
+        return self.is_over and self._error is None
+
+
 class _Line:
     """The thread of one channel: post and wait for one transfer after another."""
 
     def __init__(self, channel: Channel) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Post, concurrent.futures.Future[None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[list[tuple[Post, _Ending]] | None] = queue.SimpleQueue()
+        self._aside: list[tuple[Post, _Ending]] = []  # by the rank's own thread
         sender, receiver = channel
         self._thread = threading.Thread(target=self._run, name=f"pipe {sender}>{receiver}", daemon=True)
         self._thread.start()
 
-    def wait_for(self, post: Post) -> concurrent.futures.Future[None]:
-        """Return a future that is done when all operations that `post` returns are."""
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._jobs.put((post, future))
-        return future
+    def wait_for(self, post: Post) -> _Ending:
+        """Return the end of all operations that `post` returns."""
+        ending = _Ending()
+        self._aside.append((post, ending))
+        self._wake()
+        return ending
+
+    def wait_later(self, post: Post) -> _Ending:
+        """Return the end of operations that need nobody to wait for them; it is looked for when it is asked for."""
+        ending = _Ending(self._wake)
+        self._aside.append((post, ending))
+        if len(self._aside) >= _MOST_ASIDE:
+            self._wake()
+        return ending
+
+    def _wake(self) -> None:
+        """Hand the thread what is left for it."""
+        if self._aside:
+            jobs, self._aside = self._aside, []
+            self._jobs.put(jobs)
 
     def end(self) -> None:
         """Let the thread end once it has nothing left to wait for."""
+        self._wake()
         self._jobs.put(None)
 
     def join(self) -> None:
@@ -143,15 +205,16 @@ class _Line:
         self._thread.join(_PARTING_S)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            post, future = job
-            try:
-                _finish(post())
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            del job, post, future
+        while (jobs := self._jobs.get()) is not None:
+            for post, ending in jobs:
+                try:
+                    _finish(post())
+                except Exception as error:
+                    ending.tell(error)
+                else:
+                    ending.tell()
+            jobs.clear()
+            del jobs, post, ending
 
 
 def _by_size(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -182,14 +245,12 @@ def _end(lines: dict[Channel, _Line]) -> None:
 class _Transfer:
     """A message under way; `keep` is what it moves, `copies` (device, host) are made when it has arrived."""
 
-    future: concurrent.futures.Future[None]
+    ending: _Ending
     keep: tuple[torch.Tensor, ...] = ()
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def wait(self, timeout_s: float) -> bool:
-        try:
-            self.future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        if not self.ending.wait(timeout_s):
             return False
         for there, here in self.copies:
             there.copy_(here, non_blocking=True)  # queued on the current stream
@@ -197,7 +258,7 @@ class _Transfer:
         return True
 
     def landed(self) -> bool:
-        return self.future.done() and self.future.exception() is None  # a failure is raised by `wait`
+        return self.ending.is_well  # a failure is raised by `wait`
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

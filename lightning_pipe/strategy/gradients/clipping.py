@@ -1,7 +1,8 @@
 """Gradient clipping where no rank has all gradients, with the norm that one device would compute.
 
 Every parameter's norm travels once, in its place in the optimizer's order (`norms`). A parameter that several ranks
-hold counts once. Clipping by value concerns every element for itself.
+hold counts once. Where every rank has all gradients, nothing travels. Clipping by value concerns every element for
+itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.capture.torch_private import norms_of_each
 from lightning_pipe.lightning_names import Precision
 from lightning_pipe.strategy.gradients.grad_norm import Norms
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
@@ -55,7 +57,7 @@ class Clipper:
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Scale the gradients of this rank so that the norm of all is at most `clip_val`."""
         here = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._control.ranks == 1:
+        if self._control.ranks == 1 or (self._later is None and self._has_all()):
             torch.nn.utils.clip_grad_norm_(here, clip_val)
             return
         norms = self.post_norms()
@@ -88,10 +90,15 @@ class Clipper:
         mine = [(k, p.grad) for k, p in enumerate(parameters) if p.grad is not None and self._speaks(p)]
         if mine:
             places = [k for k, _ in mine]
-            own = [torch.nn.utils.get_total_norm([gradient], norm_type).to(torch.float64) for _, gradient in mine]
-            table[0, places], table[1, places] = torch.stack(own).cpu(), 1.0
+            own = norms_of_each([gradient for _, gradient in mine], norm_type)
+            table[0, places], table[1, places] = torch.stack([norm.to(torch.float64) for norm in own]).cpu(), 1.0
         wait = self._control.begin_sum(table, what="the norms of all gradients")
         return Norms(table, tuple(parameter.dtype for parameter in parameters), self._device, wait)
+
+    def _has_all(self) -> bool:
+        """Return whether every rank has all gradients, which are the same there (data parallel)."""
+        names = (self._weights.name_of(parameter) for parameter in self._groups.parameters())
+        return not self._weights.sharing() and all(self._weights.is_everywhere(n) for n in names if n is not None)
 
     def _speaks(self, parameter: torch.Tensor) -> bool:
         name = self._weights.name_of(parameter)

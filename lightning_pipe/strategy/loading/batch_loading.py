@@ -7,8 +7,10 @@ nothing and get stand-ins. Until there is a plan every rank loads for itself.
     Feed.assign(ranks)    the plan is known: these ranks load from now on
     Feed.share(batch)     after the user's transfer hooks: tell the structure; followers get a batch of stand-ins
 
-Per batch two small messages go from the first loading rank to all others: that there is one, and its structure (its
-number, once it is known). Where ranks run ahead, it does not wait until they have arrived.
+Per batch a small message goes from the first loading rank to all others: that there is one, with the number of its
+structure if that is known already; if not, a second one with the structure. It does not wait until they have arrived
+where ranks run ahead or are few. A rank that loads for itself compares the message with its own batch later, before
+anything of other ranks enters its step (`confirm`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,8 @@ import functools
 import itertools
 import multiprocessing
 import os
-import pickle
 import random
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,6 +31,8 @@ from lightning_pipe.errors import BatchError, PipelineError
 from lightning_pipe.lightning_names import pl_worker_init_function
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.guard.watch import MismatchError, Unwatched
+from lightning_pipe.strategy.loading.announcement import BATCH, END, FAILED, Announcement, checksum
+from lightning_pipe.strategy.loading.known_structures import UNKNOWN, KnownStructures, packed
 from lightning_pipe.strategy.loading.samplers import gather_shards
 from lightning_pipe.strategy.loading.world_size import WholeData
 from lightning_pipe.strategy.parameters.stand_ins import absent_batch
@@ -38,9 +40,6 @@ from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 _HOST = torch.device("cpu")
 _FEW_RANKS = 8  # to which the first tells what it has in less time than it takes to pass it on
-_MOST_STRUCTURES = 256
-_MOST_VALUES = 8  # values per tensor that enter a checksum
-_BATCH, _END, _FAILED = 1, 2, 3
 
 
 @runtime_checkable
@@ -68,6 +67,8 @@ class Feed:
     Attributes:
         data: answers code of loaders that asks for its rank.
         tells_indices: whether all ranks are told which samples a batch has, for writers of predictions.
+        structures: that were met.
+        told: number of the structure of the batch that was announced last.
     """
 
     def __init__(
@@ -81,13 +82,15 @@ class Feed:
         self._control, self._device = control, device
         self.watch = watch or Unwatched()
         self.data = WholeData(ranks=control.ranks)
-        self._tell = control.tell if ahead or control.ranks <= _FEW_RANKS else control.copy
+        self._goes_on = ahead or control.ranks <= _FEW_RANKS
+        self._tell = control.tell if self._goes_on else control.copy
         self._loading = tuple(range(control.ranks))
         self._assigned = False
         self._early: list[FedIterator] = []
         self.tells_indices = False
-        self._structures: dict[bytes, int] = {}
-        self._known: list[Structure] = []
+        self.structures = KnownStructures()
+        self.told = UNKNOWN
+        self._unconfirmed: Callable[[], None] | None = None
         self._iterations = 0
 
     @property
@@ -158,32 +161,63 @@ class Feed:
             random.setstate(ours[1])
             np.random.set_state(ours[2])
 
-    def announce(self, code: int, checksum: int, *, place: tuple[int, int]) -> int:
-        """Tell, or hear, whether there is another batch, and compare it with the first loading rank's.
+    def announce(self, code: int, checksum: int = 0, *, place: tuple[int, int], structure: int = UNKNOWN) -> int:
+        """Tell, or hear, whether there is another batch, and compare it with the first loading rank's, maybe later.
 
         Args:
             code: what there is here.
             checksum: of the batch.
             place: numbers of the iteration and of the batch in it.
+            structure: number of the batch's structure, if it is known.
         """
-        mine = torch.tensor([code, checksum, *place])
-        told, expected, *there = self._tell(mine.clone(), source=self.source, what="the next batch").tolist()
-        mine = mine[:2]
-        if tuple(there) != place:
+        if self._control.ranks == 1:
+            return code
+        self.confirm()
+        mine = Announcement(code, checksum, *place, structure)
+        self.told = structure
+        if self.loads and not self.leads and self._goes_on and self.structures.was_last(structure):
+            heard = torch.tensor(mine.values)
+            wait = self._control.hear(heard, source=self.source, what="the next batch")
+
+            def compare() -> None:
+                self._control.wait(wait)
+                self._compare(mine, Announcement(*heard.tolist()))
+
+            self._unconfirmed = compare
+            return code
+        told = self._tell(torch.tensor(mine.values), source=self.source, what="the next batch")
+        theirs = Announcement(*told.tolist())
+        self._compare(mine, theirs)
+        self.told = theirs.structure
+        return theirs.code
+
+    def confirm(self) -> None:
+        """Compare the batch of this rank with that of the first loading rank, if that has not been done yet.
+
+        Raises:
+            BatchError: if it is another one.
+        """
+        compare, self._unconfirmed = self._unconfirmed, None
+        if compare is not None:
+            compare()
+
+    def _compare(self, mine: Announcement, theirs: Announcement) -> None:
+        rank, source = self._control.rank, self.source
+        if (theirs.iteration, theirs.batch) != (mine.iteration, mine.batch):
             raise MismatchError.of(
-                f"rank {self._control.rank} for batch {place[1]} of loader {place[0]}, rank {self.source} for batch "
-                f"{there[1]} of loader {there[0]} (in the order in which loaders were begun)"
+                f"rank {rank} for batch {mine.batch} of loader {mine.iteration}, rank {source} for batch "
+                f"{theirs.batch} of loader {theirs.iteration} (in the order in which loaders were begun)"
             )
-        if told == _FAILED and code != _FAILED:
-            raise PipelineError(f"Rank {self.source} failed to load a batch; its own error says why.")
-        if self.loads and code != _FAILED and [told, expected] != mine.tolist():
-            found = "other data" if told == code else "another number of batches"
+        if theirs.code == FAILED and mine.code != FAILED:
+            self.watch.hear()
+            raise PipelineError(f"Rank {source} failed to load a batch; its own error says why.")
+        if self.loads and mine.code != FAILED and theirs != mine:
+            found = "other data" if theirs.code == mine.code else "another number of batches"
             raise BatchError(
-                f"Rank {self._control.rank} loaded {found} than rank {self.source}; the replicas of the first stage "
+                f"Rank {rank} loaded {found} than rank {source}; the replicas of the first stage "
                 "need the same batches. Call seed_everything(seed, workers=True), draw random numbers of the data set "
                 "from torch's, NumPy's or Python's generator, or give the first stage one rank."
             )
-        return int(told)
 
     def share_indices(self, loader: Any, number: int) -> None:
         """Tell, or hear, which samples the batch of this number has, where Lightning's sampler of batches says so."""
@@ -196,43 +230,39 @@ class Feed:
         if indices is not None and not self.loads:
             sampler.seen_batch_indices = [*seen[:number], indices]
 
-    def share(self, batch: Any) -> tuple[Any, Structure]:
-        """Return the batch and its structure; on ranks that do not load, a batch of stand-ins."""
+    def share(self, batch: Any, *, loaded: Any = None) -> tuple[Any, Structure]:
+        """Return the batch and its structure; on ranks that do not load, a batch of stand-ins.
+
+        Args:
+            batch: as it is on the device, where this rank loads.
+            loaded: the batch as it was loaded, or what stood for it; None if it was shared before.
+        """
         if self._control.ranks == 1:
             return batch, flatten(batch)[1]
-        packed, number = b"", -1
-        if self.loads:
-            structure = flatten(batch)[1]
-        if self.leads:
-            packed = _packed(structure)
-            number = self._structures.get(packed, -1)
-        number = int(self._tell(torch.tensor([number]), source=self.source, what="the structure of a batch"))
-        if number < 0:
-            number = self._learn(packed)
-        known = self._known[number]
-        if self.loads:
+        structure = flatten(batch)[1] if self.loads else None
+        form, number = self.structures.told_of(loaded)
+        if number == UNKNOWN:
+            number = self._tell_structure(structure)
+        elif structure is not None and structure.leaves != self.structures[number].leaves:
+            raise BatchError(
+                f"The tensors of a batch have come to the device as {structure.leaves}; a batch that was loaded alike "
+                f"came as {self.structures[number].leaves}. A batch's own `to` must not change shapes or types; do "
+                "that in on_after_batch_transfer."
+            )
+        self.structures.came(form, number)
+        if structure is not None:
             return batch, structure
+        known = self.structures[number]
         return absent_batch(known, ranks=self._loading, rank=self._control.rank, device=self._device), known
 
-    def _learn(self, packed: bytes) -> int:
-        """Tell, or hear, a structure that was not met before."""
-        packed = self._control.broadcast(packed, source=self.source, what="the structure of a batch")
-        if len(self._known) == _MOST_STRUCTURES:
-            self._structures.clear()
-            self._known.clear()
-        self._structures[packed] = len(self._known)
-        self._known.append(pickle.loads(packed))
-        return len(self._known) - 1
-
-
-def _packed(structure: Structure) -> bytes:
-    try:
-        return pickle.dumps(structure)
-    except Exception as error:
-        raise BatchError(
-            f"The batch holds something that cannot be sent to the other ranks: {error}. Return tensors, numbers, "
-            "strings and containers of them from the collate function."
-        ) from error
+    def _tell_structure(self, structure: Structure | None) -> int:
+        """Tell, or hear, the number of a structure; and the structure if it was not met before."""
+        content = packed(structure) if structure is not None and self.leads else b""
+        mine, what = torch.tensor([self.structures.number_of(content)]), "the structure of a batch"
+        number = int(self._tell(mine, source=self.source, what=what))
+        if number == UNKNOWN:
+            number = self.structures.learn(self._control.broadcast(content, source=self.source, what=what))
+        return number
 
 
 class FedLoader:
@@ -324,10 +354,12 @@ class FedIterator:
         if not self._begun:
             self._begin()
         if self._own is None:
-            if self._announce(_BATCH) == _END:
+            if self._announce(BATCH) == END:
                 raise StopIteration
             self._share_indices()
-            return Awaited()
+            awaited = Awaited()
+            self._feed.structures.loaded(awaited, None, self._feed.told)
+            return awaited
         batch = self._next(self._own)
         self._share_indices()
         if not self._feed.assigned and self._loader.first is None:
@@ -343,17 +375,21 @@ class FedIterator:
             with self._feed.watch.limited("the loading of a batch"), self._feed.data.while_loading():
                 batch = next(own)
         except StopIteration:
-            self._announce(_END)
+            self._announce(END)
             raise
         except Exception:
             if self._feed.leads:
-                self._announce(_FAILED)
+                self._announce(FAILED)
             raise
-        self._announce(_BATCH, checksum(batch) if self._feed.compares else 0)
+        number = checksum(batch) if self._feed.compares else 0
+        structures = self._feed.structures
+        form = structures.form_of(batch)
+        self._announce(BATCH, number, structures.expected(form))
+        structures.loaded(batch, form, self._feed.told)
         return batch
 
-    def _announce(self, code: int, number: int = 0) -> int:
-        return self._feed.announce(code, number, place=(self._number, self._batches))
+    def _announce(self, code: int, number: int = 0, structure: int = UNKNOWN) -> int:
+        return self._feed.announce(code, number, place=(self._number, self._batches), structure=structure)
 
     def follow_assignment(self) -> None:
         """Begin to load, or stop, as the plan says. A resumable loader begins later, when it has its state."""
@@ -376,15 +412,3 @@ def _workers() -> list[int]:
     """List the processes that load for this one: children that must not outlive it."""
     children = multiprocessing.active_children()
     return [child.pid for child in children if child.daemon and child.pid is not None]
-
-
-def checksum(batch: Any) -> int:
-    """Return a number that other data would hardly have: of shapes and of a few values of every tensor."""
-    total = 0
-    for tensor in flatten(batch)[0]:
-        total = zlib.crc32(str(tuple(tensor.shape)).encode(), total)
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            few = flat[:: max(1, len(flat) // _MOST_VALUES)][:_MOST_VALUES].contiguous()
-            total = zlib.crc32(few.view(torch.uint8).numpy().tobytes(), total)
-    return total

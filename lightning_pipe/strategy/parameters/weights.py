@@ -167,6 +167,10 @@ class Weights:
         """Return whether this rank has the current value of a parameter or buffer."""
         return self.held_by(name, (self._control.rank,))
 
+    def is_everywhere(self, name: str) -> bool:
+        """Return whether every rank holds a parameter, by its canonical name."""
+        return name not in self._holders or len(self._holders[name]) == self._control.ranks
+
     def copied(self, name: str) -> torch.Tensor:
         """Return the current value of a parameter or buffer on the host of every rank."""
         known = self._holders.get(name) or self._moving[name]

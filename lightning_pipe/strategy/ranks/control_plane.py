@@ -84,16 +84,20 @@ class ControlPlane:
 
         A broadcast would not: ranks pass it on to each other, so the first waits for the last; it is fewer messages.
         """
+        self.wait(self.hear(tensor, source=source, what=what))
+        return tensor
+
+    def hear(self, tensor: torch.Tensor, *, source: int, what: str) -> Wait:
+        """Begin to do as `tell` does; a rank that waits has its copy."""
         if self._transport is None:
-            return tensor
+            return Wait(Done(), what)
         others = [rank for rank in self._everyone if rank != source]
         self._transport.open(channels=[(source, rank) for rank in others], groups=[])
         if self.rank == source:
             self._leaving = [handle for handle in self._leaving if not handle.landed()]
             self._leaving += [self._transport.send([tensor], peer=rank) for rank in others]
-        else:
-            self._finish(self._transport.receive([tensor], peer=source), what)
-        return tensor
+            return Wait(Done(), what)
+        return Wait(self._transport.receive([tensor], peer=source), what, PAIR)
 
     def sum(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """Add the host tensors of all ranks, in place, and return the sum."""

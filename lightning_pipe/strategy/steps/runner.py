@@ -97,6 +97,7 @@ class Runner:
         step.prepare(call)
         with peak or contextlib.nullcontext():
             outcome, results = self._follow(step, program, job, turn)
+        turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
         record, values, differing = step.capture.record, collected.values, ""
         if (plays := step.capture.plays) is not None:
@@ -168,6 +169,7 @@ class Runner:
             record=turn.record,
             record_memory=turn.measure_memory,
             watch=self._links.watch,
+            before_waiting=turn.confirm,
             milestones={Publish: at_once(collect), **self._rolling_back()},
         )
         outcome = run()

@@ -57,6 +57,8 @@ class RunOptions:
         record: whether a timeline is wanted.
         measure_memory: whether memory is measured, which makes the step slow.
         stop: says whether this rank is asked to stop; all hear of it with the results.
+        confirm: called before this rank waits for another one, and before results are used: raises if its batch is not
+            that of the other ranks.
     """
 
     tensors: tuple[Content | None, ...]
@@ -66,6 +68,7 @@ class RunOptions:
     record: bool = False
     measure_memory: bool = False
     stop: Callable[[], bool] = bool
+    confirm: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

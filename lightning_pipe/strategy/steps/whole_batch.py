@@ -9,13 +9,13 @@ it is a mean or a sum over samples:
     neither does                                         the nearer one, and the difference is said: batch statistics,
                                                          contrastive losses, norms and extremes over samples
 
-What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So where
-operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes
-micro-batches as unlike each other as they can be, and compared once more.
-
 Replicas that share the samples of micro-batches cut further. These slices must give what the micro-batch gives, for no
 user asked for them; where they do not (a loss that is no mean and no sum, an operation that mixes samples without our
 knowing), replicas take whole micro-batches in turn instead.
+
+What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So where
+operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes
+micro-batches as unlike each other as they can be, and compared once more.
 
 Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
 
