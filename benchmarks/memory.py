@@ -44,7 +44,7 @@ from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import Evict, Layout, VerifiedProgram
+from lightning_pipe.core.program import Evict, Fetch, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
@@ -167,7 +167,7 @@ def saved(console: Console) -> None:
 
 
 def peak_in_order(judged: Judged, rank: int) -> int:
-    """Return the most bytes kept after any instruction of a rank's list, copies to the host having ended."""
+    """Return the most bytes kept after any instruction of a rank's list."""
     prices, program, held, most = judged.prices, judged.program, 0, 0
     waiting: dict[tuple[int, int], int] = {}
     for x in program.ranks[rank]:
@@ -181,7 +181,7 @@ def peak_in_order(judged: Judged, rank: int) -> int:
                 held += waiting[key] - prices.saved_bytes(key[0], samples)
             case "Compute", "W":
                 held -= waiting.pop(key)
-            case "Evict", _:
+            case "Vacate", _:
                 held -= prices.offloaded_bytes(key[0], samples)
             case "Fetch", _:
                 held += prices.offloaded_bytes(key[0], samples)
@@ -354,7 +354,8 @@ class LanePrices(ChainPrices):
         return self.bytes_per_sample * samples
 
     def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
-        return self.offloaded_bytes(work.stage, samples) / LANE_BYTES_PER_S
+        copied = isinstance(work, Evict | Fetch)
+        return self.offloaded_bytes(work.stage, samples) / LANE_BYTES_PER_S if copied else 0.0
 
 
 LANES = {  # bytes per sample: hidden behind computes, about as long as these, and longer; and whether they are copied
@@ -373,7 +374,7 @@ def lane_program(prices: LanePrices, microbatches: int, *, copies: bool) -> tupl
     program = verify(lower(order, layout=layout, sizes=(SAMPLES,) * microbatches, traffic=traffic))
     split = sleeping_split(prices)
     stages = tuple(
-        replace(stage, offloaded=frozenset(stage.input_grad.inputs) | frozenset(stage.weight_grad.inputs))
+        replace(stage, offloaded=frozenset(stage.weight_grad.inputs))  # what arrived: the bytes of a message
         for stage in split.stages
         if stage.input_grad is not None and stage.weight_grad is not None
     )

@@ -104,10 +104,22 @@ class Capture:
         """Return how losses of slices make that of the batch, "mixed" if operations do not tell."""
         return self.flow.loss
 
-    @property
-    def mixed_values(self) -> frozenset[str]:
-        """Return the names of the nodes that are no sum, mean or extreme over samples."""
-        return frozenset(name for name, role in self.flow.roles.items() if role == "mixed")
+    def averaged_buffers(self) -> tuple[str, ...]:
+        """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
+
+        The mean of the replicas is right for averages over samples, and is what batch statistics become.
+        """
+        nodes = {node.name: node for node in self.joint.module.graph.nodes}
+
+        def is_statistics(new: str) -> bool:
+            sources = {new, *(node.name for node in nodes[new].all_input_nodes)}
+            return any(self.flow.coupled.get(name) == BATCH_STATISTICS for name in sources)
+
+        return tuple(
+            state
+            for state, new in self.joint.mutations.items()
+            if self.flow.roles.get(new) not in ("same", "mean") and not is_statistics(new)
+        )
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""

@@ -22,6 +22,7 @@ from lightning_pipe.capture.graphs.trace import Request
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.recording.said_roles import SaidRole
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_function import StepRecording
@@ -41,6 +42,11 @@ class Plays(Protocol):
     @property
     def proportional(self) -> frozenset[tuple[str, ...]]:
         """Return the places of the numbers that the step returns or logs, and that are in proportion to the samples."""
+        ...
+
+    @property
+    def said_roles(self) -> Mapping[tuple[str, ...], SaidRole]:
+        """Return how other single numbers that the step returns or logs are combined, by place."""
         ...
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
@@ -144,9 +150,8 @@ class Route(Protocol):
         """Return whether the loss adds sums over samples to other terms, and this route cannot weigh them apart."""
         ...
 
-    @property
-    def mixed_values(self) -> frozenset[str]:
-        """Return the names of the values that are known to be no sum, mean or extreme over samples."""
+    def averaged_buffers(self) -> tuple[str, ...]:
+        """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has."""
         ...
 
     def told(self) -> str:

@@ -8,6 +8,7 @@ captured graph (`addmm_7`) or at the first node of a module (`model.blocks.3`); 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from lightning_pipe.core.program import Layout
@@ -30,6 +31,8 @@ class StagePlan:
         weights: proportions in which replicas share the samples of a micro-batch, one integer each; () in equal parts.
         recompute: places whose saved tensors F drops and the backward recomputes, just before it reads them.
         offload: places whose saved tensors are copied to the host's memory after F, and back before the backward.
+        beside_copy: computes of a rank that run beside such a copy after F; then the rank waits for its end, and gives
+            the memory up. None: as many as the copy takes, by the times that the plan is judged with.
     """
 
     at: str
@@ -38,6 +41,7 @@ class StagePlan:
     weights: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    beside_copy: int | None = None
 
 
 def keeps_all(stage: StagePlan) -> bool:
@@ -73,6 +77,11 @@ class Plan:
     ignore_checkpoints: bool = False
 
     @property
+    def beside_copies(self) -> tuple[int | None, ...]:
+        """Return `beside_copy` of every stage, as lowering takes it."""
+        return tuple(stage.beside_copy for stage in self.stages)
+
+    @property
     def layout(self) -> Layout:
         """Return ranks and sharing of the stages."""
         whole = frozenset(s for s, stage in enumerate(self.stages) if stage.share == "microbatches")
@@ -81,6 +90,7 @@ class Plan:
         return Layout(tuple(stage.ranks for stage in self.stages), whole, () if is_even else weights)
 
 
+@lru_cache(maxsize=1024)
 def microbatch_sizes(samples: int, microbatches: int) -> tuple[int, ...]:
     """Cut `samples` into at most `microbatches` sizes that differ by at most one, larger ones first."""
     count = min(samples, microbatches)

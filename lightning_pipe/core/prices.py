@@ -70,7 +70,7 @@ class Prices(Protocol):
         ...
 
     def offloaded_bytes(self, stage: int, samples: int) -> int:
-        """Return the part of the saved bytes that is on the host from the end of `Evict` to the start of `Fetch`."""
+        """Return the part of the saved bytes that is on the host only, until `Fetch` takes memory for it again."""
         ...
 
     def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:

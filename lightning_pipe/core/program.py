@@ -222,9 +222,9 @@ def _offloading(program: Program) -> tuple[int, ...]:
 @own_work
 @dataclass(frozen=True, order=True)
 class Evict(OwnWork):
-    """Start copying what the stage offloads of one micro-batch to the host's memory; device memory is free afterwards.
+    """Start copying what the stage offloads of one micro-batch to the host's memory; does not block.
 
-    Does not block. Comes after F, and is paired with the `Fetch` of the same stage and micro-batch.
+    Comes after F, and is paired with the `Vacate` and the `Fetch` of the same stage and micro-batch.
     """
 
     code: ClassVar[str] = "EVICT"
@@ -232,12 +232,32 @@ class Evict(OwnWork):
         law="offload",
         after=("F",),
         resource="out",
-        bytes=-1,
         stages=_offloading,
         demand="offloads no such samples",
         verb="evicted",
         label="copy to the host",
         colour="#0072B2",
+    )
+
+
+@own_work
+@dataclass(frozen=True, order=True)
+class Vacate(OwnWork):
+    """Wait until what `Evict` copies is on the host, and give its memory up.
+
+    So what a rank holds is decided by its place in the program, however slow copies are.
+    """
+
+    code: ClassVar[str] = "VACATE"
+    effects: ClassVar[Effects] = Effects(
+        law="offload",
+        after=("EVICT",),
+        before=("I",),
+        resource="compute",
+        bytes=-1,
+        stages=_offloading,
+        demand="offloads no such samples",
+        verb="vacated",
     )
 
 

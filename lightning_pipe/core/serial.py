@@ -118,7 +118,7 @@ def _with_source(cls: type[T], data: object, source: str) -> T:
 
 
 def to_dict(value: Dataclass) -> dict[str, object]:
-    """Return a dataclass as nested dictionaries and lists, without empty lists and switches that are off by default."""
+    """Return a dataclass as nested dictionaries and lists, without what is empty, open or off by default."""
     written = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
     return {field.name: _plain(item) for field, item in written if not _is_off(item, field.default)}
 
@@ -279,4 +279,4 @@ def _join(path: str, key: object) -> str:
 
 
 def _is_off(item: object, default: object) -> bool:
-    return (item == () and default == ()) or (item is False and default is False)
+    return (item == () and default == ()) or (item is default and (item is False or item is None))

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.effects import OwnWork, effects_of
-from lightning_pipe.core.program import Evict, Fetch
+from lightning_pipe.core.program import Evict, Fetch, Vacate
 from lightning_pipe.errors import PlanError
 
 
@@ -97,5 +97,11 @@ def _copied_bytes(costs: OwnWorkCosts, work: OwnWork, rank: int, samples: int) -
     return costs.offloaded_bytes(work.stage, samples)
 
 
+def _waited_s(costs: OwnWorkCosts, work: OwnWork, rank: int, samples: int) -> float:
+    """Return nothing: beside waiting for the end of what it follows, it takes no time."""
+    return 0.0
+
+
 for _kind in (Evict, Fetch):
     price_own_work(_kind, seconds=_copied_s, bytes=_copied_bytes)
+price_own_work(Vacate, seconds=_waited_s, bytes=_copied_bytes)

@@ -8,7 +8,7 @@ Before a compute a rank may stand still, since its compute before (or since the 
 
     late        until the last of the values that it needs had been made by another rank
     transfer    from then until all of them had arrived: messages on their way that nothing hid
-    swap        from then until what had been offloaded was back from the host
+    swap        from then until what had been offloaded was back from the host, and what was to be given up was there
     overhead    although everything was there: posting, loading, other work of the host
 
 A message is on its way from the end of the compute that made it (on the sender's clock, so clocks must be one: see
@@ -24,6 +24,7 @@ the last rank ends is `drain`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Gap:
         first: whether it is the first of its rank, so that the gap is no part of the rank's own span.
         late: seconds until the values it needs had been made.
         transfer: seconds until they had arrived.
-        swap: seconds until what the stage had offloaded was back.
+        swap: seconds until what the stage had offloaded was back, and until what was to be given up was on the host.
         overhead: seconds until it started.
         link: where the value came from that was made last; None if the compute needs no message.
     """
@@ -172,6 +173,7 @@ class _Messages:
         self._made: dict[tuple[int, int, Pass, int], float] = {}  # rank, stage, direction, micro-batch -> end
         self._received: dict[tuple[int, int, Pass, int], list[Event]] = defaultdict(list)
         self._fetched: dict[tuple[int, int, int], float] = {}  # rank, stage, micro-batch -> end
+        self._waited: dict[int, list[float]] = defaultdict(list)  # rank -> ends of own work that kept it busy, rising
         for event in timeline.events:
             match event.instruction:
                 case Compute(stage, _, microbatch) as compute if compute.direction is not None:
@@ -179,6 +181,8 @@ class _Messages:
                 case Recv(message, _):
                     use = (event.rank, message.target, message.direction, message.microbatch)
                     self._received[use].append(event)
+                case OwnWork() as work if effects_of(work).resource == "compute":  # which may have waited for a copy
+                    self._waited[event.rank].append(event.end)
                 case OwnWork(stage, microbatch) as work if "I" in effects_of(work).before:
                     self._fetched[event.rank, stage, microbatch] = event.end
                 case _:
@@ -193,7 +197,8 @@ class _Messages:
         arrived = max((receive.end for receive in received), default=since)
         ready = min(max(made, since), start)
         there = min(max(arrived, ready), start)
-        back = min(max(self._back(compute, event.rank), there), start)
+        gone = self._gone(event.rank, start)
+        back = min(max(self._back(compute, event.rank), gone, there), start)
         return Gap(compute, first, ready - since, there - ready, back - there, start - back, link)
 
     def _back(self, compute: AnyCompute, rank: int) -> float:
@@ -201,6 +206,12 @@ class _Messages:
         if compute.direction != "B":
             return -math.inf
         return self._fetched.get((rank, compute.stage, compute.microbatches[0]), -math.inf)
+
+    def _gone(self, rank: int, now: float) -> float:
+        """Return when a rank last gave up what had to be on the host first, if ever, else minus infinity."""
+        ends = self._waited[rank]
+        number = bisect_right(ends, now)
+        return ends[number - 1] if number else -math.inf
 
     def _needed_by(self, compute: AnyCompute, rank: int) -> list[Event]:
         if compute.direction is None:

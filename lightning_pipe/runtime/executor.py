@@ -212,7 +212,8 @@ class Executor:
                     if not goes_on:
                         return False
                 case OwnWork():
-                    handler_of(instruction)(course.parts, instruction)
+                    if (waits := handler_of(instruction)(course.parts, instruction)) is not None:
+                        yield from waits
                     effects = effects_of(instruction)
                     if effects.resource in (None, "compute"):  # copies are recorded when they have run
                         recorder.add(instruction, started)

@@ -4,7 +4,8 @@
     def remake(rank: RankParts, work: OwnWork) -> None: ...
 
 A handler returns when the work is started; what later computes wait for, they wait for by themselves. Work that takes
-the rank's own time is done when its handler returns, and is recorded as it ran.
+the rank's own time is done when its handler returns, and is recorded as it ran. A handler that has to wait first is a
+generator of what it waits for (`runtime.waiting`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import Evict, Fetch, Free, Load
+from lightning_pipe.core.program import Evict, Fetch, Free, Load, Vacate
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.runtime.activations.offloads import Offloads
 from lightning_pipe.runtime.stage import Slices, Stage
+from lightning_pipe.runtime.waiting import Walk
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class RankParts:
     load: Callable[[int, int], None]
 
 
-Handler: TypeAlias = Callable[[RankParts, OwnWork], None]
+Handler: TypeAlias = Callable[[RankParts, OwnWork], Walk[None] | None]
 H = TypeVar("H", bound=Handler)
 HANDLERS: dict[type[OwnWork], Handler] = {}
 
@@ -78,6 +80,11 @@ def _free(rank: RankParts, work: OwnWork) -> None:
 @handles(Evict)
 def _evict(rank: RankParts, work: OwnWork) -> None:
     rank.offloads.evict(work, rank.slices[work.microbatch])
+
+
+@handles(Vacate)
+def _vacate(rank: RankParts, work: OwnWork) -> Walk[None]:
+    return rank.offloads.vacate(work)
 
 
 @handles(Fetch)

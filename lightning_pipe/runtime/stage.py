@@ -11,7 +11,8 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
     stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
     stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
     stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
-    stage.evict(m, host, slices), stage.fetch(m)            what is offloaded goes to the host, and comes back
+    stage.evict(m, host, slices), stage.vacate(m)          what is offloaded goes to the host, its memory is given up
+    stage.fetch(m)                                          it comes back
     stage.awaited_parcel(m)                                 what has to be back before I or B
     stage.outgoing(direction, target, m)                    contents to be sent
     stage.results(m), stage.free(m)
@@ -173,19 +174,22 @@ class Stage:
         return torch.cat(tensors, dim=along[value])
 
     def evict(self, microbatch: int, host: HostStore, slices: Slices) -> Parcel:
-        """Start to copy what the stage offloads of a micro-batch to the host, and drop it.
+        """Start to copy what the stage offloads of a micro-batch to the host; its memory stays until `vacate`.
 
         Args:
             microbatch: its number.
             host: where it goes.
             slices: what the rank loaded of the micro-batch; a slice of the batch goes by itself.
         """
-        leaving = self.leaving(microbatch)
-        self._away[microbatch] = send_away(leaving, host, slices=slices)
+        self._away[microbatch] = send_away(self._leaving(microbatch), host, slices=slices)
         self._drop(microbatch)
         return self._away[microbatch].parcel
 
-    def leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
+    def vacate(self, microbatch: int) -> None:
+        """Give up the memory of what was evicted, once it is on the host."""
+        self._away[microbatch].vacate()
+
+    def _leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
         """Return what `evict` takes away of a micro-batch."""
         wanted = self._awaited(microbatch) & self.program.offloaded
         return {n: content for n, content in self._held[microbatch].items() if n in wanted and _is_dense(content)}
@@ -231,8 +235,8 @@ class Stage:
         """
         own = self._storages() | self._handed_out
         found: dict[int, int] = {}
-        returning = [storage for away in self._away.values() for storage in away.storages()]
-        found.update((storage.data_ptr(), storage.nbytes()) for storage in returning)
+        for away in self._away.values():
+            found |= {address: size for address, size in away.held().items() if address not in own}
         for microbatch, held in self._held.items():
             loaded = slices.get(microbatch, {})
             saved = (held[name] for name in self._awaited(microbatch) if name in held)

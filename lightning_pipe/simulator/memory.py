@@ -3,7 +3,7 @@
     state       parameters, their gradients, optimizer state, buffers of the module: always
     held        saved, from the start of F to the end of I (or B); kept, from the end of I to Free; what own work holds
                 or gives up by its effects (`core.effects`), until the end of I (or B): offloaded bytes are away from
-                the end of Evict until the rank's list posts Fetch, which allocates them
+                the end of Vacate until the rank's list posts Fetch, which allocates them
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; the largest piece
@@ -244,6 +244,8 @@ class _Rank:
                     end = max(step.end, math.nextafter(step.start, math.inf))  # steps count where they take no time
                     yield _Use("workspace", step.start, end, self._prices.step_bytes(self._rank))
                 case OwnWork():
+                    if effects_of(instruction).resource == "compute":
+                        now = max(now, self._others[instruction].end)
                     yield from self._own_work(instruction, now)
                 case Milestone():
                     pass  # what taking a step back needs belongs to the state of the optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_pipe.core.effects import OwnWork, effects_of
-from lightning_pipe.core.program import AnyCompute, Bucket, Message, Pass, Program
+from lightning_pipe.core.program import AnyCompute, Bucket, Message, Pass, Program, Vacate
 from lightning_pipe.errors import PlanError
 
 
@@ -86,13 +86,13 @@ class UnitPrices:
         return self.offloaded
 
     def own_work_s(self, work: OwnWork, rank: int, samples: int) -> float:
-        """Return the seconds of a copy.
+        """Return the seconds of a copy; giving up the memory that was copied takes none.
 
         Raises:
-            PlanError: if it is none: these prices know no other own work.
+            PlanError: if it is neither: these prices know no other own work.
         """
         _check_copy(work)
-        return self.swap
+        return 0.0 if isinstance(work, Vacate) else self.swap
 
     def own_work_bytes(self, work: OwnWork, rank: int, samples: int) -> int:
         """Return the bytes of a copy.
@@ -133,5 +133,5 @@ class UnitPrices:
 
 
 def _check_copy(work: OwnWork) -> None:
-    if effects_of(work).resource not in ("out", "back"):
+    if not isinstance(work, Vacate) and effects_of(work).resource not in ("out", "back"):
         raise PlanError(f"The instruction {type(work).__name__} ({work}) is no copy, so it has no unit price.")

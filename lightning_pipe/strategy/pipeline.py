@@ -72,6 +72,7 @@ from lightning_pipe.strategy.steps.string_fields import StringReads
 from lightning_pipe.strategy.steps.whole_batch import (
     Role,
     cut_by_numbers,
+    warn_of_averages,
     warn_of_mixed_logs,
     warn_of_shared_samples,
     warn_of_unknown_role,
@@ -147,6 +148,7 @@ class Pipeline:
         self._given: Plan | None = None
         self._role: Role | None = None
         self._slices = True  # whether replicas may share the samples of a micro-batch
+        self._warned_logs: set[tuple[str, str]] = set()  # name and line
         self.foreseen: tuple[Foreseen, ...] = ()
         self._later = later
         self.runner = self._runner = Runner(
@@ -274,11 +276,12 @@ class Pipeline:
         if training and config.check:
             captured = self._checked(captured, call, samples)
             self._stopwatch.lap("check")
-        if training and len(self._parts(captured, samples)) > 1:
-            if self._role is None:
-                warn_of_unknown_role(captured)
-            warn_of_mixed_logs(captured)
+        if training and self._role is None and len(self._parts(captured, samples)) > 1:
+            warn_of_unknown_role(captured)
+        self._warn_of_logs(captured, samples)
         step = self._build(captured, cuts)
+        if training:
+            warn_of_averages(captured, step.split, plan.layout)
         shard = plan.shard_optimizer
         self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
         self._steps[self._key(call)] = [step]
@@ -448,6 +451,7 @@ class Pipeline:
             changed = f"what its Python reads has changed {len(steps)} times; last: {steps[-1].misfit(call)}"
             return self._replayed(call, samples, changed)
         captured = self._capture_for(call, samples)
+        self._warn_of_logs(captured, samples)
         step = self._build(captured, self._cuts(captured.capture.graph))
         if call.method == TRAINING:
             step.refuse_borrowed()
@@ -455,6 +459,11 @@ class Pipeline:
         if len(self._steps) > _MOST_CAPTURES:
             del self._steps[next(iter(self._steps))]
         return step, self._sizes(step.capture, samples)
+
+    def _warn_of_logs(self, captured: Captured, samples: int) -> None:
+        """Warn once of each logged number that micro-batches change."""
+        if len(self._parts(captured, samples)) > 1:
+            self._warned_logs |= warn_of_mixed_logs(captured, known=self._warned_logs)
 
     def _key(self, call: StepRequest) -> tuple[Any, ...]:
         """Return what a captured step is kept under: everything that its graph depends on from the start."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.allocations import Allocations
+from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from zoo.replaying import run_plainly, run_replayed, traced
 
@@ -70,3 +71,37 @@ def test_units_in_a_checkpoint_keep_their_inputs(use_reentrant, monkeypatch):
     torch.testing.assert_close(same_losses, losses, rtol=0, atol=0)
     torch.testing.assert_close(same_gradients, gradients, rtol=0, atol=0)
     torch.testing.assert_close((plain_losses, plain_gradients), (same_losses, same_gradients))
+
+
+class Repeated(pl.LightningModule):
+    """One block in several checkpoints of the reentrant form, one of them inside another, between other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU())
+
+    def training_step(self, batch, batch_idx):
+        def around(y):
+            return checkpoint(self.block, self.last(y), use_reentrant=True)
+
+        x = self.first(batch[0])
+        for _ in range(2):
+            x = x + checkpoint(self.block, x, use_reentrant=True)
+        return nn.functional.mse_loss(checkpoint(around, x, use_reentrant=True), batch[1])
+
+
+def test_reentrant_checkpoints_have_the_gradients_of_one_device_wherever_they_are_cut():
+    """Gradients were lost, silently, where one is given a tensor of another stage, or is cut inside."""
+    torch.manual_seed(0)
+    module, batch = Repeated().train(), (torch.randn(6, 4), torch.randn(6, 4))
+    found = traced(module, batch, (2, 2, 2), parts=12)
+    assert len(found.trace.units) > 4
+    module.training_step(batch, 0).backward()
+    wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    replay = Replay(found.request, found.trace)
+    for cut in range(1, len(found.trace.units)):
+        if cut not in replay.graph.uncuttable:
+            _, gradients = run_replayed(found, ranks=2, schedule="gpipe", cuts=(cut,))
+            torch.testing.assert_close(gradients, wanted, msg=lambda text, cut=cut: f"cut at {cut}: {text}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pytest
@@ -97,6 +97,9 @@ def test_what_a_stage_does_not_keep_and_how_replicas_share_are_written_where_sai
         "at: ''\nranks: [0, 1]\nshare: samples\nweights: [3, 1]\nrecompute: [gelu]\noffload: [model.blocks.3, mm]\n"
     )
     assert from_yaml(StagePlan, to_yaml(stage)) == stage
+    decided = replace(stage, beside_copy=0)
+    assert to_yaml(decided).endswith("offload: [model.blocks.3, mm]\nbeside_copy: 0\n")
+    assert from_yaml(StagePlan, to_yaml(decided)) == decided
 
 
 def test_keys_with_defaults_may_be_left_out():
@@ -116,7 +119,7 @@ def test_keys_with_defaults_may_be_left_out():
         ("stages: [{at: '', ranks: [0, true]}]", "stages[0].ranks[1]: expected an integer, found True"),
         (
             "stages: [{at: '', rank: [0]}]",
-            "stages[0].rank: unknown key; expected at, ranks, share, weights, recompute, offload; did you",
+            "stages[0].rank: unknown key; expected at, ranks, share, weights, recompute, offload, beside_copy; did you",
         ),
         ("stages: [{at: '', ranks: [0], share: half}]", "share: expected 'samples' or 'microbatches', found 'half'"),
         ("stages: [3]", "stages[0]: expected a mapping with the keys of StagePlan, found 3"),

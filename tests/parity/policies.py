@@ -11,7 +11,7 @@ import torch
 
 from lightning_pipe.capture import flatten
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import Compute, Evict, Fetch, Free, Joined, Send, VerifiedProgram
+from lightning_pipe.core.program import Compute, Evict, Fetch, Free, Joined, Send, Vacate, VerifiedProgram
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
@@ -118,7 +118,9 @@ def _walk(program: VerifiedProgram, judged: Judged, rank: int):
                     held -= waiting.pop((stage, m))
             case Joined(stage, ms):
                 held -= sum(waiting.pop((stage, m)) for m in ms)
-            case Evict(stage, m):
+            case Evict():
+                pass
+            case Vacate(stage, m):
                 held -= prices.offloaded_bytes(stage, samples(stage, m))
             case Fetch(stage, m):
                 held += prices.offloaded_bytes(stage, samples(stage, m))

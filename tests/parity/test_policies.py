@@ -65,8 +65,11 @@ def test_under_every_schedule(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_recomputed_or_offloaded_under_every_schedule(name, schedule):
+    """Where a rank has both holders of a tied parameter, it may add what I makes again before what W made."""
+    folds = SCHEDULES[schedule].layout([(0,), (1,)], 2).stages[::3] == ((0,), (0,))
+    reorders = schedule == "2bp" or (name == "gpt_tied" and folds)
     for mixture in MIXTURES:
-        check(name, "1-1", schedule, mixture, tolerance=ROUNDING if schedule == "2bp" else 0.0)
+        check(name, "1-1", schedule, mixture, tolerance=ROUNDING if reorders else 0.0)
 
 
 @pytest.mark.parametrize(("mixture", "tolerance"), [((0.0, 0.5), 0.0), ((0.5, 0.0), ROUNDING)])

@@ -41,7 +41,7 @@ def test_what_the_largest_batch_needs_is_not_there_for_one_sample_less_memory(po
     problem = chain(250_000)
     tight = replace(problem, cluster=limited(problem.cluster, {"": needed - 1}))
     (less,) = largest_batches(tight, policies=(policy,), planner="uniform")
-    slack = policy == "planned"  # which gives up more where there is less
+    slack = policy in ("planned", "offload all")  # which give up more, or wait sooner for copies, where there is less
     assert less.size < reached[policy].size or slack
 
 

@@ -60,7 +60,7 @@ class Rank:
         self.watch.guard.begin(self.number, patience.limits)
         self.watch.patience = patience
         self.store = dist.group.WORLD.get_group_store()
-        meet_guards(self.watch, self.store)
+        meet_guards(self.watch, self.store, start=time.monotonic())
 
     def compute(self, kind: str, microbatch: int, slice_: Slice) -> None:
         if self.step == STEP and kind == "F":

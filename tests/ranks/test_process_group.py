@@ -76,6 +76,7 @@ KINDS = [
     torch.zeros(0, 4),
     torch.arange(4, dtype=torch.bfloat16).view(2, 2),
     torch.tensor([1 + 2j, 3j]),
+    torch.arange(8.0)[::8],  # contiguous, with a stride of eight
     torch.ones(300_000),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -216,7 +218,7 @@ def test_ranks_that_do_different_things_are_told_what_each_waits_for(guard: Told
 @pytest.fixture
 def client() -> Iterator[GuardClient]:
     client = GuardClient()
-    client.begin(0, Patience(deadline_s=0.2).limits)
+    client.begin(0, Patience(deadline_s=30).limits)
     yield client
     client.end()
     client.close()
@@ -244,3 +246,73 @@ def test_a_guard_that_is_cut_off_is_no_member_any_more():
     guards.hub.tick(11.0 + MOMENT_S)
     assert guards.hub.members == (0,) and guards.hub.is_settled
     assert [failure.rank for _, failure in guards.told] == [1]
+
+
+SCRIPT = """
+import atexit, concurrent.futures, os, sys, threading, time
+from lightning_pipe.runtime.guard.client import guard_of_this_process
+from lightning_pipe.runtime.guard.failure import OUTSIDE, Failure
+from lightning_pipe.runtime.guard.process import GuardTimeouts
+
+guard = guard_of_this_process()
+guard.begin(1, GuardTimeouts(deadline_s=1.0, stale_s=30.0, grace_s=0.5))
+never, what = threading.Event(), sys.argv[1]
+if what == "waits before it has come":
+    never.wait()
+guard.page.write(OUTSIDE, -1, b"the preparation of a step")
+if what == "waits in a hook":
+    never.wait()
+if what == "computes":
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        pass
+if what != "computes":
+    guard.fail(Failure(1, "at 0F1 of step 3", "a cause", session=1, raised=True), wait_s=30)
+guard.end()
+if what == "has a thread":
+    threading.Thread(target=never.wait).start()
+if what == "has an executor":
+    concurrent.futures.ThreadPoolExecutor(1).submit(never.wait)
+if what == "has a handler":
+    atexit.register(never.wait)
+if what == "has a destructor":
+    class Waits:
+        def __del__(self, read=os.read, ends=os.pipe()):
+            read(ends[0], 1)
+    waits = Waits()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        ("computes", 0, ""),
+        ("fails", 0, ""),
+        (
+            "waits before it has come",
+            1,
+            "Rank 1 failed at the start, before the first step: it is still there after 1 s",
+        ),
+        (
+            "waits in a hook",
+            1,
+            "the preparation of a step, before the first step: its main thread has done nothing for",
+        ),
+        ("has a thread", 1, "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1"),
+        (
+            "has an executor",
+            1,
+            "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1",
+        ),
+        ("has a handler", 1, "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1"),
+        ("has a destructor", -9, "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at"),
+    ],
+)
+def test_a_rank_that_waits_for_ever_ends_without_any_other(what: str, code: int, words: str):
+    """Ranks were left that hung before they had come to the others, in all hooks at once, or at their exit."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, what], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done
+    assert words in done.stderr and ("lightning_pipe" in done.stderr) is bool(words), done
+    assert "without a word" not in done.stderr, done

@@ -49,19 +49,25 @@ def test_of_a_loaded_batch_only_the_slice_leaves(host):
     part = batch[2:5]
     address = part.untyped_storage().data_ptr()
     away = send_away({"part": part}, host, slices={address: (part.data_ptr(), part.nbytes)})
+    assert away.held() == {part.data_ptr(): part.nbytes}
     away.parcel.fetch()
     assert away.parcel.returned.wait(FOREVER_S)
-    assert [storage.nbytes() for storage in away.storages()] == [part.nbytes]
+    away.vacate()
+    assert [*away.held().values()] == [part.nbytes]
     assert torch.equal(away.tensors()["part"], part)
 
 
-def test_memory_is_gone_when_the_way_out_has_ended(host):
+def test_memory_is_gone_when_it_is_given_up_and_not_sooner(host):
+    """So it is the program that decides what a rank holds, and nobody else holds it when the way out has ended."""
     content = torch.ones(1000)
-    seen = weakref.ref(content.untyped_storage()), weakref.ref(content)
+    storage = content.untyped_storage()
+    seen = weakref.ref(storage)
     away = send_away({"content": content}, host, slices={})
+    del content, storage
     assert away.parcel.left.wait(FOREVER_S)
-    del content
-    assert seen[1]() is None and not away.storages()
+    assert [*away.held().values()] == [4000] and seen() is not None
+    away.vacate()
+    assert seen() is None and not away.held()
 
 
 def test_memory_that_came_back_is_gone_with_the_tensors_although_the_parcel_is_there(host):
@@ -69,10 +75,11 @@ def test_memory_that_came_back_is_gone_with_the_tensors_although_the_parcel_is_t
     away = send_away(tensors(), host, slices={})
     away.parcel.fetch()
     assert away.parcel.returned.wait(FOREVER_S)
+    away.vacate()
     found = away.tensors()
     seen = [weakref.ref(tensor.untyped_storage()) for tensor in found.values()]
     found.clear()
-    assert not any(one() for one in seen) and not away.storages()
+    assert not any(one() for one in seen) and not away.held()
     assert len(away.parcel.spans()) == 2, "when it was copied is still known"
 
 

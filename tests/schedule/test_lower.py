@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+import pytest
+
 from lightning_pipe.core.program import (
     AnyCompute,
     Bucket,
@@ -19,10 +21,12 @@ from lightning_pipe.core.program import (
     Send,
     Step,
     Traffic,
+    Vacate,
 )
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.rules import Dataflow, halves
+from lightning_pipe.schedule.verification.verify import verify
 
 
 def test_replicas_receive_exactly_the_samples_they_compute(case, build):
@@ -170,8 +174,24 @@ def test_evict_follows_its_forward_and_fetch_comes_three_computes_ahead_or_right
             assert len(between) == 3 or (len(between) < 3 and at_once), (rank, work)
 
 
+@pytest.mark.parametrize("beside", [(), (None, None), (0, 3), (2,), (50, 1)])
+def test_memory_is_given_up_some_computes_after_f_and_before_i(beside):
+    layout, m = Layout(((0,), (1,))), 6
+    traffic = Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), buckets_of(layout), offloads=(0, 1))
+    order = order_of("1f1b", layout=layout, microbatches=m, options={"warmup": "4,1"})
+    program = verify(lower(order, layout=layout, sizes=(1,) * m, traffic=traffic, beside=beside))
+    for s, line in enumerate(program.ranks):
+        count = beside[s] if s < len(beside) else None
+        for x in range(m):
+            forward, vacate, backward = map(line.index, (Compute(s, "F", x), Vacate(s, x), Compute(s, "I", x)))
+            assert line.index(Evict(s, x)) < vacate < backward
+            between = sum(isinstance(y, Compute) for y in line[forward + 1 : backward])
+            found = sum(isinstance(y, Compute) for y in line[forward + 1 : vacate])
+            assert found == (between if count is None else min(count, between)), (s, x)
+
+
 def test_programs_that_do_not_offload_are_lowered_as_before(small_case, build):
     kept = build(replace(small_case, offloads=()))
     swapped = build(small_case)
-    without = [tuple(x for x in line if not isinstance(x, (Evict, Fetch))) for line in swapped.ranks]
+    without = [tuple(x for x in line if not isinstance(x, (Evict, Vacate, Fetch))) for line in swapped.ranks]
     assert tuple(without) == kept.ranks

@@ -25,6 +25,7 @@ from lightning_pipe.core.program import (
     Send,
     Step,
     Traffic,
+    Vacate,
 )
 from lightning_pipe.errors import PlanError, ProgramError
 from lightning_pipe.schedule import order_of
@@ -45,6 +46,7 @@ def random_instruction(rng: random.Random) -> Instruction:
             Step(),
             Free(s, m),
             Evict(s, m),
+            Vacate(s, m),
             Fetch(s, m),
         ]
     )

@@ -31,6 +31,7 @@ from lightning_pipe.core.program import (
     Send,
     Step,
     Traffic,
+    Vacate,
     VerifiedProgram,
 )
 from lightning_pipe.errors import ProgramError
@@ -55,6 +56,7 @@ class RankState:
     waiting: dict = field(default_factory=lambda: defaultdict(int))  # (s, direction, m) -> receives on their way
     made: dict = field(default_factory=dict)  # (s, kind, m, sample) -> value
     away: set = field(default_factory=set)  # (s, m) of which something is on the host
+    leaving: set = field(default_factory=set)  # (s, m) of which something is copied there, and still held
     gradients: dict = field(default_factory=lambda: defaultdict(int))  # bucket -> sum
     posted: dict = field(default_factory=dict)  # bucket -> sum at the time of Reduce, or after what it goes along with
     along: int | None = None  # bucket that goes along with the next compute
@@ -82,7 +84,7 @@ class Interpreter:
         for rank, state in enumerate(self.states):
             if state.position < len(self.program.ranks[rank]):
                 raise Broken(f"rank {rank} is stuck")
-            if state.loaded or state.inbox or state.made or state.away:
+            if state.loaded or state.inbox or state.made or state.away or state.leaving:
                 raise Broken(f"rank {rank} still holds something")
         for sends, receives, _ in self.channels.values():
             if len(sends) != len(receives):
@@ -115,6 +117,11 @@ class Interpreter:
                 if (s, "F", m) not in {key[:3] for key in state.made}:
                     raise Broken("nothing is there that could be evicted")
                 state.away.add((s, m))
+                state.leaving.add((s, m))
+            case Vacate(s, m):
+                if (s, m) not in state.leaving:
+                    raise Broken("nothing is on its way that could be given up")
+                state.leaving.remove((s, m))
             case Fetch(s, m):
                 if (s, m) not in state.away:
                     raise Broken("nothing is away that could be fetched")
@@ -139,7 +146,7 @@ class Interpreter:
     def compute(self, s: int, kind: str, m: int, rank: int, state: RankState) -> bool:
         if kind == "B":
             return self.compute(s, "I", m, rank, state) and self.compute(s, "W", m, rank, state)
-        if kind == "I" and (s, m) in state.away:
+        if kind == "I" and (s, m) in state.away | state.leaving:
             raise Broken("what it needs is on the host")
         direction = {"F": "F", "I": "B", "W": None}[kind]
         if direction and state.waiting[s, direction, m]:
@@ -432,7 +439,12 @@ def test_an_error_names_rank_position_instruction_and_law():
     [
         (("0F0", "0EVICT0"), r'rank 0, position 1, 0EVICT0: law "offload": it needs 0F0 before it'),
         (("0EVICT0", "0FETCH0"), r'0FETCH0: law "offload": it needs 0EVICT0 before it'),
-        (("0FETCH0", "0I0"), r'0I0: law "offload": it needs 0FETCH0 before it'),
+        (("0FETCH0", "0I0"), r'0I0: law "offload": it needs 0VACATE0 before it'),
+        (("0EVICT0", "0VACATE0"), r'0VACATE0: law "offload": it needs 0EVICT0 before it'),
+        (("0VACATE0", "0I0"), r'0I0: law "offload": it needs 0VACATE0 before it'),
+        (("0VACATE0", ""), r'0I0: law "offload": it needs 0VACATE0 before it'),
+        (("0F0", "0VACATE0"), r'0VACATE0: law "offload": it needs 0EVICT0 before it'),
+        (("", "0VACATE0"), r'0VACATE0: law "offload": it is vacated twice, or this rank offloads no such samples'),
         (("0FETCH0", ""), r'0I0: law "offload": it needs 0FETCH0 before it'),
         (("0EVICT0", ""), r'0FETCH0: law "offload": it needs 0EVICT0 before it'),
         (("", "1EVICT0"), r'1EVICT0: law "offload": it is evicted twice, or this rank offloads no such samples'),
@@ -445,7 +457,7 @@ def test_what_is_evicted_must_be_there_and_come_back_before_it_is_used(change, m
     order = order_of("gpipe", layout=layout, microbatches=1)
     program = lower(order, layout=layout, sizes=(1,), traffic=Traffic((), (), offloads=(0,)))
     line = [str(x) for x in program.ranks[0]]
-    assert line[:5] == ["0LOAD0", "0F0", "0EVICT0", "0FETCH0", "1F0"]
+    assert line[:6] == ["0LOAD0", "0F0", "0EVICT0", "0FETCH0", "1F0", "1I0"] and "0VACATE0" in line
     first, second = change
     if not first:
         line.insert(-1, second)

@@ -145,12 +145,14 @@ def test_makespan_of_uneven_stages_and_links(forward, backward, reduction, m, st
     assert tuple(simulate(program, prices).makespan for program in programs) == expected
 
 
-def offloading(p: int, m: int, schedule: str = "gpipe", *, split: bool = True) -> VerifiedProgram:
+def offloading(
+    p: int, m: int, schedule: str = "gpipe", *, split: bool = True, beside: tuple[int, ...] = ()
+) -> VerifiedProgram:
     """Return the program of p stages on p ranks, of which the first offloads."""
     program = pipeline(p, m, schedule, {})
     order = order_of(schedule, layout=program.layout, microbatches=m)
     traffic = replace(program.traffic, offloads=(0,))
-    return verify(lower(order, layout=program.layout, sizes=program.sizes, traffic=traffic, split=split))
+    return verify(lower(order, layout=program.layout, sizes=program.sizes, traffic=traffic, split=split, beside=beside))
 
 
 def test_swaps_that_fit_between_forward_and_backward_cost_no_time():
@@ -168,11 +170,12 @@ def test_swaps_lower_the_peak_from_all_micro_batches_to_four():
     """GPipe on one rank, copies as long as F, so that one micro-batch is on its way in each direction at any time.
 
     Without offloading m micro-batches are held. With it, at the turn from F to I, those that are not away are the one
-    that is used and three that are on their way back for the next, or have not left yet.
+    that is used and three that are on their way back for the next, or have not left yet. The rank waits for the end of
+    a copy when one more F has run beside it, and for none with these times.
     """
     for m in (6, 9, 20):
         prices = UnitPrices(saved=10, offloaded=10, swap=1.0)
-        kept, swapped = pipeline(1, m, "gpipe", {}), offloading(1, m)
+        kept, swapped = pipeline(1, m, "gpipe", {}), offloading(1, m, beside=(1,))
         peaks = [
             memory_curves(simulate(program, prices), program=program, prices=prices)[0].peak_bytes
             for program in (kept, swapped)
@@ -207,6 +210,23 @@ def test_two_swaps_share_the_lane():
     assert [times[f"0FETCH{m}"] for m in range(2)] == [(4.0, 7.0), (7.0, 10.0)]
     assert [times[f"0I{m}"][0] for m in range(2)] == [7.0, 10.0]
     assert timeline.makespan == 12.0
+
+
+def test_a_rank_that_copies_slowly_waits_instead_of_holding_more():
+    """One compute beside a copy, GPipe on one rank, copies of s > 1 units: F of micro-batch k + 2 waits for copy k.
+
+    compute | F0 F1  .  . F2  .  . F3
+    out     |  . E0 == == E1 == == E2
+    """
+    m, prices = 6, UnitPrices(saved=10, offloaded=10)
+    program = offloading(1, m, beside=(1,))
+    for s in (0.5, 1.0, 3.0, 7.0):
+        slow = replace(prices, swap=s)
+        timeline = simulate(program, slow)
+        starts = [event.start for event in timeline.computes(0) if event.instruction.kind == "F"]
+        assert starts == [0.0, *(1.0 + k * max(1.0, s) for k in range(m - 1))]
+        (curve,) = memory_curves(timeline, program=program, prices=slow)
+        assert curve.peak_bytes == 40, "whatever the copies take"
 
 
 def test_copies_of_different_ranks_do_not_wait_for_each_other():

@@ -19,6 +19,7 @@ from lightning_pipe.core.program import (
     Send,
     Step,
     Traffic,
+    Vacate,
 )
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.schedule import order_of
@@ -63,12 +64,15 @@ class Bytes(UnitPrices):
         return self.state
 
 
-def program_of(stages, *, m=2, schedule="gpipe", training=True, split=True, size=1, offloads=()):
+def program_of(stages, *, m=2, schedule="gpipe", training=True, split=True, size=1, offloads=(), beside=()):
     layout = Layout(stages)
     edges = [e for s in range(len(stages) - 1) for e in (Edge("F", s, s + 1, 1.0), Edge("B", s + 1, s, 1.0))]
     traffic = Traffic(tuple(edges), tuple(Bucket((s,), 100) for s in range(len(stages))), offloads=offloads)
     order = order_of(schedule, layout=layout, microbatches=m) if training else forward_only(layout, m)
-    return verify(lower(order, layout=layout, sizes=(size,) * m, traffic=traffic, training=training, split=split))
+    sizes = (size,) * m
+    return verify(
+        lower(order, layout=layout, sizes=sizes, traffic=traffic, training=training, split=split, beside=beside)
+    )
 
 
 def curves_of(program, prices) -> tuple[Timeline, tuple[MemoryCurve, ...]]:
@@ -95,20 +99,30 @@ def test_saved_is_held_until_the_input_half_ends_and_kept_until_free(saved, kept
     assert [at(curve, "held_bytes", t) for t in (0.0, 1.5, 2.0, 2.5, 3.0)] == [saved, saved, kept, kept, 0]
 
 
+def before(program, instruction, timeline) -> float:
+    """Return when a rank's list posts an instruction: at the end of the compute or the wait before it."""
+    line = program.ranks[0]
+    return max(when(timeline, 0, x).end for x in line[: line.index(instruction)] if isinstance(x, (Compute, Vacate)))
+
+
 @pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("beside", [(None,), (0,), (2,)])
 @pytest.mark.parametrize(("saved", "kept", "offloaded"), [(10, 4, 6), (10, 4, 10), (10, 12, 3), (10, 0, 0)])
-def test_what_is_offloaded_is_not_held_from_the_end_of_evict_to_the_start_of_fetch(saved, kept, offloaded, split):
+def test_what_is_offloaded_is_not_held_from_vacate_to_the_start_of_fetch(saved, kept, offloaded, split, beside):
+    """Where fetch comes before vacate, both memories are there in between."""
     m, prices = 5, Bytes(saved=saved, kept=kept, offloaded=offloaded, swap=0.75)
-    timeline, (curve,) = curves_of(program_of(((0,),), m=m, split=split, offloads=(0,)), prices)
+    program = program_of(((0,),), m=m, split=split, offloads=(0,), beside=beside)
+    timeline, (curve,) = curves_of(program, prices)
 
     def held(microbatch: int, time: float) -> int:
         backward = Compute(0, "I" if split else "B", microbatch)
-        steps = (Compute(0, "F", microbatch), Evict(0, microbatch), Fetch(0, microbatch), backward, Free(0, microbatch))
-        forward, evict, fetch, used, free = (when(timeline, 0, step) for step in steps)
-        if forward.start <= time < evict.end or fetch.start <= time < used.end:
-            return saved
-        if evict.end <= time < fetch.start:
-            return saved - offloaded
+        offload = (kind(0, microbatch) for kind in (Evict, Vacate, Fetch))
+        steps = (Compute(0, "F", microbatch), *offload, backward, Free(0, microbatch))
+        forward, evict, vacate, fetch, used, free = (when(timeline, 0, step) for step in steps)
+        assert vacate.end >= evict.end
+        if forward.start <= time < used.end:
+            asked = before(program, fetch.instruction, timeline)
+            return saved - offloaded * (time >= vacate.end) + offloaded * (time >= asked)
         return kept if used.end <= time < free.start else 0
 
     for number in range(8 * 15):

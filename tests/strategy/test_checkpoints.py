@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
 
 from models.parity import make_loader, make_module
 from ranks.world import World
@@ -92,3 +95,68 @@ def test_all_ranks_agree_on_the_best_checkpoint_and_one_writes_it(tmp_path: Path
     (best, files), (other, _) = World(2).run(best_checkpoint, str(tmp_path))
     assert best == other and Path(best).name in files
     assert len(files) == 3 and "last.ckpt" in files
+
+
+class Averages(pl.LightningModule):
+    """Two buffers that the last stage changes: statistics of a BatchNorm, and an average of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.norm, self.three = nn.Linear(6, 16), nn.Linear(16, 16), nn.BatchNorm1d(16), Mean()
+
+    def training_step(self, batch, batch_idx):
+        return self.three(self.norm(self.two(torch.tanh(self.one(batch)))))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, 1)
+        self.register_buffer("average", torch.ones(()))
+
+    def forward(self, x):
+        loss = (self.out(x) - 1).square().mean()
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss / self.average
+
+
+class SavesEachBatch(pl.Callback):
+    """Keep the weights of the file that is written after each batch, and the state as it is handed out, on rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.files: list[Any] = []
+        self.states: list[Any] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self._path)
+        state = trainer.strategy.lightning_module_state_dict()
+        if trainer.is_global_zero:
+            self.files.append(torch.load(self._path, weights_only=False)["state_dict"])
+            self.states.append({name: value.clone() for name, value in state.items()})
+
+
+def save_each_batch(options: dict[str, Any] | None, folder: str) -> tuple[list[Any], list[Any]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module, data = Averages().double(), torch.randn(12, 6, dtype=torch.float64)
+    saves = SavesEachBatch(Path(folder) / "now.ckpt")
+    strategy = "auto" if options is None else dapple(**options)
+    make_trainer(strategy, max_epochs=2, callbacks=[saves]).fit(module, DataLoader(data, batch_size=6))
+    return saves.files, saves.states
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_a_checkpoint_during_training_has_the_buffers_of_all_stages(capture: str, tmp_path: Path) -> None:
+    """Buffers were put back to the value of rank 0 before the file was written."""
+    expected, _ = save_each_batch(None, str(tmp_path))
+    options = {"layout": "1-1", "microbatches": 1, "capture": capture}
+    files, states = World(2).run(save_each_batch, options, str(tmp_path))[0]
+    assert len(files) == len(states) == len(expected) == 4
+    for step, one in enumerate(expected):
+        for found in (files[step], states[step]):
+            torch.testing.assert_close(found, one, rtol=1e-9, atol=1e-9)
+    assert not torch.equal(expected[0]["norm.running_mean"], expected[1]["norm.running_mean"])

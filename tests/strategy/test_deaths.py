@@ -25,6 +25,7 @@ from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.guard.watch import patience_until
 from lightning_pipe.strategy.plans.plan_report import make_room
 from lightning_pipe.strategy.ranks.connections import join_ranks
+from lightning_pipe.strategy.ranks.openmp import release_threads
 from ranks.world import Died, Raised, World
 from strategy.fits import dapple, make_trainer
 
@@ -211,6 +212,26 @@ def test_a_first_rank_that_never_comes_is_named(unused_port: int):
     watch.close()
 
 
+def fork_after_computing() -> int:
+    """Compute on several threads, in this process and in a forked one; return the exit code of that."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    square = torch.ones(1024, 1024)
+    assert float((square @ square)[0, 0]) == 1024
+    release_threads()
+    child = os.fork()
+    if not child:
+        os._exit(int(float((square @ square)[0, 0]) != 1024))
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_forked_process_computes_on_several_threads_after_its_parent_has():
+    assert World(1).run(fork_after_computing, deadline_s=SOON) == [0]
+
+
 @pytest.fixture
 def unused_port() -> int:
     import socket
@@ -239,6 +260,8 @@ def warnings_of(layers: int, batch_dim: int) -> list[str]:
 def test_stages_without_work_are_told():
     first, _ = World(2).run(warnings_of, 1, 0, deadline_s=SOON)
     assert any("hold no parameters and compute next to nothing" in text for text in first), first
+    first, _ = World(2).run(warnings_of, 2, 1, deadline_s=SOON)
+    assert any("or samples do not lie along batch_dim" in text for text in first), first
     first, _ = World(2).run(warnings_of, 8, 0, deadline_s=SOON)
     assert not any("hold no parameters" in text for text in first), first
 

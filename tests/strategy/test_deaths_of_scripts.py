@@ -19,18 +19,20 @@ import lightning.pytorch as pl
 import torch
 from lightning_pipe import DappleStrategy
 
+WIDTH = 1024 if "computed" in sys.argv else 4
+
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, index):
         if "worker" in sys.argv and index == 40:
             threading.Event().wait()
-        return torch.ones(4)
+        return torch.ones(WIDTH)
 
 class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -43,6 +45,8 @@ class Net(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+if "computed" in sys.argv:
+    Net().training_step(torch.ones(64, WIDTH), 0).backward()
 strategy = DappleStrategy(layout="1-1", microbatches=2, costs="counted", deadline_s=30.0, start_method="fork")
 trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
@@ -52,11 +56,11 @@ print("went on")
 
 
 def output_of(folder: Path, what: str) -> str:
-    """Run the script with a misbehaviour; return what it printed, once every process of it has ended."""
+    """Run the script with a (mis)behaviour; return what it printed, once every process of it has ended."""
     (folder / "script.py").write_text(SCRIPT)
     mark = uuid.uuid4().hex
     command = [sys.executable, "script.py", what]
-    environment = {**os.environ, "MARK_OF_TEST": mark, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "MARK_OF_TEST": mark, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "2"}
     with (folder / "output").open("wb") as output:
         script = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
     try:
@@ -67,8 +71,9 @@ def output_of(folder: Path, what: str) -> str:
         for pid in processes_with(mark):
             os.kill(pid, signal.SIGKILL)
         script.wait()
-    assert script.returncode != 0
-    return (folder / "output").read_text()
+    output = (folder / "output").read_text()
+    assert (script.returncode == 0) == ("went on" in output), output
+    return output
 
 
 def processes_with(mark: str) -> list[int]:
@@ -106,5 +111,12 @@ def wait_for(pid: int) -> None:
 )
 def test_every_process_of_a_script_ends_and_its_terminal_names_the_rank(what: str, words: list[str], tmp_path: Path):
     output = output_of(tmp_path, what)
+    assert "went on" not in output
     assert all(word in output for word in words), output
     assert "without a word" not in output or what == "killed", output
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_from_a_notebook_that_has_computed(tmp_path: Path):
+    """They waited for ever for threads of OpenMP that only the notebook's process has."""
+    assert "went on" in output_of(tmp_path, "computed")

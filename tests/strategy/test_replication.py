@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,46 @@ def test_a_dear_part_is_replicated_unasked_and_losses_stay_those_of_one_process(
     for rank, (_, losses) in enumerate(found):
         apart = (torch.tensor(losses, dtype=torch.float64) / expected - 1).abs().max().item()
         assert apart <= ROUNDING, (rank, losses, expected)
+
+
+class Bank(pl.LightningModule):
+    """An average over samples, a counter of batches, and entries and counts that samples write each for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("entries", torch.zeros(8, 4))
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("batches", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        x, index = batch
+        out = self.two(torch.tanh(self.one(x)))
+        loss = (out - self.entries[index]).square().mean()
+        self.entries[index] = out.detach()
+        self.seen += F.one_hot(index, 8).sum(0)
+        self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
+        self.batches += 1
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def warnings_of(layout: str) -> list[str]:
+    """Train on all ranks of this world; a worker function."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(8, 4), torch.arange(8))
+    trainer = make_trainer(dapple(layout=layout, microbatches=1, capture="joint"), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Bank(), DataLoader(data, batch_size=4))
+    return [str(one.message) for one in caught if "mean of the replicas" in str(one.message)]
+
+
+def test_buffers_that_replicas_change_each_for_its_samples_are_named() -> None:
+    """Their mean was kept without a word: half of a memory bank's entry, half of a count."""
+    (told,), _ = World(2).run(warnings_of, "2")
+    assert "changes entries, seen in stage 0" in told
+    assert World(2).run(warnings_of, "1-1") == [[], []]

@@ -13,6 +13,7 @@ Tensors count by identity and version, NumPy arrays by content.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import sys
 import types
@@ -386,6 +387,8 @@ class Snapshot:
         if not is_users(cls) or issubclass(cls, nn.Module):
             return
         internal = {n for n, v in vars(cls).items() if n.startswith("__") and not isinstance(v, types.FunctionType)}
+        if issubclass(cls, enum.Enum):  # tables of members: `a | b` adds a flag to them when it is first asked for
+            internal |= {name for name in vars(cls) if name.startswith("_") and name.endswith("_")}
         attributes = ClassAttributes(cls)
         hidden: Keys = self._ignored.get(identity(attributes), set()) | internal | {"_abc_impl"}
         yield _Entries(attributes, slot, hidden=hidden, kind="attribute")

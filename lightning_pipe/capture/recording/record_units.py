@@ -16,13 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
 from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.recording.no_randomness import NoRandomness
 from lightning_pipe.capture.recording.unit_choice import UnitCall, call_paths, recording_tree
 from lightning_pipe.capture.recording.unit_flow import EscapeReader, Follower
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
-from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.capture.steps.batch import flatten, sorted_samples
 from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import assignment_line, noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
@@ -32,7 +33,7 @@ from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
 from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.capture.steps.trees import mapped
-from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
+from lightning_pipe.capture.torch_private import checkpoints_replaced, has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 
@@ -169,8 +170,9 @@ class UnitRecorder:
         before, reader = torch.get_rng_state(), EscapeReader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
+            once = checkpoints_replaced(units.in_checkpoint, where=lambda: follower.inside is not None)
             seeding = noticing_seeding(seeded.append)
-            with kept.keeper, self._scene(recording), hooks, seeding, units.intercepted(), reader, follower:
+            with kept.keeper, self._scene(recording), hooks, once, seeding, units.intercepted(), reader, follower:
                 output = self._call(leaves)
         except CaptureError:
             raise
@@ -216,6 +218,31 @@ class UnitRecorder:
             numbers=numbers_said(output, recording.calls),
         )
 
+    def said(self, rows: torch.Tensor, kept: ModuleSnapshot) -> StepRecording:
+        """Run the step without randomness on some of the sorted samples, and return what it says.
+
+        Args:
+            rows: indices of the samples.
+            kept: content of the module that the run begins with.
+        """
+        kept.restore()
+        dim, recording = self.request.batch_dim, StepRecording()
+        tensors = sorted_samples(self._tensors, self._cut, dim) or self._tensors
+        leaves = [
+            t.index_select(dim, rows.to(t.device)) if c else t.clone() for t, c in zip(tensors, self._cut, strict=True)
+        ]
+        no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+        with kept.keeper, self._scene(recording), no_randomness:
+            output = self._call(leaves)
+            recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
+        return recording
+
+    @property
+    def total(self) -> int:
+        """Return the number of samples of the whole batch, 1 if it cannot be cut."""
+        dim = self.request.batch_dim
+        return next((t.shape[dim] for t, c in zip(self._tensors, self._cut, strict=True) if c), 1)
+
     def _differentiate(self, loss: torch.Tensor, *, detached: str) -> tuple[float, frozenset[str]]:
         """Return the seconds of the backward, and the names of the parameters that got a gradient.
 
@@ -256,10 +283,8 @@ class UnitRecorder:
 
     def _leaves(self, other: int) -> list[torch.Tensor]:
         """Return copies of some samples: the first of the batch, or some before its end, from the front if too few."""
-        dim = self.request.batch_dim
-        total = next((t.shape[dim] for t, c in zip(self._tensors, self._cut, strict=True) if c), 1)
-        count = self._count(other)
-        rows = (torch.arange(count) - other * count) % total
+        dim, count = self.request.batch_dim, self._count(other)
+        rows = (torch.arange(count) - other * count) % self.total
         return [
             t.index_select(dim, rows.to(t.device)) if c else t.clone()
             for t, c in zip(self._tensors, self._cut, strict=True)
@@ -279,6 +304,16 @@ class _Units:
         self._call = nn.Module.__call__
         self.follower = Follower(module)
         self.seen: list[Seen] = []
+        self._checkpoints = 0  # calls of `torch.utils.checkpoint.checkpoint` that run, outside of units
+
+    @contextlib.contextmanager
+    def in_checkpoint(self) -> Iterator[None]:
+        """Run what a checkpoint outside of units is given once: the reentrant form hides where gradients flow."""
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
 
     def intercepted(self) -> Any:
         """Return the context within which calls are intercepted."""
@@ -304,7 +339,7 @@ class _Units:
         own = {follower.made_of.memory(tensor) for tensor in given}
         try:
             with contextlib.ExitStack() as stack:
-                if not has_hooks_on_saved_tensors():  # a checkpoint around the unit keeps nothing of it
+                if not self._checkpoints and not has_hooks_on_saved_tensors():  # else nothing of the unit is kept
                     stack.enter_context(saved_tensors_hooks(partial(self._note_saved, seen, own), _as_it_is))
                 output = self._call(called, *args, **kwargs)
             output = self._mark(output, unit, seen)

@@ -6,15 +6,17 @@
    before it have left on the module is there.
 3  Runs with another number of samples, on other slices of the batch, tell which dimensions follow the samples, and
    which outputs have shapes that nothing tells beforehand.
+4  Runs on two parts of some samples and on both tell how logged numbers are combined (`said_roles`).
 
 A unit past which glue reads (it keeps a tensor in an attribute, or glue differentiates through it) is opened, and the
-step is followed again. Afterwards the
-module is as it was: parameters, buffers, attributes, gradients, and all random generators.
+step is followed again. Afterwards the module is as it was: parameters, buffers, attributes, gradients, and all random
+generators.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ from torch import nn
 from lightning_pipe.capture.graphs.trace import Request
 from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
+from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, said_roles
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_loss import combine_of
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
@@ -35,6 +38,8 @@ from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.numbers import proportional
 from lightning_pipe.errors import CaptureError
+
+log = logging.getLogger(__name__)
 
 _RUNS, _RUNS_IF_RANDOM = 2, 6  # with other samples; Python that throws dice is given more chances to call other units
 
@@ -72,6 +77,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
                     raise
                 fits = False  # what earlier calls have left is of so many samples; without it the step may run
                 others.append(runner.followed(chosen, kept, other=number))
+        said = _said_of_parts(runner, steady) if count and fits and not drawn() else NOTHING_SAID
         steady.restore()
         in_python = drawn()
     calls = units_of(tree, chosen)
@@ -79,7 +85,23 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         _compare([seen.path for seen in run.seen], paths)
     trace = _described(request, run, others, [call.seconds for call in calls])
     whole = trace.whole if fits else "what it keeps from batch to batch is for one number of samples"
-    return replace(trace, is_random_in_python=in_python, whole=whole)
+    return replace(trace, is_random_in_python=in_python, whole=whole, said=said)
+
+
+def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
+    """Return the roles of numbers that the step says, by runs on two parts of some samples and on both."""
+    total = runner.total
+    count = min(runner.request.count, total - 1)
+    many = min(2 * count, total)
+    if not count:
+        return NOTHING_SAID
+    rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
+    try:
+        one, two, both = (runner.said(some, kept) for some in (rows[:count], rows[count:], rows))
+    except Exception as error:  # whatever the step raises for samples in this order
+        log.debug("The roles of logged numbers are not known: %s", error)
+        return NOTHING_SAID
+    return said_roles((one, two), (count, many - count), both)
 
 
 def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:

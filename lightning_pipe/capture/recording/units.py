@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said
+
 Source = tuple[Literal["unit", "leaf", "parameter", "state"], "int | str"]
 Sources = frozenset[Source]
 
@@ -138,6 +140,7 @@ class UnitTrace:
         once: buffers whose new content was the same for all samples.
         keeping: units inside which the step changes Python state.
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
+        said: what is known of other single numbers that it returns or logs.
         writes: names of the parameters that the step writes to.
         has_terms: whether the loss adds sums over samples to other terms.
     """
@@ -156,5 +159,6 @@ class UnitTrace:
     once: frozenset[str] = frozenset()
     keeping: frozenset[int] = frozenset()
     proportional: frozenset[tuple[str, ...]] = frozenset()
+    said: Said = NOTHING_SAID
     writes: frozenset[str] = frozenset()
     has_terms: bool = False

@@ -27,6 +27,7 @@ from lightning_pipe.capture.graphs.trace import Request
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import shared_slots
 from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.recording.said_roles import SaidRole
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.denominator_watch import unequal
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
@@ -61,7 +62,7 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
-        general, ..., mixed_values: as for every `capture.route.Route`.
+        general, ..., saves_by_plan: as for every `capture.route.Route`.
     """
 
     general: ClassVar[None] = None
@@ -71,7 +72,6 @@ class Replay:
     is_sliceable: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = False
     saves_by_plan: ClassVar[bool] = False
-    mixed_values: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason
@@ -118,6 +118,11 @@ class Replay:
         return self.trace.proportional
 
     @property
+    def said_roles(self) -> Mapping[tuple[str, ...], SaidRole]:
+        """Return how other single numbers that the step returns or logs are combined, by place."""
+        return self.trace.said.roles
+
+    @property
     def is_random_in_python(self) -> bool:
         """Return whether the step draws random numbers of Python or NumPy."""
         return self.trace.is_random_in_python
@@ -127,13 +132,17 @@ class Replay:
         """Return whether the loss adds sums over samples to other terms."""
         return self.trace.has_terms
 
+    def averaged_buffers(self) -> tuple[str, ...]:
+        """Return (): a batch whose samples change buffers is not cut, so one replica has all of it."""
+        return ()
+
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
         return f"The Python of the step runs on every rank (replay). {self.reason}"
 
     def mixed_logs(self) -> dict[str, str]:
-        """Return {}: what a replayed step logs is not followed back to its samples."""
-        return {}
+        """Return the lines of logged numbers, by name, that are no sum, mean or extreme of what micro-batches log."""
+        return dict(self.trace.said.mixed)
 
     def mixing(self) -> str:
         """Return, in words, where the step may mix its samples: no more is known."""

@@ -155,7 +155,7 @@ class StageReplayer:
         self._step, self._part, self._now = step, part, now
         self._units = step.trace.units
         self._tapes: dict[int, _Tape] = {}
-        self._fakes: dict[tuple[int, int], Any] = {}
+        self._fakes: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._fake_leaves: dict[tuple[int, int], torch.Tensor] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         called = {unit.path for unit in self._units}
@@ -359,16 +359,30 @@ class StageReplayer:
         return self._fake_leaves[i, samples]
 
     def fake(self, k: int, samples: int) -> Any:
-        """Return what a unit that nobody here needs returns: its template with fake tensors."""
+        """Return what a unit that nobody here needs returns: its template with fake tensors.
+
+        They require gradients where the unit's own do: the step may ask, as the reentrant form of a checkpoint does,
+        which runs all that is inside without gradients where it is given none that does.
+        """
+        unit = self._units[k]
         if (k, samples) not in self._fakes:
-            unit = self._units[k]
             with self._mode:
-                tensors = [
+                self._fakes[k, samples] = [
                     torch.empty(size_of(output, samples), dtype=output.dtype, device=self._step.device)
                     for output in unit.outputs
                 ]
-            self._fakes[k, samples] = filled(unit.template, tensors)
-        return self._fakes[k, samples]
+        tensors = self.handed(k, self._fakes[k, samples])
+        return filled(
+            unit.template, [t.clone() if o.is_overwritten else t for t, o in zip(tensors, unit.outputs, strict=True)]
+        )
+
+    def handed(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs of a unit that another stage runs as the step gets them: leaves of autograd."""
+        outputs = self._units[k].outputs
+        return [
+            tensor.detach().requires_grad_((output.has_gradient or output.is_detached) and self._step.has_backward)
+            for tensor, output in zip(tensors, outputs, strict=True)
+        ]
 
     def number(self, module: nn.Module, called: int) -> int:
         """Return the number of the unit that a call of a module is.
@@ -510,11 +524,7 @@ class _Play:
         if number not in self._given:
             return self._player.fake(number, self._samples)
         unit = self._player.step.trace.units[number]
-        has_backward = self._player.step.has_backward
-        leaves = tuple(
-            tensor.detach().requires_grad_((output.has_gradient or output.is_detached) and has_backward)
-            for tensor, output in zip(self._given[number], unit.outputs, strict=True)
-        )
+        leaves = tuple(self._player.handed(number, self._given[number]))
         self.leaves[number] = leaves
         handed = [t.clone() if o.is_overwritten else t for t, o in zip(leaves, unit.outputs, strict=True)]
         return filled(unit.template, handed)

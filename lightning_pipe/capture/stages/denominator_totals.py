@@ -192,14 +192,15 @@ def _reduced(joint: JointGraph, flow: Flow, batch_only: Mapping[str, bool]) -> s
 
 
 def _wanted(joint: JointGraph, flow: Flow, reduced: set[str]) -> list[fx.Node]:
-    """List the reduced values from which loss, gradients and results are computed, in order.
+    """List the reduced values from which loss, gradients, results and answers to questions are computed, in order.
 
-    A result that is reduced itself and combined rightly from its slices is left as it is; so are answers to questions.
+    A result that is reduced itself and combined rightly from its slices is left as it is.
     """
-    results = set(joint.results[: len(joint.results) - len(joint.record.guards)])
+    results, asked = set(joint.results), len(joint.record.guards)
+    said = joint.results[: len(joint.results) - asked]  # a question is asked of the whole batch, as on one device
     trained = {name for name, _ in joint.gradients}
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    plain = {name for name in results if name in reduced and flow.roles[name] in _ADDITIVE}
+    plain = {name for name in said if name in reduced and flow.roles[name] in _ADDITIVE}
     pending = [nodes[name] for name in ({joint.loss} | trained | results) - plain if name is not None]
     seen, found = set[fx.Node](), set[str]()
     while pending:

@@ -6,7 +6,7 @@
                    of p keeps p - s of them; no flush, so a step takes what the busiest device computes
     vpipe          1F1B whose stages recompute a share each, in the order of the graph (after Zhao et al., TPDS 2022)
     recompute all  1F1B that drops all that can be recomputed
-    offload all    1F1B that offloads all it saves
+    offload all    1F1B that offloads all it saves, and waits for the copies as soon as memory asks for it
     planned        what this package plans: recompute or offload per tensor, shared optimizer state, cuts and warm-up
 
 The number of micro-batches is that of the problem's wishes, and all stages have one device; what grows is the
@@ -27,6 +27,7 @@ from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.evaluation.copies import tighter
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.problem import Constraints, Problem
@@ -203,7 +204,12 @@ def _offload_all(problem: Problem, pricer: Pricer, planner: str) -> Trial:
         replace(stage, offload=places_of(problem.graph, work, work.saved))
         for stage, work in zip(plan.stages, works, strict=True)
     )
-    return _trial(problem, judge.judge(replace(plan, stages=stages)))
+    trial = _trial(problem, judge.judge(replace(plan, stages=stages)))
+    for waiting in () if trial.fits else tighter(trial.judged.plan):
+        trial = _trial(problem, judge.judge(waiting))
+        if trial.fits:
+            break
+    return trial
 
 
 def _vpipe(problem: Problem, pricer: Pricer, planner: str) -> Trial:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -106,6 +108,8 @@ class Parts:
         self.problem, self._pricer = problem, pricer
         names = frozenset(problem.graph.coupled)
         self._coupled = [position for position, node in enumerate(problem.graph.nodes) if node.name in names]
+        self._columns: dict[int, tuple[int, ...]] = {}
+        self._seconds: dict[tuple[object, ...], Array] = {}
         self._shares: dict[tuple[object, ...], Shares] = {}
         self._stages: dict[tuple[object, ...], StageTerm] = {}
         self._exchanges: dict[tuple[object, ...], ExchangeTerm] = {}
@@ -116,10 +120,12 @@ class Parts:
 
     def columns(self, microbatches: int) -> tuple[int, ...]:
         """Return, for every micro-batch, the first one that costs the same in all plans."""
-        if self._coupled:  # whole micro-batches go to one replica after the other
-            return tuple(range(microbatches))
-        sizes = microbatch_sizes(self.problem.samples, microbatches)
-        return tuple(sizes.index(size) for size in sizes)
+        if microbatches not in self._columns:
+            sizes: tuple[int, ...] = microbatch_sizes(self.problem.samples, microbatches)
+            if self._coupled:  # whole micro-batches go to one replica after the other
+                sizes = tuple(range(microbatches))
+            self._columns[microbatches] = tuple(sizes.index(size) for size in sizes)
+        return self._columns[microbatches]
 
     def plan(self, cuts: Cuts, ranks: Ranks, microbatches: int) -> PlanParts:
         """Return the parts of a plan."""
@@ -149,37 +155,60 @@ class Parts:
         if key not in self._loads:
             firsts = self.columns(microbatches)
             sizes = microbatch_sizes(self.problem.samples, microbatches)
-            shares = {m: self._shares_of(cuts, ranks, s, m, sizes[m]).seconds for m in {*firsts}}
-            every = np.sum([shares[m] for m in firsts], axis=(0, 2))
+            counts = Counter(firsts)
+            lasting = {m: self._seconds_of(cuts, ranks, s, m, sizes[m]) for m in counts}
+            every = np.sum([count * lasting[m] for m, count in counts.items()], axis=(0, 2))
             step_s = self._stage_of(cuts, ranks, s).step_s
             self._loads[key] = ComputeTerm(
                 float(every.max()) + step_s,
-                float((every - shares[firsts[-1]][:, 2]).max()) + step_s,
-                float(shares[firsts[0]][:, 0].min()),
-                float(shares[firsts[-1]][:, 1].min()),
+                float((every - lasting[firsts[-1]][:, 2]).max()) + step_s,
+                float(lasting[firsts[0]][:, 0].min()),
+                float(lasting[firsts[-1]][:, 1].min()),
             )
         return self._loads[key]
 
+    def _seconds_of(self, cuts: Cuts, ranks: Ranks, s: int, m: int, size: int) -> Array:
+        """Return F, I and W of every replica in seconds; most plans are dropped before their bytes are asked for."""
+        key = self._share(cuts, ranks, s, m, size)
+        if key not in self._seconds:
+            prices = self._priced(cuts, ranks)
+            self._seconds[key] = np.zeros((len(ranks[s]), len(HALVES)))
+            for i, samples in self._samples(prices, s, m, size):
+                for h, half in enumerate(self._halves):
+                    self._seconds[key][i, h] = prices.compute_s(Compute(s, half, m), ranks[s][i], samples)
+        return self._seconds[key]
+
     def _shares_of(self, cuts: Cuts, ranks: Ranks, s: int, m: int, size: int) -> Shares:
-        key = (*self._stage(cuts, s), ranks[s], size, m if self._coupled else 0)
+        key = self._share(cuts, ranks, s, m, size)
         if key not in self._shares:
-            self._shares[key] = self._priced_shares(self._priced(cuts, ranks), s, m, size)
+            bytes_ = self._priced_bytes(self._priced(cuts, ranks), s, m, size)
+            self._shares[key] = Shares(self._seconds_of(cuts, ranks, s, m, size), *bytes_)
         return self._shares[key]
 
-    def _priced_shares(self, prices: PlanPrices, s: int, m: int, size: int) -> Shares:
-        ranks = prices.layout.stages[s]
-        found = Shares(*(np.zeros((len(ranks), count)) for count in (3, 2, 3, 3)))
-        for i, rank in enumerate(ranks):
-            samples = len(prices.layout.samples(s, i, m, size))
-            if not samples:
-                continue
-            found.held[i] = prices.saved_bytes(s, samples), prices.kept_bytes(s, samples)
-            for h, half in enumerate(HALVES if self.problem.training else HALVES[:1]):
+    def _priced_bytes(self, prices: PlanPrices, s: int, m: int, size: int) -> tuple[Array, Array, Array]:
+        """Return what is held, workspaces, and workspaces of the first micro-batch, as `Shares` has them."""
+        held, workspace, first = (np.zeros((len(prices.layout.stages[s]), count)) for count in (2, 3, 3))
+        for i, samples in self._samples(prices, s, m, size):
+            held[i] = prices.saved_bytes(s, samples), prices.kept_bytes(s, samples)
+            for h, half in enumerate(self._halves):
                 compute = Compute(s, half, m)
-                found.seconds[i, h] = prices.compute_s(compute, rank, samples)
-                found.workspace[i, h] = prices.workspace_bytes(compute, samples)
-                found.first[i, h] = max(0.0, found.workspace[i, h] - prices.gradient_bytes(compute, samples))
-        return found
+                workspace[i, h] = prices.workspace_bytes(compute, samples)
+                first[i, h] = max(0.0, workspace[i, h] - prices.gradient_bytes(compute, samples))
+        return held, workspace, first
+
+    def _samples(self, prices: PlanPrices, s: int, m: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yield the replicas of a stage that have samples of a micro-batch, and how many."""
+        for i in range(len(prices.layout.stages[s])):
+            if samples := len(prices.layout.samples(s, i, m, size)):
+                yield i, samples
+
+    @property
+    def _halves(self) -> tuple[Half, ...]:
+        return HALVES if self.problem.training else HALVES[:1]
+
+    def _share(self, cuts: Cuts, ranks: Ranks, s: int, m: int, size: int) -> tuple[object, ...]:
+        """Return what decides what a micro-batch costs a stage."""
+        return (*self._stage(cuts, s), ranks[s], size, m if self._coupled else 0)
 
     def _exchanges_of(self, cuts: Cuts, ranks: Ranks, m: int, size: int) -> dict[Edge, ExchangeTerm]:
         found: dict[Edge, ExchangeTerm] = {}

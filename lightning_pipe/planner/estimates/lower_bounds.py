@@ -26,7 +26,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.core.program import Compute, Layout, Order
+from lightning_pipe.core.program import Layout, Order
 from lightning_pipe.planner.candidates.moves import Ranks
 from lightning_pipe.planner.estimates.bound_terms import (
     HALVES,
@@ -156,22 +156,23 @@ class CandidateBatch:
         """Return, for every plan, the seconds that it takes at least."""
         clocks = [np.zeros(rooms.shape) for rooms in self._rooms]
         flowed = [*clocks]  # when the last I has ended: sums go along with the W after it
+        lasting = [_apart(seconds) for seconds in self._seconds]
+        moving = {edge: _apart(seconds[..., None]) for edge, seconds in self._moving_s.items()}
+        taken, given = ([_by_direction(edges) for edges in of_stages] for of_stages in (self._taken, self._given))
         arrived: dict[tuple[Edge, int], Array] = {}
         free: dict[Edge, Array] = {}
         for s, kind, m in _walk(depths, self.microbatches, self._training):
-            c, half = self._column[m], 0 if kind == "F" else 1
+            forward, flow, late = lasting[s][self._column[m]]
             start = clocks[s]
-            for edge in self._taken[s]:
-                if edge[0] == kind:
-                    start = np.maximum(start, arrived.pop((edge, m)))
-            end = start + self._seconds[s][:, c, :, half]
-            clocks[s], flowed[s] = end + self._seconds[s][:, c, :, 2] if kind == "B" else end, end
-            for edge in self._given[s]:
-                if edge[0] == kind:
-                    begin = np.maximum(end[:, :, None], free[edge]) if edge in free else end[:, :, None]
-                    moved = begin + self._moving_s[edge][:, c]
-                    free[edge] = np.maximum(moved, free[edge]) if edge in free else moved
-                    arrived[edge, m] = moved.max(axis=1)
+            for edge in taken[s][kind]:
+                start = np.maximum(start, arrived.pop((edge, m)))
+            end = start + (forward if kind == "F" else flow)
+            clocks[s], flowed[s] = end + late if kind == "B" else end, end
+            for edge in given[s][kind]:
+                begin, before = end[:, :, None], free.get(edge)
+                moved = (begin if before is None else np.maximum(begin, before)) + moving[edge][self._column[m]][0]
+                free[edge] = moved if before is None else np.maximum(moved, before)
+                arrived[edge, m] = moved[:, 0] if moved.shape[1] == 1 else moved.max(axis=1)
         ends = [clock.max(axis=1) for clock in clocks]
         sums = [self._summed(s, clock) for s, clock in enumerate(flowed)]
         return np.asarray(np.maximum.reduce([*ends, *sums]) + self._step_s)
@@ -188,6 +189,16 @@ def _stacked(found: Sequence[Sequence[Array]]) -> Array:
     """Return one array for all plans and columns."""
     whole = np.stack([one for row in found for one in row])
     return whole.reshape(len(found), -1, *whole.shape[1:])
+
+
+def _apart(seconds: Array) -> list[list[Array]]:
+    """Return what is said of every column, each by itself; axes: plan, column, and so on, what is said."""
+    apart = np.moveaxis(seconds, (1, -1), (0, 1))
+    return [[np.ascontiguousarray(one) for one in column] for column in apart]
+
+
+def _by_direction(edges: Sequence[Edge]) -> dict[str, list[Edge]]:
+    return {direction: [edge for edge in edges if edge[0] == direction] for direction in "FB"}
 
 
 Course: TypeAlias = tuple[tuple[str, int], ...]  # halves and micro-batches of one stage, in order
@@ -225,18 +236,19 @@ def _moments(course: Course) -> list[list[tuple[int, int]]]:
 @lru_cache(maxsize=4096)
 def _walk(depths: Depths, microbatches: int, training: bool) -> tuple[tuple[int, str, int], ...]:
     """Return the computes of all stages so that each comes after those that it needs."""
-    lines = [[*line] for line in _order(depths, microbatches, training)]
-    done: dict[Compute, None] = {}
+    lines = [
+        [(compute.stage, compute.kind, compute.microbatch) for compute in line]
+        for line in _order(depths, microbatches, training)
+    ]
+    done: dict[tuple[int, str, int], None] = {}
     places = [0] * len(lines)
-    while any(place < len(line) for place, line in zip(places, lines, strict=True)):
+    while len(done) < sum(map(len, lines)):
         for s, line in enumerate(lines):
-            while places[s] < len(line) and _needed(line[places[s]], len(lines)) <= done.keys():
-                done[line[places[s]]] = None
+            for step in line[places[s] :]:
+                _, kind, m = step
+                t = s + (-1 if kind == "F" else 1)  # values that skip stages are there by then
+                if 0 <= t < len(lines) and (t, kind, m) not in done:
+                    break
+                done[step] = None
                 places[s] += 1
-    return tuple((compute.stage, compute.kind, compute.microbatch) for compute in done)
-
-
-def _needed(compute: Compute, stages: int) -> set[Compute]:
-    """Return what other stages must have computed; values that skip stages are there by then."""
-    t = compute.stage + (-1 if compute.kind == "F" else 1)
-    return {Compute(t, compute.kind, compute.microbatch)} if 0 <= t < stages else set()
+    return tuple(done)

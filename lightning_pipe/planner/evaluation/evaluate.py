@@ -22,6 +22,7 @@ from lightning_pipe.cost.activations import Reliefs
 from lightning_pipe.cost.prices import PlanPrices, Pricer
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.chain_times import times_of
+from lightning_pipe.planner.evaluation.copies import is_open, with_copies
 from lightning_pipe.planner.evaluation.resolve import resolve, resolve_reliefs
 from lightning_pipe.planner.evaluation.symmetry import SymmetryReduction, fold, instructions, whole
 from lightning_pipe.planner.problem import Problem
@@ -127,10 +128,15 @@ class Judge:
             part = fold(sizes, prices=prices, cluster=self._problem.cluster)
         else:
             part = whole(prices.layout, sizes)
+        cards = prices if len(self._problem.cluster.hosts) > 1 else None
         with without_collection():  # programs have no cycles
             program = self._program(plan, part, prices)
+            timeline = simulate(program, prices, cards=cards)
+            if self._problem.training and is_open(plan, prices.traffic.offloads):
+                plan = with_copies(plan, timeline, prices.traffic.offloads)
+                program = self._program(plan, part, prices)
+                timeline = simulate(program, prices, cards=cards)
             ahead_s = period(program, prices) if self._problem.runs_ahead else None
-            timeline = simulate(program, prices, cards=prices if len(self._problem.cluster.hosts) > 1 else None)
             curves = memory_curves(timeline, program=program, prices=prices)
         used = frozenset(part.representatives)
         events = tuple(event for event in timeline.events if event.rank in used)  # others only step
@@ -153,6 +159,7 @@ class Judge:
                 training=training,
                 synchronise=training,
                 join=planned_join(plan),
+                beside=plan.beside_copies,
                 confirms=training and self._problem.runs_ahead,
             )
         )

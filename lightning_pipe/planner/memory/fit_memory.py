@@ -12,7 +12,8 @@ beginning of the list that fits is searched for:
                          longest beginning known not to fit and the shortest known to fit
 
 Where that is not enough, stages that fit help: by the first, half or all of their choices, one stage after another, as
-long as that brings the others nearer. What they do then moves messages and forwards of the others in time.
+long as that brings the others nearer. What they do then moves messages and forwards of the others in time. At last,
+stages that offload wait sooner for the end of their copies (`planner.evaluation.copies`).
 
 A micro-batch that computes is not counted as at rest: what it dropped is recomputed then. Where nothing else is in
 flight it counts all the same, since it is recomputed piece by piece; the judge says how much that helps.
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import Plan
+from lightning_pipe.planner.evaluation.copies import tighter
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.memory.offload_budget import Stay, absences, free_copy_s, stays
@@ -80,7 +82,15 @@ class _Relieving:
                 break
         self._try({s: search.spared() for s, search in self._searches.items()})
         best = min((self._unrelieved, *self._found.values()), key=self._rank_of)
-        return self._helped(best, left=min(_MOST_JUDGED, allowed))
+        return self._waiting(self._helped(best, left=min(_MOST_JUDGED, allowed)))
+
+    def _waiting(self, best: Judged) -> Judged:
+        """Let stages that offload wait for their copies sooner, as long as memory asks for it."""
+        for plan in tighter(best.plan):
+            if best.overflow(self._problem.cluster) <= 0:
+                break
+            best = min(best, self._judge.judge(plan), key=self._rank_of)
+        return best
 
     def _helped(self, best: Judged, *, left: int) -> Judged:
         """Let stages that fit give up something too, until all do, nothing helps, or no judgement is left."""
@@ -126,7 +136,7 @@ class _Relieving:
         """Return a plan of which one stage gives up these choices, and nothing else."""
         chosen, stages = [*given_up], [*plan.stages]
         recompute, offload = (self._places(stage, chosen, relief) for relief in ("recompute", "offload"))
-        stages[stage] = replace(stages[stage], recompute=recompute, offload=offload)
+        stages[stage] = replace(stages[stage], recompute=recompute, offload=offload, beside_copy=None)
         return replace(plan, stages=tuple(stages))
 
     def _places(self, stage: int, given_up: Iterable[Choice], relief: Relief) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,19 +23,31 @@ class _Form:
 
 @dataclass(frozen=True)
 class Away:
-    """Tensors whose memory is away, by name; several may be views of one memory."""
+    """Tensors whose memory is away, by name; several may be views of one memory.
+
+    Attributes:
+        parcel: their memory on its way.
+        forms: what each tensor is of it.
+        leaving: what the parcel is copied from, until `vacate`.
+    """
 
     parcel: Parcel
     forms: Mapping[str, _Form]
+    leaving: list[StorageRange]
+
+    def vacate(self) -> None:
+        """Give up the memory that has been copied; the way out has ended."""
+        self.leaving.clear()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors in their new memory, once it is back; it lives as long as they do."""
         storages = self.parcel.hand_over()
         return {name: _formed(storages[form.piece], form) for name, form in self.forms.items()}
 
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Return the new memory, from the moment that it is on its way until `tensors`."""
-        return self.parcel.storages()
+    def held(self) -> dict[int, int]:
+        """Return address and bytes of the memory that is there: the old until `vacate`, the new until `tensors`."""
+        old = {piece.storage.data_ptr() + piece.begin: piece.size for piece in self.leaving}
+        return old | {storage.data_ptr(): storage.nbytes() for storage in self.parcel.storages()}
 
 
 def send_away(tensors: Mapping[str, torch.Tensor], host: HostStore, *, slices: Mapping[int, tuple[int, int]]) -> Away:
@@ -57,7 +69,8 @@ def send_away(tensors: Mapping[str, torch.Tensor], host: HostStore, *, slices: M
         address = tensor.untyped_storage().data_ptr()
         offset = int(tensor.storage_offset()) - pieces[address].begin // tensor.element_size()
         forms[name] = _Form(numbers[address], tensor.dtype, tensor.size(), tensor.stride(), offset)
-    return Away(host.take(list(pieces.values())), forms)
+    leaving = list(pieces.values())
+    return Away(host.take(leaving), forms, leaving)
 
 
 def _formed(storage: torch.UntypedStorage, form: _Form) -> torch.Tensor:

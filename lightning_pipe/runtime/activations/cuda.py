@@ -1,7 +1,8 @@
 """Offloading on a CUDA device: one stream for each direction copies between the device and pinned memory of the host.
 
-    out     waits for the compute stream at `take`, then copies; `record_stream` lets the allocator use the memory of
-            the device again when the copy has ended
+    out     waits for the compute stream at `take`, then copies; the compute stream waits for the end before the memory
+            is given up, so that the allocator may use it again at once (no `record_stream`, with which it could so
+            only when the host finds the copy ended, and would take more memory until then)
     back    waits for the compute stream at `fetch`, whose memory it fills, and for the end of the way out
     use     the compute stream waits for the end of the way back; the host never waits
 
@@ -77,7 +78,6 @@ class PinnedHost:
             begin.record()
             for content, buffer in zip(contents, buffers, strict=True):
                 buffer.copy_(content, non_blocking=True)
-                content.record_stream(self._out)
             end.record()
         return buffers, _Copied(begin, end)
 
@@ -91,7 +91,6 @@ class PinnedHost:
             begin.record()
             for buffer, content in zip(buffers, contents, strict=True):
                 content.copy_(buffer, non_blocking=True)
-                content.record_stream(self._back)
             end.record()
         self.leave(buffers, end)
         return contents, _Copied(begin, end)
@@ -143,9 +142,11 @@ class _PinnedParcel:
         return tuple((copy.begin, copy.end) for copy in dict.fromkeys((self.left, self.returned)))
 
     def discard(self) -> None:
-        """Give the pinned buffers back, unless that has been done."""
+        """Give the pinned buffers back, unless that has been done; memory is used again behind the copies only."""
+        for copy in (self.left, self.returned):
+            copy.wait(0.0)
         self._host.leave(self._buffers, self.left.end)
-        self._buffers = []
+        self._buffers, self._contents = [], []
 
 
 def _event() -> torch.cuda.Event:

@@ -1,7 +1,8 @@
-"""The handlers of `Evict` and `Fetch` on one rank.
+"""The handlers of `Evict`, `Vacate` and `Fetch` on one rank.
 
-Both only start a copy. The backward of the micro-batch waits for the end of the way back; when each copy began and
-ended is recorded at the end of the program, so that nobody waits to know.
+The first and the last only start a copy. `Vacate` waits for the end of the way out: until then the memory is there, so
+that slow copies make a rank late, and never too full. The backward of the micro-batch waits for the end of the way
+back; when each copy began and ended is recorded at the end of the program, so that nobody waits to know.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
 from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.stage import Slices, Stage
 from lightning_pipe.runtime.waiting import Wait, Walk
-
-_PATIENCE_S = 1.0  # of one wait for a copy, which will end
 
 
 class Offloads:
@@ -36,17 +35,14 @@ class Offloads:
         self._parcels.clear()
 
     def evict(self, evict: OwnWork, slices: Slices) -> None:
-        """Start the way out; `slices` is what the rank loaded of the micro-batch.
-
-        Where memory is measured, this thread waits for the end and is the last to hold what has left: only releases of
-        this thread are seen (`capture.allocations`).
-        """
-        stage = self._stages[evict.stage]
-        seen = stage.leaving(evict.microbatch) if self._recorder.held_bytes is not None else None
-        parcel = stage.evict(evict.microbatch, self._host, slices)
+        """Start the way out; `slices` is what the rank loaded of the micro-batch."""
+        parcel = self._stages[evict.stage].evict(evict.microbatch, self._host, slices)
         self._parcels[evict.stage, evict.microbatch] = parcel
-        while seen is not None and not parcel.left.wait(_PATIENCE_S):
-            pass
+
+    def vacate(self, work: OwnWork) -> Walk[None]:
+        """Wait for the end of the way out, and give up the memory of what has left."""
+        yield Wait(self._parcels[work.stage, work.microbatch].left, Evict(work.stage, work.microbatch))
+        self._stages[work.stage].vacate(work.microbatch)
 
     def fetch(self, fetch: OwnWork) -> None:
         """Start the way back."""

@@ -22,27 +22,31 @@ from lightning_pipe.runtime.record import Mark
 from lightning_pipe.runtime.waiting import Independent
 
 _LONGEST_CALL = 1 << 30  # bytes; some systems copy at most 2 GiB at once
+_PATIENCE_S = 1.0  # of one wait for a job, which will end
 
 
 class _Job(Independent):
     """Something that a lane does; the handle of its end."""
 
-    def __init__(self, work: Callable[[], None], count: int) -> None:
-        self._work, self.count = work, count
+    def __init__(self, work: Callable[[], None], count: int, after: _Job | None) -> None:
+        self._work, self.count, self._after = work, count, after
         self.span: tuple[Mark, Mark] = (0.0, 0.0)
         self._ended, self._error = threading.Event(), cast("BaseException | None", None)
 
     def run(self, bytes_per_s: float | None) -> None:
-        """Do it, in no less time than the rate allows."""
+        """Do it, in no less time than the rate allows, once what it comes after is done."""
         begin = time.perf_counter()
         try:
+            while self._after is not None and not self._after.wait(_PATIENCE_S):
+                pass
+            begin = time.perf_counter()
             self._work()
         except BaseException as error:
             self._error = error
         if bytes_per_s is not None:
             time.sleep(max(0.0, begin + self.count / bytes_per_s - time.perf_counter()))
         self.span = begin, time.perf_counter()
-        self._work = _nothing  # what it held
+        self._work, self._after = _nothing, None  # what it held
         self._ended.set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -74,12 +78,12 @@ class _Lane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def add(self, work: Callable[[], None], count: int) -> _Job:
-        """Do some work on so many bytes when everything before it is done."""
+    def add(self, work: Callable[[], None], count: int, *, after: _Job | None = None) -> _Job:
+        """Do some work on so many bytes when everything before it is done, and a job of the other lane."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        job = _Job(work, count)
+        job = _Job(work, count, after)
         self._jobs.put(job)
         return job
 
@@ -129,9 +133,9 @@ class FileHost:
         """Do something on the way out."""
         return self._out.add(work, count)
 
-    def back(self, work: Callable[[], None], count: int) -> _Job:
-        """Do something on the way back."""
-        return self._back.add(work, count)
+    def back(self, work: Callable[[], None], count: int, *, after: _Job) -> _Job:
+        """Do something on the way back, after something on the way out."""
+        return self._back.add(work, count, after=after)
 
     def place(self, size: int) -> int:
         """Return a free place of this size in the file."""
@@ -195,11 +199,9 @@ class _FileParcel:
         """Start to read the pieces into new memory."""
         self._storages = [torch.UntypedStorage(size) for _, size in self._places]
         contents = [as_bytes(storage) for storage in self._storages]
-        self.returned = self._host.back(lambda: self._read(contents), self._count)
+        self.returned = self._host.back(lambda: self._read(contents), self._count, after=self.left)
 
     def _read(self, contents: list[torch.Tensor]) -> None:
-        while not self.left.wait(1.0):
-            pass
         for (place, size), content in zip(self._places, contents, strict=True):
             self._host.read(content, place)
             self._host.leave(place, size)

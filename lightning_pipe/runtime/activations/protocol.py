@@ -1,13 +1,15 @@
 """The host of offloaded tensors, whatever it keeps them in.
 
-    parcel = host.take(pieces)      starts the way out; the caller drops its own tensors
+    parcel = host.take(pieces)      starts the way out
+    Wait(parcel.left, ...)          until the pieces are on the host; the caller drops them then
     parcel.fetch()                  starts the way back, which waits for the end of the way out
     Wait(parcel.returned, ...)      until the content is there again
     parcel.storages()               new storages with the content of the pieces, in their order
     parcel.hand_over()              the same, which are the caller's alone from then on
 
 A piece is a range of a storage. What a parcel does not need any more it drops itself: the device's memory when the way
-out has ended, that of the host when the way back has.
+out has ended, that of the host when the way back has. The caller holds the pieces until `left` is done, so that it is
+the caller who decides when their memory is free.
 """
 
 from __future__ import annotations

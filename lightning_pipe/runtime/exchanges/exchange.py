@@ -15,7 +15,16 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.mailbox import Mailbox, PendingReceive
-from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, cut, from_tensor, join, packed, to_tensor
+from lightning_pipe.runtime.exchanges.slicing import (
+    Content,
+    buffer_for,
+    compact,
+    cut,
+    from_tensor,
+    join,
+    packed,
+    to_tensor,
+)
 from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
@@ -149,7 +158,9 @@ class Exchange:
         direction: Pass = "F" if compute.kind == "F" else "B"
         for message in self._own[compute.stage, compute.microbatch]:
             if message.direction == direction:
-                tensors = [to_tensor(content, device=self._device) for content in self._parts(message).values()]
+                tensors = [
+                    compact(to_tensor(content, device=self._device)) for content in self._parts(message).values()
+                ]
                 self._mailbox.put(PendingReceive(message, self._transport.rank, tuple(tensors), Done()))
 
     def finish_sends(self) -> Walk[None]:

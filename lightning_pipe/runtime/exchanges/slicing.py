@@ -103,6 +103,12 @@ def buffer_for(value: Value, samples: int, *, device: torch.device) -> torch.Ten
     return packed.permute([order.index(dim) for dim in range(len(order))])
 
 
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with memory of its own if it is a view of more, all of which it would keep."""
+    is_part = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_part else tensor
+
+
 def packed(tensor: torch.Tensor, value: Value) -> torch.Tensor:
     """Return a contiguous tensor with the content of a value; of a buffer from `buffer_for` it is a view."""
     return (tensor.permute(value.order) if value.order else tensor).contiguous()

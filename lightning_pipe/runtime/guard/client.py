@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401  # what it does at the exit of a script must come after our part
 import logging
 import os
 import queue
@@ -10,18 +12,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.guard.failure import IDLE, NO_WAIT, OUTSIDE, Failure, GuardedState, unpacked
+from lightning_pipe.runtime.guard.failure import IDLE, LEAVING, NO_WAIT, OUTSIDE, Failure, GuardedState, unpacked
 from lightning_pipe.runtime.guard.lines import Lines, Message
 from lightning_pipe.runtime.guard.page import SharedPage
 from lightning_pipe.runtime.guard.process import GuardTimeouts
 
 _BEAT_S = 0.25
-_ANSWER_S = 5.0  # for what the guard or the hub is asked
+_ANSWER_S = 5.0  # for what the hub is asked
+_MARGIN_S = 3.0  # after our deadline, the guard's
 _CODE = "import sys; sys.path.insert(0, {root!r}); from lightning_pipe.runtime.guard.process import main; main()"
 
 
@@ -46,7 +50,8 @@ class GuardClient:
         self._failure: Failure | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._asking = threading.Lock()
+        self._asking, self._asked = threading.Lock(), 0
+        self._deadline_s = GuardTimeouts.deadline_s
         here, there = socket.socketpair()
         self._process = self._start(there, verdict)
         there.close()
@@ -76,12 +81,13 @@ class GuardClient:
         return self._failure
 
     def begin(self, rank: int, limits: GuardTimeouts) -> None:
-        """Begin a session: a fit (or validate, test, predict)."""
+        """Begin a session: a fit (or validate, test, predict). The rank must come to the others by the deadline."""
         self.rank, self.session = rank, self.session + 1
+        self._deadline_s = limits.deadline_s
         self._failure = None
         self.heard.clear()
         self.page.wait(NO_WAIT)
-        self.page.write(OUTSIDE, -1, b"the start")
+        self.page.write(OUTSIDE, -1, b"the start", limit=time.monotonic() + limits.deadline_s + _MARGIN_S)
         self._send({"do": "begin", "rank": rank, "session": self.session, "limits": asdict(limits)})
 
     def end(self) -> None:
@@ -97,7 +103,7 @@ class GuardClient:
 
     def host(self) -> Message:
         """Become the place where guards meet; return how to reach it, but for the address."""
-        answer = self._ask({"do": "host"}, wait_s=_ANSWER_S)
+        answer = self._ask({"do": "host"}, wait_s=max(_ANSWER_S, self._deadline_s))
         return {"port": answer["port"], "token": answer["token"]}
 
     def join(self, addresses: Sequence[str], hub: Message) -> None:
@@ -106,8 +112,8 @@ class GuardClient:
         Raises:
             PipelineError: if they cannot be reached.
         """
-        wait_s = _ANSWER_S * (1 + len(addresses))
-        why = self._ask({"do": "join", "hub": {"addresses": list(addresses), **hub}}, wait_s=wait_s)["why"]
+        request = {"do": "join", "hub": {"addresses": list(addresses), **hub}}
+        why = self._ask(request, wait_s=max(_ANSWER_S, self._deadline_s))["why"]
         if why:
             raise PipelineError(
                 f"Rank {self.rank} cannot reach the guard of rank 0, at {why}. Either rank 0 has died, or its host "
@@ -137,7 +143,7 @@ class GuardClient:
         self._send({"do": "children", "pids": {str(rank): pid for rank, pid in pids.items()}})
 
     def close(self) -> None:
-        """Let go of the guard, which ends."""
+        """Release the guard, which ends."""
         self._channel.connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._channel.close()
@@ -150,11 +156,16 @@ class GuardClient:
 
     def _ask(self, message: Message, *, wait_s: float) -> Message:
         with self._asking:
-            while not self._answers.empty():
-                self._answers.get()
-            self._send(message)
+            self._asked += 1
+            self._send({**message, "number": self._asked})
+            end = time.monotonic() + wait_s
             try:
-                return self._answers.get(timeout=wait_s)
+                while True:
+                    answer = self._answers.get(timeout=max(0.0, end - time.monotonic()))
+                    if answer["number"] == self._asked:  # not one that came too late
+                        return answer
+                    if answer["say"] == "lost":
+                        raise PipelineError(f"Rank {self.rank} has lost the process that watches over it.")
             except queue.Empty:
                 raise PipelineError(f"Rank {self.rank} gets no answer from the guards within {wait_s:g} s.") from None
 
@@ -164,7 +175,6 @@ class GuardClient:
             selector.register(self._channel, selectors.EVENT_READ)
             while True:
                 self.page.beat()
-                self._note_exit()
                 if not selector.select(_BEAT_S):
                     continue
                 messages = self._channel.read()
@@ -174,10 +184,13 @@ class GuardClient:
                 for message in messages:
                     self._hear(message)
 
-    def _note_exit(self) -> None:
-        """Tell the guard that the script is over, so that it sees to it that a rank that has failed ends."""
-        if self._failure is not None and not threading.main_thread().is_alive():
-            self.page.write(OUTSIDE, -1, b"the exit of its script")
+    def leave(self) -> None:
+        """Tell the guard that the script is over, so that it sees to it that a rank that has failed ends.
+
+        Threads that never end, handlers and destructors may keep a process for ever.
+        """
+        if self._failure is not None:
+            self.page.write(LEAVING, -1, b"the exit of its script")
 
     def _hear(self, message: Message) -> None:
         match message["say"]:
@@ -193,6 +206,7 @@ class GuardClient:
 
     def _lose(self) -> None:
         where = str(self.page.state)
+        self._answers.put({"say": "lost", "number": 0})
         self._fail(Failure(self.rank, where, "the process that watches over it has died", lasting=True))
 
     def _fail(self, failure: Failure) -> None:
@@ -203,15 +217,30 @@ class GuardClient:
 
 
 _mine: list[GuardClient] = []
+_leaves: list[int] = []  # processes whose exit is noted
 
 
 def guard_of_this_process(*, verdict: str = "") -> GuardClient:
     """Return the guard of this process, which is started if there is none; a forked process gets its own."""
     if not _mine or _mine[0].owner != os.getpid():
         _mine[:] = [GuardClient(verdict=verdict)]
+        _note_exit()
     return _mine[0]
 
 
 def has_guard() -> bool:
     """Return whether this process has a guard."""
     return bool(_mine) and _mine[0].owner == os.getpid()
+
+
+def _note_exit() -> None:
+    """Let the guard of this process hear of the exit of the script before its threads are waited for; once."""
+    if not _leaves:
+        _leaves.append(os.getpid())  # inherited by forked processes, as what is registered is
+        register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
+        register(_leave)
+
+
+def _leave() -> None:
+    if has_guard():
+        _mine[0].leave()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 IDLE, OUTSIDE, INSIDE = 0, 1, 2  # modes: between fits; in a fit, but in no program; in a program or an opening
+LEAVING = 3  # mode: at the exit of a script, after a fit that has failed
 NO_WAIT, MESSAGE = 0, 1  # what a rank waits for: nothing, something in a program
 PAIR, TOGETHER = 2, 3  # something that it exchanges with another rank, or with all, outside of programs
 
@@ -16,7 +17,7 @@ class GuardedState:
     """What a rank does.
 
     Attributes:
-        mode: `IDLE`, `OUTSIDE` or `INSIDE`.
+        mode: `IDLE`, `OUTSIDE`, `INSIDE` or `LEAVING`.
         step: number of the batch, -1 before the first.
         at: the instruction, or words for what the rank does.
         waits: `NO_WAIT`, `MESSAGE`, `PAIR` or `TOGETHER`.

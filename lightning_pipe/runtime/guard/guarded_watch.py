@@ -100,8 +100,7 @@ class GuardedWatch:
         except PipelineError:
             raise
         except RuntimeError as error:
-            self.guard.heard.wait(self.patience.parting_s)
-            self.raise_failure(hidden=error)
+            self.hear(hidden=error)
             raise
         finally:
             self._at, self._depth = outer, self._depth - 1
@@ -187,8 +186,12 @@ class GuardedWatch:
     def settled(self, error: BaseException) -> None:
         """Raise the failure of another rank in the place of an error that is its consequence."""
         if _is_of_connection(error):
-            self.guard.heard.wait(self.patience.parting_s)
-            self.raise_failure(hidden=error)
+            self.hear(hidden=error)
+
+    def hear(self, *, hidden: BaseException | None = None) -> None:
+        """Raise the failure of a rank as `raise_failure` does, once it is heard of; it must have happened."""
+        self.guard.heard.wait(self.patience.parting_s)
+        self.raise_failure(hidden=hidden)
 
     def raise_failure(self, *, hidden: BaseException | None = None) -> None:
         """Raise the failure of a rank, if there is one; not this rank's own in the place of the error behind it."""

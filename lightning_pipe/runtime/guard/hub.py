@@ -67,7 +67,7 @@ class GuardHub:
                 self.declare(unpacked(message["failure"]), now)
             case "where":
                 states = {str(peer): asdict(self._states[peer]) for peer in message["ranks"] if peer in self._states}
-                self._send(rank, {"say": "where", "states": states})
+                self._send(rank, {"say": "where", "states": states, "number": message["number"]})
             case "bye":
                 self._heard.pop(rank)
                 self._ended[rank] = self._states[rank]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, Failure, GuardedState, unpacked
+from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, LEAVING, Failure, GuardedState, unpacked
 from lightning_pipe.runtime.guard.hub import GuardHub
 from lightning_pipe.runtime.guard.lines import Lines, Message
 from lightning_pipe.runtime.guard.page import SharedPage
@@ -27,7 +27,10 @@ _TICK_S = 0.1
 _BEAT_S = 0.5
 _CONNECT_S = 3.0  # for one address of the hub
 _LAST_WORD_S = 1.0  # for a rank to end once it was told to, and for a hub to be heard
-_KILLED = "its process has ended without a word: it was killed (perhaps for want of memory), or called os._exit"
+_KILLED = (
+    "its process has ended without a word: it was killed (perhaps for want of memory), aborted by a library, or called "
+    "os._exit"
+)
 _ALL = "0.0.0.0"
 
 
@@ -66,6 +69,7 @@ class RankGuard:
         self._awake, self._last = 0.0, time.monotonic()
         self._failed_at = self._told_at = self._beat_at = self._heard_at = 0.0
         self._beats, self._beaten_at = -1, 0.0
+        self._used_ns, self._used_at = 0, 0.0  # processor time of the rank's main thread
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ, self._from_rank)
         self._process = _open_process(parent)
@@ -122,6 +126,17 @@ class RankGuard:
         elif limit and time.monotonic() > limit:
             late_s = self._limits.deadline_s
             self._declare(state, f"it is still there after {late_s:g} s; the deadline is over", late_s=late_s)
+        else:
+            self._look_whether_idle(state, has_limit=limit > 0)
+
+    def _look_whether_idle(self, state: GuardedState, *, has_limit: bool) -> None:
+        """Find out whether the rank waits, where we have not made it wait: then all ranks may, so that nobody tells."""
+        used_ns, late_s = _used_ns(self._parent), self._limits.deadline_s
+        if used_ns is None or used_ns != self._used_ns or has_limit or state.mode == IDLE:
+            self._used_ns, self._used_at = used_ns or 0, self._awake
+        elif self._awake - self._used_at > late_s:
+            cause = f"its main thread has done nothing for {late_s:g} s: it waits for a thread, a lock or a process"
+            self._declare(state, f"{cause}. If that takes so long, raise deadline_s", late_s=late_s)
 
     def _enforce(self, failure: Failure) -> None:
         """End the rank if it has not ended in time after a failure."""
@@ -144,13 +159,13 @@ class RankGuard:
         if self._process is not None:
             self._selector.unregister(self._process)
         state = self._page.state
-        if state.mode == IDLE:
+        if state.mode in (IDLE, LEAVING):
             self._to_hub({"do": "bye"})
             if self._hub is not None and self._failure is None:
                 for guest in self._guests.values():
                     guest.send({"say": "bye"})
         else:
-            self._declare(state, _KILLED, lasting=True)
+            self._declare(state, _KILLED, lasting=True, is_said=bool(self._told_at))
         for ward in self._wards:
             _kill(ward)
         if self._failure is not None or state.mode != IDLE:
@@ -176,9 +191,10 @@ class RankGuard:
                     self._hub.stale_s = self._limits.stale_s
                 self._to_hub({"do": "session", "number": self._session})
             case "host":
-                self._channel.send({"say": "hosting", **self._host()})
+                self._channel.send({"say": "hosting", "number": message["number"], **self._host()})
             case "join":
-                self._channel.send({"say": "joined", "why": self._join(**message["hub"])})
+                why = self._join(**message["hub"])
+                self._channel.send({"say": "joined", "number": message["number"], "why": why})
             case "fail":
                 self._to_hub({"do": "fail", "failure": message["failure"]})
             case "where":
@@ -191,8 +207,13 @@ class RankGuard:
                 found = {int(rank): _open_process(pid) for rank, pid in message["pids"].items()}
                 self._children = {rank: d for rank, d in found.items() if d is not None}
 
-    def _declare(self, state: GuardedState, cause: str, *, late_s: float = 0.0, lasting: bool = False) -> None:
-        failure = Failure(self._rank, str(state), cause, session=self._session, lasting=lasting, late_s=late_s)
+    def _declare(
+        self, state: GuardedState, cause: str, *, late_s: float = 0.0, lasting: bool = False, is_said: bool = False
+    ) -> None:
+        """Tell all of a failure of this rank; `is_said`: the terminal has read already why it ends."""
+        failure = Failure(
+            self._rank, str(state), cause, session=self._session, raised=is_said, lasting=lasting, late_s=late_s
+        )
         self._to_hub({"do": "fail", "failure": failure.packed()})
 
     # --- the other guards ---
@@ -204,11 +225,11 @@ class RankGuard:
             self._upstream.send(message)
         elif message["do"] == "fail":  # nobody else is there yet
             failure = unpacked(message["failure"])
-            if not failure.raised:
+            if not failure.raised and self._failure is None:
                 say(str(failure))
             self._hear({"say": "failure", "failure": failure.packed()})
         elif message["do"] == "where":
-            self._hear({"say": "where", "states": {}})
+            self._hear({"say": "where", "states": {}, "number": message["number"]})
 
     def _hear(self, message: Message) -> None:
         """Hear a message of the hub."""
@@ -356,6 +377,14 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(b")")[2].split()[0] == b"T"
+
+
+def _used_ns(pid: int) -> int | None:
+    """Return the processor time of the main thread of a process; None where that cannot be seen."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_bytes().split()[0])
+    except (OSError, IndexError):
+        return None
 
 
 def main() -> None:

@@ -63,6 +63,9 @@ class Unwatched:
     def watch_processes(self, pids: Sequence[int]) -> None:
         """Do nothing."""
 
+    def hear(self) -> None:
+        """Do nothing."""
+
     def at(self, instruction: Instruction) -> None:
         """Do nothing."""
 

@@ -123,7 +123,8 @@ class Collectives:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor as its bytes, so that every element type can travel."""
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a contiguous tensor may have any stride along a size of one
+    return flat.view(torch.uint8)
 
 
 def unrecorded(tensor: torch.Tensor, start: Callable[[], dist.Work | None]) -> dist.Work | None:

@@ -7,6 +7,8 @@ of `verify` is lowered as it is, and refused there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_pipe.core.program import Layout, Order, Program, Traffic
 from lightning_pipe.schedule.lower.backward import split_backward
 from lightning_pipe.schedule.lower.gradients import add_reductions
@@ -34,6 +36,7 @@ def lower(
     early_release: bool = True,
     split: bool = True,
     join: int = 1,
+    beside: Sequence[int | None] = (),
     confirms: bool = False,
     publishes: bool = False,
 ) -> Program:
@@ -50,6 +53,7 @@ def lower(
             comparison with published fused backwards.
         split: whether B is replaced by I and W; False for stages whose backward is one function.
         join: micro-batches whose W, where they follow each other, may at most be one (joined W); 1 joins none.
+        beside: by stage that offloads, the computes beside a copy to the host (`add_swaps`).
         confirms: whether ranks run ahead, and look before their first backward whether the step before was right.
         publishes: whether ranks tell their results as soon as their forwards are done.
 
@@ -63,8 +67,8 @@ def lower(
     program = join_weight_halves(program, most=join)
     program = add_reductions(program)
     program = add_sends(program, early_release=early_release)
-    program = add_swaps(program)
     program = add_receives(program)
+    program = add_swaps(program, beside=beside)
     program = add_loads(program)
     program = add_frees(program)
     program = add_steps(program)

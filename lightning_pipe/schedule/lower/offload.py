@@ -2,14 +2,18 @@
 
 What a stage offloads leaves the device as soon as F has made it and comes back while other micro-batches compute (after
 Peng et al., Capuchin, ASPLOS 2020, which hides the copies of both directions behind computes).
+
+    F0 EVICT0 F1 F2 VACATE0 F3 ...        two computes beside the way out; then its memory is given up
+    ... FETCH0 F7 I3 W3 I0                 `AHEAD` computes beside the way back
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_pipe.core.program import AnyCompute, Evict, Fetch, Instruction, Program, Send
+from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Instruction, Program, Send, Vacate
 
 # Computes between starting a fetch and using it: F, I and W of one micro-batch. Every micro-batch needs the way back
 # once, so copies that take longer than these together delay computes however early they start; starting earlier would
@@ -17,29 +21,40 @@ from lightning_pipe.core.program import AnyCompute, Evict, Fetch, Instruction, P
 AHEAD = 3
 
 
-def add_swaps(program: Program) -> Program:
-    """Insert `Evict` after every F of a stage that offloads, behind its sends, and `Fetch` `AHEAD` computes before I.
+def add_swaps(program: Program, *, beside: Sequence[int | None] = ()) -> Program:
+    """Insert the three parts of an offload for every micro-batch of a stage that offloads.
 
-    `Fetch` comes no sooner than its `Evict`, so it follows right after where I comes soon after F. Runs when backwards
-    are split and sends are placed.
+    `Evict` follows F, behind its sends. `Vacate` comes some computes of the rank later, and before I. `Fetch` comes
+    `AHEAD` computes before I, but no sooner than `Evict`, so it follows right after where I comes soon after F. Runs
+    when backwards are split and messages are placed: a rank that waits for a copy has posted what others wait for.
+
+    Args:
+        program: without them.
+        beside: by stage, the computes of a rank between F and `Vacate`; None, and where nothing is said, as many as
+            there are before I.
     """
     if not program.training or not program.traffic.offloads:
         return program
-    offloads = frozenset(program.traffic.offloads)
-    return replace(program, ranks=tuple(_with_swaps(line, offloads) for line in program.ranks))
+    counts = {stage: beside[stage] if stage < len(beside) else None for stage in program.traffic.offloads}
+    return replace(program, ranks=tuple(_with_swaps(line, counts) for line in program.ranks))
 
 
-def _with_swaps(line: tuple[Instruction, ...], offloads: frozenset[int]) -> tuple[Instruction, ...]:
+def _with_swaps(line: tuple[Instruction, ...], counts: Mapping[int, int | None]) -> tuple[Instruction, ...]:
     computes = [(i, x) for i, x in enumerate(line) if isinstance(x, AnyCompute)]
     before: dict[int, list[Instruction]] = defaultdict(list)  # position -> what is posted before it
     evicted: dict[tuple[int, int], int] = {}
+    backwards = {(x.stage, x.microbatches[0]): number for number, (_, x) in enumerate(computes) if x.direction == "B"}
     for number, (i, compute) in enumerate(computes):
-        if compute.is_joined or compute.stage not in offloads:
+        if not isinstance(compute, Compute) or compute.stage not in counts:
             continue
-        work = (compute.stage, compute.microbatches[0])
+        work = (compute.stage, compute.microbatch)
         if compute.kind == "F":
             evicted[work] = _behind_sends(line, i)
             before[evicted[work]].append(Evict(*work))
+            count = counts[compute.stage]
+            last = backwards.get(work, len(computes) - 1)
+            behind = last if count is None else min(number + 1 + count, last)
+            before[computes[behind][0]].append(Vacate(*work))
         elif compute.direction == "B":
             ahead = computes[max(0, number - AHEAD)][0]
             before[max(ahead, evicted.get(work, 0))].append(Fetch(*work))

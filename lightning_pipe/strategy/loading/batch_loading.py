@@ -209,6 +209,7 @@ class Feed:
                 f"{theirs.batch} of loader {theirs.iteration} (in the order in which loaders were begun)"
             )
         if theirs.code == FAILED and mine.code != FAILED:
+            self.watch.hear()
             raise PipelineError(f"Rank {source} failed to load a batch; its own error says why.")
         if self.loads and mine.code != FAILED and theirs != mine:
             found = "other data" if theirs.code == mine.code else "another number of batches"

@@ -229,19 +229,19 @@ class Weights:
         if self._control.rank != 0:
             yield
             return
-        before = {name: buffers[name].detach().clone() for name in moved}
+        before = {name: buffers[name].data for name in moved}
         for name, value in found.items():
             occupy(self._real[name], value)
         buffers.show()
-        for name, value in moved.items():
-            _assign(buffers[name], value)
+        for name, value in moved.items():  # not copied into what is there: a state_dict outlives this context
+            buffers[name].data = value.to(before[name].device)
         try:
             yield
         finally:
             self._vacate(found)
             self._hide_buffers()
             for name, value in before.items():
-                _assign(buffers[name], value)
+                buffers[name].data = value
 
     @contextlib.contextmanager
     def everywhere(self) -> Iterator[None]:

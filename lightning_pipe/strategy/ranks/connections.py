@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.client import guard_of_this_process
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
-from lightning_pipe.runtime.guard.watch import POLL_S, Unwatched, patience_until
+from lightning_pipe.runtime.guard.watch import POLL_S, OverdueError, Unwatched, patience_until
 from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import MARGIN_S, process_group_transport
@@ -94,7 +94,7 @@ def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  
     Raises:
         PipelineError: if ranks are missing when the deadline is over, or have died; it names them.
     """
-    patience = watch.patience
+    patience, start = watch.patience, time.monotonic()
     timeout = timedelta(seconds=patience.deadline_s)
     with watch.opening(f"the rendezvous at {address}:{port}"):
         try:
@@ -104,12 +104,20 @@ def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  
         except RuntimeError as error:
             watch.raise_failure()
             missing = "The rendezvous cannot be hosted" if watch.rank == 0 else "Rank 0, which hosts it, has not come"
-            raise PipelineError(
+            kind = OverdueError if isinstance(error, OverdueError) else PipelineError
+            raise kind(
                 f"Rank {watch.rank} cannot join the others at {address}:{port}: {missing}, or has died. ({error})"
             ) from None
-        meet_guards(watch, store)
-        store.set(_KEY.format(f"here/{watch.rank}"), socket.gethostname())
-        _wait_for_all(watch, store)
+        try:
+            meet_guards(watch, store, start=start)
+            store.set(_KEY.format(f"here/{watch.rank}"), socket.gethostname())
+            _wait_for_all(watch, store, start=start)
+        except dist.DistError as error:
+            watch.hear()
+            raise PipelineError(
+                f"Rank {watch.rank} has lost the rendezvous at {address}:{port}: rank 0, which hosts it, has died "
+                f"(or the launcher, where that hosts it). ({str(error).partition(chr(10))[0]})"
+            ) from None
     return store
 
 
@@ -122,7 +130,7 @@ def _await_host(watch: GuardedWatch, address: str, port: int) -> None:
             socket.create_connection((address, port), timeout=min(_CONNECT_S, watch.patience.deadline_s)).close()
         except OSError as error:
             if time.monotonic() > end:
-                raise RuntimeError(f"nobody listens there after {watch.patience.deadline_s:g} s: {error}") from None
+                raise OverdueError(f"nobody listens there after {watch.patience.deadline_s:g} s: {error}") from None
             time.sleep(POLL_S)
         else:
             return
@@ -138,10 +146,10 @@ def _store(address: str, port: int, *, ranks: int, hosts: bool, timeout: timedel
     return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
 
 
-def _wait_for_all(watch: GuardedWatch, store: dist.Store) -> None:  # type: ignore[name-defined]
-    """Wait until all ranks are at the rendezvous; a word about those that are late."""
+def _wait_for_all(watch: GuardedWatch, store: dist.Store, *, start: float) -> None:  # type: ignore[name-defined]
+    """Wait until all ranks are at the rendezvous, to which this one came at `start`; log which are late."""
     keys = {rank: _KEY.format(f"here/{rank}") for rank in range(watch.ranks)}
-    start, said = time.monotonic(), False
+    said = False
     while not store.check(list(keys.values())):
         watch.raise_failure()
         waited = time.monotonic() - start
@@ -151,7 +159,7 @@ def _wait_for_all(watch: GuardedWatch, store: dist.Store) -> None:  # type: igno
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         names = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
         if waited > watch.patience.deadline_s and missing:
-            raise PipelineError(
+            raise OverdueError(
                 f"Of {watch.ranks} ranks, {names} did not come to the rendezvous within "
                 f"{watch.patience.deadline_s:g} s: not started, or ended before. Start one process for every device of "
                 "all num_nodes hosts, or set num_nodes to the hosts that there are."
@@ -162,19 +170,18 @@ def _wait_for_all(watch: GuardedWatch, store: dist.Store) -> None:  # type: igno
         time.sleep(POLL_S)
 
 
-def meet_guards(watch: GuardedWatch, store: dist.Store) -> None:  # type: ignore[name-defined]
-    """Let the guards of all ranks meet at that of rank 0; on all ranks, once per process."""
+def meet_guards(watch: GuardedWatch, store: dist.Store, *, start: float) -> None:  # type: ignore[name-defined]
+    """Let the guards of all ranks meet at that of rank 0, in time counted from `start`; on all ranks, once."""
     guard, key = watch.guard, _KEY.format("guard")
     if guard.has_met:
         return
     if watch.rank == 0:
         store.set(key, json.dumps({"addresses": _addresses(), "hub": guard.host()}))
     else:
-        end = time.monotonic() + watch.patience.deadline_s
         while not store.check([key]):
             watch.raise_failure()
-            if time.monotonic() > end:
-                raise PipelineError(f"Rank 0 did not come to the rendezvous within {watch.patience.deadline_s:g} s.")
+            if time.monotonic() > start + watch.patience.deadline_s:
+                raise OverdueError(f"Rank 0 did not come to the rendezvous within {watch.patience.deadline_s:g} s.")
             time.sleep(POLL_S / 10)
         where = json.loads(store.get(key))
         guard.join(where["addresses"], where["hub"])
@@ -208,7 +215,7 @@ def connect_ranks(
     watch = watch or begin_watch(rank, ranks, deadline_s=deadline_s)
     with watch.opening("the connections between ranks"):
         assert dist.group.WORLD is not None, "torch.distributed is initialised"
-        meet_guards(watch, dist.group.WORLD.get_group_store())
+        meet_guards(watch, dist.group.WORLD.get_group_store(), start=time.monotonic())
         transport = process_group_transport(device, deadline_s=deadline_s)
         watch.guard.on_failure(transport.abort)
         host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)

@@ -25,6 +25,7 @@ from lightning_pipe.lightning_names import ClusterEnvironment
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import Failure
 from lightning_pipe.strategy.lightning_private import ForkLauncher, ScriptLauncher, limit_threads
+from lightning_pipe.strategy.ranks.openmp import release_threads
 from lightning_pipe.strategy.ranks.outcome import handed_over, taken_over
 
 _LOOK_S = 0.2
@@ -121,6 +122,7 @@ class GuardedForkLauncher(ForkLauncher):
         Raises:
             PipelineError: if a rank has died, with what it did last.
         """
+        release_threads()
         with tempfile.TemporaryDirectory(prefix="verdict") as folder:
             verdict = Path(folder, "failure")
             try:

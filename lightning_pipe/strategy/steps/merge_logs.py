@@ -4,7 +4,9 @@ Calls of `self.log` and of metrics are matched over the micro-batches by name an
 them made counts for those. Tensors and numbers in their arguments, and in what the step returned, are combined:
 
     tensor with dimensions             joined along the first one, in the order of samples
-    floating number, 0-dim tensor      mean weighted by samples; sum, max, min if `reduce_fx` of the log says so
+    floating number, 0-dim tensor      by its role, if that is known (`said_roles`), or else:
+                                       mean weighted by samples; sum, max, min if `reduce_fx` of the log says so
+                                       (`unknown` tells of those that differ)
     number in proportion to samples    sum (a size: of the traced runs, with several numbers of samples)
     other numbers                      as they are if they agree, else as floating ones
     batch_size of a log                sum
@@ -15,7 +17,7 @@ Legend: a piece is what one play of the last stage said.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_pipe.capture.recording.replay_state import same_left
+from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, SaidRole
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, call_keys
 from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
@@ -62,26 +65,33 @@ def gathered(words: Sequence[Words], speakers: Sequence[int], control: ControlPl
 
 
 def combined(
-    words: Sequence[Words], *, device: torch.device, proportional: Set[Place] = frozenset()
-) -> tuple[StepRecord, dict[str, Content]]:
-    """Return the record of a batch and the values that it refers to; the loss is left to others.
+    words: Sequence[Words],
+    *,
+    device: torch.device,
+    proportional: Set[Place] = frozenset(),
+    roles: Mapping[Place, SaidRole] = NOTHING_SAID.roles,
+) -> tuple[StepRecord, dict[str, Content], dict[str, str]]:
+    """Return the record of a batch, the values that it refers to, and the lines of logs that are not understood.
+
+    The loss is left to others.
 
     Args:
         words: what all plays said, in the order of samples.
         device: where values are wanted.
         proportional: places of numbers that are in proportion to the samples.
+        roles: of other single numbers, by place.
     """
     heard = [_Piece(samples, recording, call_keys(recording.calls)) for _, _, samples, recording in words]
     pieces = [piece for piece in heard if piece.recording.is_whole]
     order = list(dict.fromkeys(key for piece in pieces for key in piece.keys))
-    merger = _Merger(order, device, proportional)
+    merger = _Merger(order, device, proportional, roles)
     calls = tuple(merger.call(key, pieces) for key in order)
     returned = merger.value([piece.recording.returned for piece in pieces], pieces, RETURNED)
     loss = LOSS if any(_holds_loss(piece.recording.returned) for piece in pieces) else None
     first, _, _, _ = words[0]
     left = [p for (microbatch, *_), p in zip(words, heard, strict=True) if microbatch == first]
     kept = [replace(k, value=merger.value([k.value], [p], (k.name,))) for p in left for k in p.recording.kept]
-    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values
+    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values, merger.unknown
 
 
 def uneven(words: Sequence[Words]) -> str:
@@ -119,10 +129,13 @@ def _on_host(recording: StepRecording) -> StepRecording:
 class _Merger:
     """Combine arguments of calls; tensors get names of their own."""
 
-    def __init__(self, order: Sequence[Place], device: torch.device, proportional: Set[Place]) -> None:
+    def __init__(
+        self, order: Sequence[Place], device: torch.device, proportional: Set[Place], roles: Mapping[Place, SaidRole]
+    ) -> None:
         self._places = {key: number for number, key in enumerate(order)}
-        self._device, self._proportional = device, proportional
+        self._device, self._proportional, self._roles = device, proportional, roles
         self.values: dict[str, Content] = {}
+        self.unknown: dict[str, str] = {}  # lines of logged numbers, by name
 
     def call(self, key: Place, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
         """Return one call of all pieces that made it."""
@@ -141,6 +154,9 @@ class _Merger:
                 for name, value in first.kwargs.items()
             }
             value = self.value([call.value for call in logs], speaking, (*key, VALUE), how=how)
+            is_known = (*key, VALUE) in self._roles or (*key, VALUE) in self._proportional
+            if not is_known and _differ([call.value for call in logs], speaking):
+                self.unknown[first.name] = first.line
             return replace(first, value=value, kwargs=kwargs)
         metrics = [call for call in calls if isinstance(call, MetricCall)]
         args = self.value([call.args for call in metrics], speaking, (*key, VALUE))
@@ -150,7 +166,7 @@ class _Merger:
 
     def value(self, found: Sequence[Any], pieces: Sequence[_Piece], place: Place, *, how: Any = "mean") -> Any:
         """Return one value of all pieces."""
-        first = found[0]
+        first, how, is_sum = found[0], self._roles.get(place, how), self._roles.get(place) == "sum"
         if isinstance(first, Ref):
             if any(ref.name == LOSS for ref in found):
                 return Ref(LOSS)
@@ -169,7 +185,9 @@ class _Merger:
             return rebuilt(first, items)
         if place in self._proportional:
             return sum(found)
-        if isinstance(first, (int, float)) and any(one != first for one in found):
+        if is_sum and all(type(one) is int for one in found):
+            return sum(found)
+        if isinstance(first, (int, float)) and (is_sum or any(one != first for one in found)):
             numbers = [torch.tensor(float(one), dtype=torch.float64) for one in found]
             return float(_joined(numbers, [piece.samples for piece in pieces], how))
         return first
@@ -178,6 +196,19 @@ class _Merger:
         name = f"said{len(self.values)}"
         self.values[name] = tensor.to(self._device)
         return Ref(name)
+
+
+def _differ(found: Sequence[Any], pieces: Sequence[_Piece]) -> bool:
+    """Return whether single numbers, but for the loss, are not the same in all pieces."""
+    if any(isinstance(one, Ref) and one.name == LOSS for one in found):
+        return False
+    numbers = [
+        piece.recording.results[int(one.name)] if isinstance(one, Ref) else one
+        for one, piece in zip(found, pieces, strict=True)
+    ]
+    if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
+        return False
+    return any(isinstance(one, (torch.Tensor, int, float)) and float(one) != float(numbers[0]) for one in numbers)
 
 
 def _joined(tensors: Sequence[torch.Tensor], samples: Sequence[int], how: Any) -> torch.Tensor:

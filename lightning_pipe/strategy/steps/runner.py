@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from lightning_pipe.capture.route import Plays
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import VerifiedProgram
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.results import Collected
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
@@ -59,6 +61,7 @@ class Runner:
         self._trained = 0
         self.reduced = False
         self._warned = False
+        self._unknown: dict[str, str] = {}
 
     def run(
         self, step: RankStep, call: StepRequest, turn: RunOptions, *, sizes: tuple[int, ...], cut: tuple[bool, ...]
@@ -101,8 +104,11 @@ class Runner:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
             words = gathered(plays.said(), tuple(speakers), self._links.control)
             differing = uneven(words)
-            record, said = combined(words, device=self._device, proportional=plays.proportional)
+            record, said, unknown = combined(
+                words, device=self._device, proportional=plays.proportional, roles=plays.said_roles
+            )
             self._warn_of_denominators(plays)
+            self._warn_of_unknown(unknown)
             values = {**values, **said}
         return StepResult(
             record,
@@ -129,6 +135,17 @@ class Runner:
             'Set microbatches=1, or capture="joint" if the step can be one graph.',
             stacklevel=2,
         )
+
+    def _warn_of_unknown(self, unknown: Mapping[str, str]) -> None:
+        """Warn once of every logged number that differs between micro-batches, and of which nothing is known."""
+        if new := {name: line for name, line in unknown.items() if name not in self._unknown}:
+            self._unknown |= new
+            named = "; ".join(f"{name!r} at {line}" for name, line in new.items())
+            rank_zero_warn(
+                f"Micro-batches log different values of {named}, and nothing has told yet how these make that of the "
+                "batch: their mean is logged, or what reduce_fx says. microbatches=1 logs that of the batch, as does "
+                "a torchmetrics object."
+            )
 
     def note_trained(self, *, synchronised: bool) -> None:
         """Remember that a training step has run."""

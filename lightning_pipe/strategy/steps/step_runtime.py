@@ -172,6 +172,7 @@ class RankStep:
                 training=training,
                 synchronise=synchronise and training,
                 join=join,
+                beside=self._plan.beside_copies,
                 confirms=self.early and training,
                 publishes=self.shares_early,
             )

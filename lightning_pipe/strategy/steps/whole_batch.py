@@ -9,32 +9,37 @@ it is a mean or a sum over samples:
     neither does                                         the nearer one, and the difference is said: batch statistics,
                                                          contrastive losses, norms and extremes over samples
 
+What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So where
+operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes
+micro-batches as unlike each other as they can be, and compared once more.
+
 Replicas that share the samples of micro-batches cut further. These slices must give what the micro-batch gives, for no
 user asked for them; where they do not (a loss that is no mean and no sum, an operation that mixes samples without our
 knowing), replicas take whole micro-batches in turn instead.
 
 Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
 
-It costs a run of the whole batch and one of all micro-batches, and is left out, saying so, where these would take too
-long or too much memory.
+It costs a run of the whole batch and one or two of all micro-batches, and is left out, saying so, where these would
+take too long or too much memory.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from lightning_pipe.capture import Request, Route
-from lightning_pipe.capture.steps.record import LogCall, Ref
-from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.torch_private import TorchDispatchMode
+from lightning_pipe.capture.recording.no_randomness import NoRandomness
+from lightning_pipe.capture.steps.batch import sorted_samples
+from lightning_pipe.capture.steps.stage_program import RandomKey, Split
+from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -80,12 +85,14 @@ class Measured:
         role: how losses of micro-batches are combined for that.
         loss, worst: differences of the loss, and of the gradient that differs most.
         denominator: line where a replayed loss divides by what differs between micro-batches, "" if none is known.
+        is_sorted: whether the samples were sorted.
     """
 
     role: Role
     loss: Difference
     worst: Difference
     denominator: str = ""
+    is_sorted: bool = False
 
     @property
     def relative(self) -> float:
@@ -173,17 +180,33 @@ def warn_of_unknown_role(captured: Captured) -> None:
         )
 
 
-def warn_of_mixed_logs(captured: Captured) -> None:
-    """Warn of logged numbers that micro-batches change: those that are no sum, mean or extreme over samples."""
-    capture = captured.capture
-    logs = [call for call in capture.record.calls if isinstance(call, LogCall) and isinstance(call.value, Ref)]
-    values = capture.mixed_values
-    if mixed := {log.name: log.line for log in logs if log.value.name in values}:
-        named = "; ".join(f"{name!r} at {line}" for name, line in mixed.items())
+def warn_of_mixed_logs(captured: Captured, *, known: Set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Warn of logged numbers that micro-batches change: those that are no sum, mean or extreme over samples.
+
+    Returns:
+        The lines of these numbers, by name; those that are `known` have been told.
+    """
+    mixed = captured.capture.mixed_logs()
+    if new := {name: line for name, line in mixed.items() if (name, line) not in known}:
+        named = "; ".join(f"{name!r} at {line}" for name, line in new.items())
         rank_zero_warn(
             f"{captured.request.method} logs what is no sum, mean or extreme over samples: {named}. It is computed "
             "for each of the micro-batches, and their mean is logged; microbatches=1 logs that of the batch, as does a "
             "torchmetrics object."
+        )
+    return {*new.items()}
+
+
+def warn_of_averages(captured: Captured, split: Split, layout: Layout) -> None:
+    """Warn of buffers that replicas change for their own samples, and whose mean is not what one device has."""
+    averaged = set(captured.capture.averaged_buffers())
+    stages = {p.stage: sorted(averaged & {*p.mutations}) for p in split.stages if len(layout.stages[p.stage]) > 1}
+    for stage, names in ((stage, names) for stage, names in stages.items() if names):
+        rank_zero_warn(
+            f"{captured.request.method} changes {', '.join(names)} in stage {stage}, each of whose "
+            f"{len(layout.stages[stage])} replicas does so for its own samples. After every batch the mean of the "
+            "replicas is kept (of whole numbers, what the first one has), which is not what one device would have. "
+            "Give this stage one rank by `layout`."
         )
 
 
@@ -207,24 +230,36 @@ def measure(
     Raises:
         Incomparable: if the two cannot be run.
     """
-    samples, key = sum(sizes), RandomKey(0, 0, 0)
-    _refuse_large(captured, request, samples)
+    key = RandomKey(0, 0, 0)
+    _refuse_large(captured, request, sum(sizes))
     if captured.is_random_in_python:
         raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
     no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
     with on_one_device(request) as prepare, no_randomness:
         plain = plain_run(captured, request, prepare(tensors), key, matched=False)
-        found = []
-        for one in (role, _OTHER[role]):
-            results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=sizes, key=key, role=one)
-            if any(wrong_answer(captured.record, one) is not None for one in results):
+
+        def cut(leaves: Sequence[torch.Tensor], one: Role) -> Measured:
+            results, gradients, loss = run_captured(captured, request, prepare(leaves), sizes=sizes, key=key, role=one)
+            if any(wrong_answer(captured.record, result) is not None for result in results):
                 raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
             line = captured.plays.unequal_denominator() if captured.plays is not None else ""
-            found.append(Measured(one, *compared(plain, loss, gradients), line))
-            del results, gradients  # before the next run makes others
-            if found[-1].agrees:
-                return found[-1]
-    return min(found, key=lambda one: one.relative)
+            return Measured(one, *compared(plain, loss, gradients), line)
+
+        if not (found := cut(tensors, role)).agrees:
+            found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)
+        ordered = None
+        if found.agrees and not _is_proven(captured):
+            along = request.structure.cut(request.batch_dim)
+            ordered = sorted_samples(tensors, along, request.batch_dim)
+        if ordered is not None:
+            with contextlib.suppress(Incomparable, CaptureError):  # nobody said that this order of samples can be run
+                again = replace(cut(ordered, found.role), is_sorted=True)
+                found = found if again.agrees else again
+    return found
+
+
+def _is_proven(captured: Route) -> bool:
+    return captured.plays is None and captured.loss_role in ("mean", "sum")
 
 
 def _role_of(captured: Route) -> Role:
@@ -255,19 +290,20 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             *(count, found.role, found.relative, seconds),
         )
         return
+    order = ", with its samples in another order," if found.is_sorted else ""
     text = (
-        f"{count} micro-batches do not give what the whole batch gives: on the first batch the loss of {method} is "
-        f"{found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference {found.loss.relative:.1e}), "
-        f"and the gradient of {found.worst.name or 'no parameter'} differs most, by {found.worst.relative:.1e} of its "
-        "largest value."
+        f"{count} micro-batches do not give what the whole batch gives: on the first batch{order} the loss of {method} "
+        f"is {found.loss.captured:.6g} instead of {found.loss.plain:.6g} (relative difference "
+        f"{found.loss.relative:.1e}), and the gradient of {found.worst.name or 'no parameter'} differs most, by "
+        f"{found.worst.relative:.1e} of its largest value."
     )
-    if why := _unweighable(capture, found):
+    if not found.is_sorted and (why := _unweighable(capture, found)):
         raise CaptureError(
             f"{text} The loss {why}, which a replayed step cannot weigh. "
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
             "same."
         )
-    if math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
+    if not found.is_sorted and math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
         raise CaptureError(
             f"{text} {capture.mixing()} Training would make all weights NaN. Set microbatches=1, or use fewer "
             "micro-batches; check=false trains all the same."
@@ -279,38 +315,3 @@ def _unweighable(captured: Route, found: Measured) -> str:
     if found.denominator:
         return f"divides by what differs between micro-batches at {found.denominator}"
     return "adds sums over samples to terms of another kind" if captured.has_unweighed_terms else ""
-
-
-class NoRandomness(TorchDispatchMode):
-    """Let random operations draw constants, the same for all samples, and dropout drop nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation without randomness."""
-        kwargs = kwargs or {}
-        names = _argument_names(func)
-        for name in ("dropout_p", "dropout"):  # of fused attention and recurrent layers
-            if name in names:
-                place = names.index(name)
-                args = (*args[:place], 0.0, *args[place + 1 :]) if place < len(args) else args
-                kwargs = {**kwargs, name: 0.0} if name in kwargs else kwargs
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        name = func.__name__.partition(".")[0].removesuffix("_")
-        if name == "native_dropout":
-            keep = 1 - args[1] if args[2] is not False else 1.0
-            return args[0] / keep if keep else torch.zeros_like(args[0]), torch.ones_like(args[0], dtype=torch.bool)
-        result = func(*args, **kwargs)
-        if name == "randperm":
-            return result.copy_(torch.arange(result.numel(), device=result.device))
-        if name in ("bernoulli", "bernoulli_functional"):
-            return result.fill_(1)
-        if name == "randint" and "low" in names:
-            return result.fill_(args[names.index("low")])
-        if name.startswith(("rand", "normal", "uniform", "exponential", "cauchy", "geometric", "log_normal")):
-            return result.fill_(0.5 if result.is_floating_point() else 0)
-        return result
-
-
-@functools.cache
-def _argument_names(operator: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in operator._schema.arguments)

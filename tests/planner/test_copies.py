@@ -1,0 +1,110 @@
+"""Laws of copies to the host beside computes: as foreseen nobody waits, and fewer computes hold no more."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipe.core.cluster import Link
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.program import AnyCompute, OwnWork, Vacate
+from lightning_pipe.cost.stage import Cutter
+from lightning_pipe.planner.evaluation.copies import tighter
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged, judge
+from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory import fit_memory
+from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.planner.registry import propose
+from parity.training import problem_of
+
+RANKS, MICROBATCHES = 2, 8
+
+
+def offloading(schedule: str, rate: float) -> tuple[Problem, Plan]:
+    """Return a plan whose stages offload all they save over a link of this rate, in units of what hides the copies."""
+    wishes = Constraints(MICROBATCHES, (1,) * RANKS, schedule, "pb" if schedule == "1f1b" else None)
+    problem = problem_of("gpt_tied", ranks=RANKS, wishes=wishes)
+    keeping = propose(problem, "uniform")[0]
+    prices, works = keeping.prices, Cutter(problem.graph).works(keeping.cuts)
+    saved = max(prices.saved_bytes(s, 1) for s in range(RANKS))
+    seconds = keeping.timeline.busy(0) / MICROBATCHES
+    hosts = tuple(replace(host, swap=Link(0.0, rate * saved / seconds)) for host in problem.cluster.hosts)
+    stages = tuple(
+        replace(stage, offload=places_of(problem.graph, work, work.saved))
+        for stage, work in zip(keeping.plan.stages, works, strict=True)
+    )
+    return replace(problem, cluster=replace(problem.cluster, hosts=hosts)), replace(keeping.plan, stages=stages)
+
+
+def with_beside(plan: Plan, count: int) -> Plan:
+    return replace(plan, stages=tuple(replace(stage, beside_copy=count) for stage in plan.stages))
+
+
+@pytest.mark.parametrize("rate", [8.0, 1.0, 0.3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_plan_says_so_many_that_nobody_waits_for_a_copy_that_goes_as_foreseen(schedule, rate):
+    problem, plan = offloading(schedule, rate)
+    found, endless = judge(plan, problem), judge(with_beside(plan, 10**6), problem)
+    assert all(stage.beside_copy is not None for stage in found.plan.stages)
+    assert found.step_s == pytest.approx(endless.step_s, rel=1e-12)
+    assert all(a <= b for a, b in zip(found.peak_bytes, endless.peak_bytes, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_fewer_hold_no_more_whatever_the_copies_take(schedule):
+    """What a rank holds is decided by its list, up to messages, whose times differ."""
+    problem, plan = offloading(schedule, 1.0)
+    saved: dict[int, list[int]] = {}
+    for count in (0, 1, 2, 4, 100):
+        kept = {
+            tuple(curve.peak_bytes for curve in judged_at(problem, plan, count, part).curves) for part in (1.0, 0.2)
+        }
+        assert len(kept) == 1, "the same for a link of a fifth of the rate"
+        saved[count] = [*kept.pop()]
+    for fewer, more in zip([*saved.values()], [*saved.values()][1:], strict=False):
+        assert all(a <= b for a, b in zip(fewer, more, strict=True))
+    assert saved[0] < saved[100]
+
+
+def judged_at(problem: Problem, plan: Plan, count: int, part: float) -> Judged:
+    (host,) = problem.cluster.hosts
+    slower = replace(host, swap=Link(0.0, host.swap.bytes_per_s * part))
+    slow = replace(problem, cluster=replace(problem.cluster, hosts=(slower,)))
+    return judge(with_beside(plan, count), slow)
+
+
+def test_what_a_plan_says_is_followed():
+    problem, plan = offloading("gpipe", 8.0)
+    judged = Judge(problem).judge(with_beside(plan, 0))
+    assert [stage.beside_copy for stage in judged.plan.stages] == [0] * RANKS
+    for line in judged.program.ranks:
+        names = [str(x) for x in line if isinstance(x, AnyCompute | OwnWork)]
+        for x in line:
+            if isinstance(x, Vacate):
+                assert names.index(str(x)) == names.index(f"{x.stage}EVICT{x.microbatch}") + 1
+
+
+def test_waiting_sooner_for_copies_holds_less_and_takes_longer():
+    problem, plan = offloading("gpipe", 0.2)
+    free = judge(plan, problem)
+    tried = [judge(one, problem) for one in tighter(free.plan)]
+    assert [[stage.beside_copy for stage in one.plan.stages] for one in tried][-1] == [0] * RANKS
+    assert tried[-1].peak_bytes < free.peak_bytes and tried[-1].step_s > free.step_s
+    assert all(a.peak_bytes >= b.peak_bytes for a, b in itertools.pairwise(tried))
+
+
+def test_saved_tensors_are_given_up_by_waiting_sooner_where_giving_up_more_does_not_do(monkeypatch):
+    problem, plan = offloading("gpipe", 0.2)
+    (host,) = problem.cluster.hosts
+    keeping = judge(replace(plan, stages=tuple(replace(stage, offload=()) for stage in plan.stages)), problem)
+    devices = tuple(replace(device, memory_bytes=min(keeping.peak_bytes) // 2) for device in host.devices)
+    wishes = replace(problem.wishes, reliefs=frozenset(("offload",)))
+    tight = replace(problem, cluster=replace(problem.cluster, hosts=(replace(host, devices=devices),)), wishes=wishes)
+    found = relieve(tight, judge(keeping.plan, tight), judge=Judge(tight))
+    monkeypatch.setattr(fit_memory, "tighter", lambda plan: ())
+    without = relieve(tight, judge(keeping.plan, tight), judge=Judge(tight))
+    assert without.overflow(tight.cluster) > 0, "the memory asks for more than was found"
+    assert found.overflow(tight.cluster) < without.overflow(tight.cluster)
