@@ -254,20 +254,28 @@ from lightning_pipe.runtime.guard.client import guard_of_this_process
 from lightning_pipe.runtime.guard.failure import OUTSIDE, Failure
 from lightning_pipe.runtime.guard.process import GuardTimeouts
 
-guard = guard_of_this_process()
-guard.begin(1, GuardTimeouts(deadline_s=1.0, stale_s=30.0, grace_s=0.5))
+guard, limits = guard_of_this_process(), GuardTimeouts(deadline_s=1.0, stale_s=30.0, grace_s=0.5)
 never, what = threading.Event(), sys.argv[1]
+def compute():
+    guard.begin(1, limits)
+    guard.page.write(OUTSIDE, -1, b"the preparation of a step")
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        pass
+    guard.end()
+if "computes" in what:
+    thread = threading.Thread(target=compute)
+    thread.start() if "thread" in what else compute()
+    if "thread" in what:
+        thread.join()
+    sys.exit(0)
+guard.begin(1, limits)
 if what == "waits before it has come":
     never.wait()
 guard.page.write(OUTSIDE, -1, b"the preparation of a step")
 if what == "waits in a hook":
     never.wait()
-if what == "computes":
-    end = time.monotonic() + 2.5
-    while time.monotonic() < end:
-        pass
-if what != "computes":
-    guard.fail(Failure(1, "at 0F1 of step 3", "a cause", session=1, raised=True), wait_s=30)
+guard.fail(Failure(1, "at 0F1 of step 3", "a cause", session=1, raised=True), wait_s=30)
 guard.end()
 if what == "has a thread":
     threading.Thread(target=never.wait).start()
@@ -287,6 +295,7 @@ if what == "has a destructor":
     ("what", "code", "words"),
     [
         ("computes", 0, ""),
+        ("computes in a thread", 0, ""),
         ("fails", 0, ""),
         (
             "waits before it has come",
@@ -296,7 +305,7 @@ if what == "has a destructor":
         (
             "waits in a hook",
             1,
-            "the preparation of a step, before the first step: its main thread has done nothing for",
+            "the preparation of a step, before the first step: its training thread has done nothing for",
         ),
         ("has a thread", 1, "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1"),
         (

@@ -88,7 +88,8 @@ class GuardClient:
         self.heard.clear()
         self.page.wait(NO_WAIT)
         self.page.write(OUTSIDE, -1, b"the start", limit=time.monotonic() + limits.deadline_s + _MARGIN_S)
-        self._send({"do": "begin", "rank": rank, "session": self.session, "limits": asdict(limits)})
+        begin = {"do": "begin", "rank": rank, "session": self.session, "thread": threading.get_native_id()}
+        self._send({**begin, "limits": asdict(limits)})
 
     def end(self) -> None:
         """End the session."""

@@ -69,7 +69,7 @@ class RankGuard:
         self._awake, self._last = 0.0, time.monotonic()
         self._failed_at = self._told_at = self._beat_at = self._heard_at = 0.0
         self._beats, self._beaten_at = -1, 0.0
-        self._used_ns, self._used_at = 0, 0.0  # processor time of the rank's main thread
+        self._thread, self._used_ns, self._used_at = parent, 0, 0.0  # the rank's thread that fits, its processor time
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ, self._from_rank)
         self._process = _open_process(parent)
@@ -131,11 +131,11 @@ class RankGuard:
 
     def _look_whether_idle(self, state: GuardedState, *, has_limit: bool) -> None:
         """Find out whether the rank waits, where we have not made it wait: then all ranks may, so that nobody tells."""
-        used_ns, late_s = _used_ns(self._parent), self._limits.deadline_s
+        used_ns, late_s = _used_ns(self._parent, self._thread), self._limits.deadline_s
         if used_ns is None or used_ns != self._used_ns or has_limit or state.mode == IDLE:
             self._used_ns, self._used_at = used_ns or 0, self._awake
         elif self._awake - self._used_at > late_s:
-            cause = f"its main thread has done nothing for {late_s:g} s: it waits for a thread, a lock or a process"
+            cause = f"its training thread has done nothing for {late_s:g} s: it waits for a thread, a lock or a process"
             self._declare(state, f"{cause}. If that takes so long, raise deadline_s", late_s=late_s)
 
     def _enforce(self, failure: Failure) -> None:
@@ -184,7 +184,7 @@ class RankGuard:
     def _obey(self, message: Message) -> None:
         match message["do"]:
             case "begin":
-                self._rank, self._session = message["rank"], message["session"]
+                self._rank, self._session, self._thread = message["rank"], message["session"], message["thread"]
                 self._limits = GuardTimeouts(**message["limits"])
                 self._failure, self._told_at = None, 0.0
                 if self._hub is not None:
@@ -379,10 +379,10 @@ def _is_stopped(pid: int) -> bool:
     return stat.rpartition(b")")[2].split()[0] == b"T"
 
 
-def _used_ns(pid: int) -> int | None:
-    """Return the processor time of the main thread of a process; None where that cannot be seen."""
+def _used_ns(pid: int, thread: int) -> int | None:
+    """Return the processor time of a thread of a process; None where that cannot be seen."""
     try:
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_bytes().split()[0])
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_bytes().split()[0])
     except (OSError, IndexError):
         return None
 
