@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?P<body>(?:.*\n)*?)^```$", re.MULTILINE)
 COMPARED = {"schedules.md", "README.md"}  # whose drawings other tests compare with the simulator
 MARKS = {
-    "a drawing": 5,
+    "a drawing": 6,
     "needs a checkout": 4,
     "needs several hosts": 1,
     "needs a checkpoint that ranks wrote": 1,
