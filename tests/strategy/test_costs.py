@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_pipe.core.cluster_file import load_cluster
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import load_json, load_yaml
 from lightning_pipe.errors import ClusterError
+from lightning_pipe.strategy.plans.stale_times import ProcessorTime
 from lightning_pipe.strategy.strategy import DappleStrategy
 from lightning_pipe.units import format_seconds, format_share
 from models.parity import make_loader, make_module
@@ -214,3 +217,27 @@ def measured_in(dtype: torch.dtype) -> list[str]:
 
 def test_costs_are_measured_under_any_default_type():
     assert World(2).run(measured_in, torch.float64) == [["torch.float64"]] * 2
+
+
+def kept_times(folder: str, is_busy: bool) -> bool:
+    """Return whether the times that a fit has measured were kept."""
+    cache = Path(folder, str(is_busy))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessorTime, "is_short", lambda self, **_: is_busy and dist.get_rank() == 1)
+        strategy = DappleStrategy(cache=str(cache), layout="1-1", microbatches=2)
+        make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(make_module("frozen"), make_loader("frozen"))
+    return cache.is_dir() and any(cache.iterdir())
+
+
+def test_times_of_operations_are_kept_unless_other_work_took_processors_of_any_rank(tmp_path):
+    assert World(2).run(kept_times, str(tmp_path), False)[0]
+    assert not any(World(2).run(kept_times, str(tmp_path), True))
+
+
+def test_processor_time_is_short_by_more_than_ranks_take_from_each_other():
+    cores, device = len(os.sched_getaffinity(0)), torch.device("cpu")
+    full = ProcessorTime(time.perf_counter() - 100, time.thread_time() - 100)
+    half = ProcessorTime(time.perf_counter() - 100, time.thread_time() - 50)
+    assert not full.is_short(ranks=1, device=device) and half.is_short(ranks=1, device=device)
+    assert not half.is_short(ranks=2 * cores, device=device)
+    assert not half.is_short(ranks=1, device=torch.device("cuda"))

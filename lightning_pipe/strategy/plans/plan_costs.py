@@ -38,6 +38,7 @@ from lightning_pipe.runtime.activations.trip import trip_s
 from lightning_pipe.runtime.waiting import Wait
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.strategy.plans.runtime_overhead import rehearse
+from lightning_pipe.strategy.plans.stale_times import ProcessorTime
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_runtime import slices
 from lightning_pipe.units import format_seconds
@@ -168,6 +169,7 @@ class PlanCosts:
         sharers = [rank for rank, fact in enumerate(facts) if fact.kind == facts[0].kind]
         operators = Operators(capture, device=self._device, sizes=sizes)
         mine: dict[str, Timing] = {}
+        is_disturbed = False
         known = control.broadcast(
             load_timings(cache, self._device) if cache is not None and control.rank == 0 else {},
             source=0,
@@ -177,14 +179,22 @@ class PlanCosts:
             log.info("Times of %d of %d calls come from %s.", *operators.found(known), cache)
         if control.rank in sharers:
             share = (sharers.index(control.rank), len(sharers))
+            used = ProcessorTime()
             mine = operators.measure(known, share=share, progress=control.rank == 0)
+            here = sum(fact.host == facts[control.rank].host for fact in facts)
+            is_disturbed = bool(mine) and used.is_short(ranks=here, device=self._device)
         with computing(self._device):  # until the last rank has measured, as cores and caches are busy in training
-            told = [control.to_first(mine, source=rank, what="the times of operations") for rank in sharers]
+            told = [
+                control.to_first((mine, is_disturbed), source=rank, what="the times of operations") for rank in sharers
+            ]
             control.sum(torch.zeros(1), what="the end of the measurements")
         if control.rank > 0:
             return None
-        found = {name: timing for timings in told if timings is not None for name, timing in timings.items()}
-        if cache is not None and found:
+        said = [one for one in told if one is not None]
+        found = {name: timing for timings, _ in said for name, timing in timings.items()}
+        if any(is_disturbed for _, is_disturbed in said):
+            log.info("Other work took a part of the processor while operations were timed: their times are not kept.")
+        elif cache is not None and found:
             store_timings(cache, self._device, found)
         optimizer = _of_optimizers(optimizers, self._device)
         return replace(operators.assemble({**known, **found}), optimizer=optimizer)
