@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from lightning_pipe.errors import ProgramError
 
@@ -80,19 +80,41 @@ OWN_WORK: dict[str, type[OwnWork]] = {}
 _CODE = re.compile(r"[A-Z]{2,}")
 
 
-def own_work(kind: C) -> C:
-    """Make an instruction known to what reads programs.
+def declare(kind: type, registry: dict[str, Any], *, effects: type, code: re.Pattern[str], word: str) -> None:
+    """Enter a class of instructions into the registry of its family.
+
+    Args:
+        kind: the class.
+        registry: of the family, by code.
+        effects: what its effects are.
+        code: how its code is written.
+        word: for it in errors.
 
     Raises:
-        ProgramError: if its code or its effects are not declared, or another instruction is written the same.
+        ProgramError: if its code or its effects are not declared, or another one is written the same.
     """
-    code, effects = getattr(kind, "code", None), getattr(kind, "effects", None)
-    if not isinstance(effects, Effects):
-        raise ProgramError(f"The instruction {kind.__name__} declares no effects; give it `effects = Effects(...)`.")
-    if not isinstance(code, str) or not _CODE.fullmatch(code):
-        raise ProgramError(f"The instruction {kind.__name__} has the code {code!r}; expected two or more capitals.")
-    if OWN_WORK.setdefault(code, kind) is not kind:
-        raise ProgramError(f"The instruction {kind.__name__} is written {code}, as {OWN_WORK[code].__name__} is.")
+    name, given, own = kind.__name__, getattr(kind, "code", None), getattr(kind, "effects", None)
+    if not isinstance(own, effects):
+        raise ProgramError(f"The {word} {name} declares no effects; give it `effects = {effects.__name__}(...)`.")
+    if not isinstance(given, str) or not code.fullmatch(given):
+        raise ProgramError(f"The {word} {name} has the code {given!r}; expected two or more capitals.")
+    if registry.setdefault(given, kind) is not kind:
+        raise ProgramError(f"The {word} {name} is written {given}, as {registry[given].__name__} is.")
+
+
+def check_declared(kind: type, registry: dict[str, Any], *, word: str, decorator: str) -> None:
+    """Check that a class of instructions is in the registry of its family.
+
+    Raises:
+        ProgramError: if it is not.
+    """
+    if registry.get(getattr(kind, "code", "")) is not kind:
+        raise ProgramError(f"The {word} {kind.__name__} is not known; decorate it with `{decorator}`.")
+
+
+def own_work(kind: C) -> C:
+    """Make an instruction known to what reads programs; errors are those of `declare`."""
+    declare(kind, OWN_WORK, effects=Effects, code=_CODE, word="instruction")
     return kind
 
 
@@ -103,6 +125,5 @@ def effects_of(instruction: OwnWork) -> Effects:
         ProgramError: if it was not made known by `own_work`.
     """
     kind = type(instruction)
-    if OWN_WORK.get(getattr(kind, "code", "")) is not kind:
-        raise ProgramError(f"The instruction {kind.__name__} is not known; decorate it with `own_work`.")
+    check_declared(kind, OWN_WORK, word="instruction", decorator="own_work")
     return kind.effects

@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from lightning_pipe.errors import ProgramError
+from lightning_pipe.core.effects import check_declared, declare
 
 M = TypeVar("M", bound="type[Milestone]")
 
@@ -66,20 +66,8 @@ _CODE = re.compile(r"(?!STEP$)[A-Z]{2,}")
 
 
 def milestone(kind: M) -> M:
-    """Make a milestone known to what reads programs.
-
-    Raises:
-        ProgramError: if its code or its effects are not declared, or another instruction is written the same.
-    """
-    code, effects = getattr(kind, "code", None), getattr(kind, "effects", None)
-    if not isinstance(effects, MilestoneEffects):
-        raise ProgramError(
-            f"The milestone {kind.__name__} declares no effects; give it `effects = MilestoneEffects(...)`."
-        )
-    if not isinstance(code, str) or not _CODE.fullmatch(code):
-        raise ProgramError(f"The milestone {kind.__name__} has the code {code!r}; expected two or more capitals.")
-    if MILESTONES.setdefault(code, kind) is not kind:
-        raise ProgramError(f"The milestone {kind.__name__} is written {code}, as {MILESTONES[code].__name__} is.")
+    """Make a milestone known to what reads programs; errors are those of `declare`."""
+    declare(kind, MILESTONES, effects=MilestoneEffects, code=_CODE, word="milestone")
     return kind
 
 
@@ -90,8 +78,7 @@ def milestone_effects(instruction: Milestone) -> MilestoneEffects:
         ProgramError: if it was not made known by `milestone`.
     """
     kind = type(instruction)
-    if MILESTONES.get(getattr(kind, "code", "")) is not kind:
-        raise ProgramError(f"The milestone {kind.__name__} is not known; decorate it with `milestone`.")
+    check_declared(kind, MILESTONES, word="milestone", decorator="milestone")
     return kind.effects
 
 
