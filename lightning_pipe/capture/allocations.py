@@ -5,8 +5,9 @@
             ...
     seen.changes, seen.spans
 
-torch's profiler reports every allocation and release of the thread that runs the block. It does not tell of the release
-of what was allocated outside any such block, nor of what another thread releases: both count as if they had stayed.
+torch's profiler reports every allocation and release of the thread that runs the block. The release of what was
+allocated before the block does not count (torch tells of it at times, with the size of what was at that address in an
+earlier block), and of what another thread releases nothing is told: both count as if they had stayed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from operator import itemgetter
 from types import TracebackType
 from typing import NamedTuple
 
@@ -88,12 +88,15 @@ class Allocations:
 
     def _read(self) -> None:
         changes: list[MemoryChange] = []
+        there: set[int] = set()  # addresses of what was allocated in the block
         for event in recorded_events(self._profile):
-            if event.name.startswith(_SPAN):
-                self.spans[event.name.removeprefix(_SPAN)] = (event.start_ns, event.end_ns)
-            elif event.host_bytes:
+            if event.address is None:
+                if event.name.startswith(_SPAN):
+                    self.spans[event.name.removeprefix(_SPAN)] = (event.start_ns, event.end_ns)
+            elif event.host_bytes > 0 or event.address in there:
                 changes.append(MemoryChange(event.start_ns, event.host_bytes))
-        self.changes = tuple(sorted(changes, key=itemgetter(0)))  # of the same time: in the order of their report
+                (there.add if event.host_bytes > 0 else there.remove)(event.address)
+        self.changes = tuple(changes)
 
 
 @contextmanager

@@ -512,27 +512,33 @@ def checkpoint_only(where: Callable[[], bool]) -> contextlib.AbstractContextMana
 
 
 class RecordedEvent(NamedTuple):
-    """What a profile has seen: a span of time, or bytes allocated (positive) or released (negative) on the host."""
+    """What a profile has seen: a span of time, or bytes allocated (positive) or released (negative) on the host.
+
+    Attributes:
+        address: of the memory; None for a span.
+    """
 
     name: str
     start_ns: int
     end_ns: int
-    host_bytes: int
+    host_bytes: int = 0
+    address: int | None = None
 
 
 def recorded_events(finished: torch.autograd.profiler.profile) -> list[RecordedEvent]:
-    """Return what a profile has seen, allocations among it, in the order in which it was reported."""
-    on_host = torch._C._autograd.DeviceType.CPU
-    results: Any = finished.kineto_results  # whose type knows of no bytes
-    return [
-        RecordedEvent(
-            event.name(),
-            event.start_ns(),
-            event.start_ns() + event.duration_ns(),
-            event.nbytes() if event.name() == "[memory]" and event.device_type() == on_host else 0,
-        )
-        for event in results.events()
-    ]
+    """Return what a profile has seen, allocations among it, in the order of their starts."""
+    results: Any = finished.kineto_results  # whose type knows of no tree
+    kinds = torch._C._profiler._EventType
+    waiting, found = results.experimental_event_tree()[::-1], []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children[::-1]
+        start, end = event.start_time_ns, event.end_time_ns
+        if event.tag != kinds.Allocation:
+            found.append(RecordedEvent(event.name, start, end))
+        elif (fields := event.extra_fields).device.type == "cpu":
+            found.append(RecordedEvent(event.name, start, end, fields.alloc_size, fields.ptr))
+    return sorted(found, key=lambda event: event.start_ns)
 
 
 def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[Any, Callable[[torch.Tensor], Any]], ...]:

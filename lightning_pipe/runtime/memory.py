@@ -27,7 +27,8 @@ from lightning_pipe.errors import OutOfMemoryError
 class PeakMemory:
     """Measure, in bytes, by how much the memory of tensors rises above what it is at the start of a block, at most.
 
-    The block must run in one thread; on the host every operation becomes some microseconds slower.
+    The block must run in one thread; on the host every operation becomes some microseconds slower, and what was there
+    before the block counts as if it stayed.
 
     Args:
         device: where the tensors are.
