@@ -29,8 +29,8 @@ from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.python.tracked_number import Situation
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved, uncuttable, unsliceable
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.denominator_totals import combined_totals, totals_of, with_totals

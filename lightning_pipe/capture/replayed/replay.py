@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.python.reads import shared_slots
-from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import SaidRole
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.denominator_watch import unequal
