@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
 from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls
 from lightning_pipe.capture.recording.unit_choice import UnitCall, recording_tree

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.replay_needs import StageNeeds, needs_of
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of

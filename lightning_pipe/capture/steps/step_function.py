@@ -1,9 +1,9 @@
 """Step function: the step of a LightningModule as a plain function of parameters and batch.
 
 `StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
-torchmetrics calls are recorded (capture.record), the trainer's counters, learning rates and other numbers that change
-are tracked (`capture.python.tracked_number`), what the step's Python reads is noted (`capture.python.reads`), what it leaves on
-the module is recorded and undone (capture.step_state), and values read into Python become guards (capture.hazards).
+torchmetrics calls are recorded (`record`), the trainer's counters, learning rates and other numbers that change are
+tracked (`capture.python.tracked_number`), what the step's Python reads is noted (`capture.python.reads`), what it
+leaves on the module is recorded and undone (`step_state`), and values read into Python become guards (`hazards`).
 Its outputs are the loss, if there is one, and one detached tensor per recorded value.
 """
 
