@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from lightning_pipe.capture.torch_private import OpOverload, aliased_input, operator_name
+from lightning_pipe.capture.torch_private import OpOverload, aliased_input, argument_names, operator_name
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -206,6 +206,14 @@ _ROWS: dict[str, Operator] = {
     "tril_indices": Operator(Trait.COUNTS),
     "triu_indices": Operator(Trait.COUNTS),
     "_embedding_bag": Operator(Trait.COUNTS),
+    # whose shapes tell all that is asked here: where the samples are, and whether they meet
+    **dict.fromkeys(
+        "gather scatter scatter_add index_add slice_scatter _unsafe_index unsafe_split unfold constant_pad_nd "
+        "reflection_pad1d im2col max_pool2d_with_indices avg_pool2d native_group_norm log_sigmoid_forward "
+        "_prelu_kernel _safe_softmax _scaled_dot_product_flash_attention_for_cpu _trilinear _cdist_forward _fft_r2c "
+        "_weight_norm_interface norm linalg_vector_norm argmax argmin copy _assert_async".split(),
+        Operator(),
+    ),
 }
 _UNKNOWN = Operator()
 
@@ -282,11 +290,14 @@ def shares_memory_with(node: fx.Node) -> fx.Node | None:
 
 
 def is_known(node: fx.Node) -> bool:
-    """Return whether a row, or torch itself, says how a node's operator treats the elements of its operands.
+    """Return whether a row, a rule, or torch itself says how a node's operator treats the elements of its operands.
 
-    Torch says so of operators that work element by element; Python functions in a graph compute sizes.
+    Rules: derivatives, batch norms, losses. Torch says so of operators that work element by element and of those that
+    draw random numbers; Python functions in a graph compute sizes.
     """
     target = node.target
-    if not isinstance(target, OpOverload) or differentiates(node):
+    if not isinstance(target, OpOverload) or reads_size(node):
         return True
-    return operator_name(node) in _ROWS or torch.Tag.pointwise in target.tags
+    by_rule = differentiates(node) or "batch_norm" in operator_name(node) or "reduction" in argument_names(node)
+    by_torch = torch.Tag.pointwise in target.tags or is_random(node)
+    return by_rule or by_torch or operator_name(node) in _ROWS
