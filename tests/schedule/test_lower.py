@@ -201,6 +201,8 @@ def test_an_order_says_which_micro_batches_are_offloaded_and_when():
     assert " ".join(first) == "0F0 0F1 0EVICT1 0VACATE1 0F2 0I0 0W0 0FETCH1 0I1 0W1 0I2 0W2"
     assert sum("EVICT" in x for x in second) == 3
     assert not isinstance(program.ranks[0][program.ranks[0].index(Vacate(0, 1)) + 1], Recv)
+    keeping = lower(order, layout=Layout(((0,), (1,))), sizes=(1,) * 3, traffic=replace(traffic, offloads=()))
+    assert not any(isinstance(x, (Evict, Vacate, Fetch)) for line in verify(keeping).ranks for x in line)
 
 
 def test_programs_that_do_not_offload_are_lowered_as_before(small_case, build):

@@ -58,6 +58,7 @@ def test_a_plan_that_recomputes_and_offloads_trains_as_one_device_does(name, lay
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 def test_so_does_one_of_which_some_micro_batches_are_offloaded(tmp_path: Path):
     problem = swapping_problem("gpt_tied", layout="1-1", schedule="milp", microbatches=4, dropout=0.3)
     plan = propose(tight(problem, share=0.7), "uniform")[0].plan
@@ -74,6 +75,7 @@ def test_so_does_one_of_which_some_micro_batches_are_offloaded(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 def test_so_does_one_whose_ranks_run_ahead_and_take_steps_back(tmp_path: Path):
     save_yaml(plan_for("gpt_tied", "1-1", dropout=0.3), tmp_path / "plan.yaml")
     clipped = {**SHORT, "max_steps": 6, "gradient_clip_val": 0.05}

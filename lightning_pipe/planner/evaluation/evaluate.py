@@ -30,7 +30,14 @@ from lightning_pipe.schedule.construct.devices import peak_bytes
 from lightning_pipe.schedule.formats.text import parse_order
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.forward_only import forward_only
-from lightning_pipe.schedule.registry import needs_times, order_of, planned_join, planned_order, with_order
+from lightning_pipe.schedule.registry import (
+    needs_times,
+    order_of,
+    planned_join,
+    planned_order,
+    stages_placed,
+    with_order,
+)
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulate
 
@@ -177,6 +184,7 @@ class Judge:
 
     def _program(self, plan: Plan, part: SymmetryReduction, prices: PlanPrices) -> VerifiedProgram:
         training = self._problem.training
+        _check_copies(plan, prices)
         order = _order(plan, part, training=training)
         return verify(
             lower(
@@ -212,6 +220,15 @@ def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:
                     "the memory of a device and its own. Add `swap:` to the host in the cluster file, or remove "
                     "`offload:` from the stage."
                 )
+
+
+def _check_copies(plan: Plan, prices: PlanPrices) -> None:
+    keeping = stages_placed(plan).difference(prices.traffic.offloads)
+    if keeping:
+        raise PlanError(
+            f"The order of the plan has copies to the host of stage {min(keeping)}, which offloads nothing. Name what "
+            "it offloads in `offload:`, or remove VACATE and FETCH of this stage from the order."
+        )
 
 
 def _order(plan: Plan, part: SymmetryReduction, *, training: bool) -> CopyingOrder:

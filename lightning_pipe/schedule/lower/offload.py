@@ -7,13 +7,14 @@ Peng et al., Capuchin, ASPLOS 2020, which hides the copies of both directions be
     ... FETCH0 F7 I3 W3 I0                 `AHEAD` computes beside the way back
 
 An order may decide for a stage which micro-batches are offloaded, and where `Vacate` and `Fetch` stand. The others of
-the stage are kept then, and only `Evict` is added.
+the stage are kept then, and only `Evict` is added. Of stages that do not offload, whose plan may have been made for
+another graph, such places are left out.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Instruction, Program, Send, Vacate
@@ -36,12 +37,20 @@ def add_swaps(program: Program, *, beside: Sequence[int | None] = ()) -> Program
         beside: by stage, the computes of a rank between F and `Vacate`; None, and where nothing is said, as many as
             there are before I.
     """
-    if not program.training or not program.traffic.offloads:
+    if not program.training:
         return program
+    program = replace(program, ranks=tuple(tuple(_offloading(line, program)) for line in program.ranks))
     placed = {x.stage for line in program.ranks for x in line if isinstance(x, (Vacate, Fetch))}
     free = [stage for stage in program.traffic.offloads if stage not in placed]
     counts = {stage: beside[stage] if stage < len(beside) else None for stage in free}
     return replace(program, ranks=tuple(_with_swaps(line, counts) for line in program.ranks))
+
+
+def _offloading(line: tuple[Instruction, ...], program: Program) -> Iterator[Instruction]:
+    """Yield a line without the copies of stages that do not offload."""
+    for x in line:
+        if not isinstance(x, (Vacate, Fetch)) or x.stage in program.traffic.offloads:
+            yield x
 
 
 def _with_swaps(whole: tuple[Instruction, ...], counts: Mapping[int, int | None]) -> tuple[Instruction, ...]:
