@@ -63,9 +63,10 @@ class PlanMaker:
 
     def __init__(self, preparation: Preparation, *, stopwatch: Stopwatch) -> None:
         self._preparation, self._stopwatch = preparation, stopwatch
-        self._config, self._links = preparation.config, preparation.links
+        setup = self._setup = preparation.setup
+        self._config, self._links = setup.config, setup.links
         self._cuts = preparation.cuts
-        self._costs = PlanCosts(preparation.config, preparation.links, device=preparation.device, host=preparation.host)
+        self._costs = PlanCosts(setup.config, setup.links, device=setup.device, host=preparation.host)
         self.proposal: Planned | None = None
         self.foreseen: tuple[Foreseen, ...] = ()
         self._seed = 0
@@ -185,7 +186,7 @@ class PlanMaker:
         if training:
             warn_of_averages(captured, step.split, planned.plan.layout)
         shard = planned.plan.shard_optimizer
-        preparation.weights.place(step.split, planned.plan.layout, device=preparation.device, shard_optimizer=shard)
+        self._setup.weights.place(step.split, planned.plan.layout, device=self._setup.device, shard_optimizer=shard)
         preparation.known.put(call, step)
         preparation.note_placed(step.split)
         self._stopwatch.lap("stages")
@@ -204,7 +205,7 @@ class PlanMaker:
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
         first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
-        control, weights = self._links.control, self._preparation.weights
+        control, weights = self._links.control, self._setup.weights
         if refusal := control.broadcast(weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
@@ -232,5 +233,5 @@ class PlanMaker:
 
     @property
     def _clips_by_norm(self) -> bool:
-        trainer = self._preparation.module.trainer
+        trainer = self._setup.module.trainer
         return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
