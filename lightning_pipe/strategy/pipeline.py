@@ -62,7 +62,7 @@ from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.check import check_captured
+from lightning_pipe.strategy.steps.check import check_captured, one_stage
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.runner import Runner
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
@@ -308,15 +308,23 @@ class Pipeline:
         if refusal := control.broadcast(self._weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
-        with self._weights.whole():
-            try:
-                seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
-            except CaptureError as error:
-                if self._config.capture != "auto" or not captured.capture.fallback:
-                    raise
-                self._planned = None
-                raise _WrongCapture(str(error)) from error
-            return self._weighed(captured, call, seconds=seconds)
+        try:
+            with self._weights.whole():
+                seconds = self._compared(captured, call, samples=first)
+                return self._weighed(captured, call, seconds=seconds)
+        finally:
+            one_stage.forget(captured.capture)
+
+    def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> float:
+        """Compare a captured step with the plain one; return the seconds that it took."""
+        control = self._links.control
+        try:
+            return check_captured(captured, call, samples=samples, control=control, seed=self._runner.seed)
+        except CaptureError as error:
+            if self._config.capture != "auto" or not captured.capture.fallback:
+                raise
+            self._planned = None
+            raise _WrongCapture(str(error)) from error
 
     def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
         """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
@@ -537,6 +545,7 @@ class Pipeline:
             varying=tuple(self._varying.values()),
             may_skip=self._planned is not None,
             answered=answered,
+            kept=None if self._config.cache_dir is None else self._config.cache_dir / "graphs",
         )
         if answers is not None:
             asked = request
