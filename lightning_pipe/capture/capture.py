@@ -31,7 +31,7 @@ from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.tracked_number import Situation
-from lightning_pipe.capture.stages.assign import Kinds, classify, moved, uncuttable, unsliceable
+from lightning_pipe.capture.stages.assign import Kinds, classify, is_random, moved, uncuttable, unsliceable
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.denominator_totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.stages.graph_draws import graph_draws
@@ -98,6 +98,11 @@ class Capture:
     def writes(self) -> frozenset[str]:
         """Return the names of the parameters and buffers that the step writes to."""
         return frozenset(self.joint.mutations)
+
+    @property
+    def may_draw(self) -> bool:
+        """Return whether the step may draw random numbers of torch."""
+        return self.variants is not None or any(map(is_random, self.joint.module.graph.nodes))
 
     @property
     def loss_role(self) -> Role:

@@ -32,6 +32,7 @@ from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.steps.batch import outline
 from lightning_pipe.capture.steps.record import AnswerGuard
 from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.collection import without_collection
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.graph import Graph
@@ -204,6 +205,11 @@ class Pipeline:
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._runner.seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         self._stopwatch.lap("first batch")
+        with without_collection():
+            self._captured_and_planned(call, optimizers)
+
+    def _captured_and_planned(self, call: StepRequest, optimizers: Sequence[Optimizer]) -> None:
+        """Capture a step, and make the plan for it; by replay where the graph turns out to be wrong."""
         captured = self._capture(call, self._first_slice(self.samples(call.structure)))
         try:
             try:
