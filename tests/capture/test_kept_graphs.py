@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.graphs import kept_traces
-from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.errors import CaptureError
 
 BATCH = (torch.randn(6, 4), torch.randn(6, 4))

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.fingerprint import fingerprint
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, joint_graph_of
-from lightning_pipe.capture.graphs.kept_graphs import KeptGraph, NotKept, Rebuilt, forget, load, rows_of, store
+from lightning_pipe.capture.kept_graphs import KeptGraph, NotKept, Rebuilt, forget, load, rows_of, store
 from lightning_pipe.capture.python.guards import PythonGuards
 from lightning_pipe.capture.python.step_identity import StepIdentity, structure_of, surroundings, versions
 from lightning_pipe.capture.steps.step_function import StepFunction
