@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipe.collection import without_collection
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan
@@ -28,7 +29,7 @@ from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.check import check_captured
+from lightning_pipe.strategy.steps.check import check_captured, one_stage
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_runtime import agree, slices
 from lightning_pipe.strategy.steps.whole_batch import (
@@ -91,6 +92,12 @@ class PlanMaker:
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         self._stopwatch.lap("first batch")
+        with without_collection():
+            self._capture_and_plan(call, optimizers)
+        return self._seed
+
+    def _capture_and_plan(self, call: StepRequest, optimizers: Sequence[Optimizer]) -> None:
+        """Capture a step, and make the plan for it; by replay where its graph turns out to be wrong."""
         captured = self._first_capture(call)
         try:
             try:
@@ -103,7 +110,6 @@ class PlanMaker:
         except _WrongCapture as wrong:
             log.info("%s is replayed: %s", call.method, wrong)
             self._plan_by(call, self._first_capture(call, reason=str(wrong)), optimizers)
-        return self._seed
 
     def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
@@ -209,15 +215,22 @@ class PlanMaker:
         if refusal := control.broadcast(weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
-        with weights.whole():
-            try:
-                seconds = check_captured(captured, call, samples=first, control=control, seed=self._seed)
-            except CaptureError as error:
-                if self._config.capture != "auto" or not captured.capture.fallback:
-                    raise
-                self._preparation.plan_by(None)
-                raise _WrongCapture(str(error)) from error
-            return self._weighed(captured, call, seconds=seconds)
+        try:
+            with weights.whole():
+                seconds = self._compared(captured, call, samples=first)
+                return self._weighed(captured, call, seconds=seconds)
+        finally:
+            one_stage.forget(captured.capture)
+
+    def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> float:
+        """Compare a captured step with the plain one; return the seconds that it took."""
+        try:
+            return check_captured(captured, call, samples=samples, control=self._links.control, seed=self._seed)
+        except CaptureError as error:
+            if self._config.capture != "auto" or not captured.capture.fallback:
+                raise
+            self._preparation.plan_by(None)
+            raise _WrongCapture(str(error)) from error
 
     def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
         """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
