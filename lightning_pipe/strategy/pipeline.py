@@ -72,7 +72,10 @@ from lightning_pipe.strategy.steps.string_fields import StringReads
 from lightning_pipe.strategy.steps.whole_batch import (
     Role,
     cut_by_numbers,
-    warn_of_averages,
+    fewest_samples,
+    kept_by_replicas,
+    warn_of_buffers_by_parts,
+    warn_of_fewer_parts,
     warn_of_mixed_logs,
     warn_of_shared_samples,
     warn_of_unknown_role,
@@ -100,6 +103,10 @@ class _WrongCapture(CaptureError):
 
 class _SlicesDiffer(Exception):  # no error: another plan follows
     """Replicas would share the samples of micro-batches, but slices of them do not give what the whole gives."""
+
+
+class _ReplicasKeep(Exception):  # no error: another plan follows
+    """Replicas would change buffers for their own samples, whose mean is not what one device has."""
 
 
 class Pipeline:
@@ -148,6 +155,8 @@ class Pipeline:
         self._given: Plan | None = None
         self._role: Role | None = None
         self._slices = True  # whether replicas may share the samples of a micro-batch
+        self._fewest = 1  # samples of a micro-batch
+        self._whole = ""  # why batches are not cut, though the step may be one graph
         self._warned_logs: set[tuple[str, str]] = set()  # name and line
         self.foreseen: tuple[Foreseen, ...] = ()
         self._later = later
@@ -205,17 +214,18 @@ class Pipeline:
         self._runner.seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         self._stopwatch.lap("first batch")
         captured = self._capture(call, self._first_slice(self.samples(call.structure)))
-        try:
+        while self._planned is None:
             try:
                 self._plan_by(call, captured, optimizers)
             except _SlicesDiffer:
                 warn_of_shared_samples(captured)
-                self._planned, self._slices = None, False
-                self._plan_by(call, captured.without_slices(), optimizers)
-        except _WrongCapture as wrong:
-            log.info("%s is replayed: %s", call.method, wrong)
-            again = self._capture(call, self._first_slice(self.samples(call.structure)), reason=str(wrong))
-            self._plan_by(call, again, optimizers)
+                self._planned, self._slices, captured = None, False, captured.without_slices()
+            except _ReplicasKeep as kept:
+                self._planned, self._whole, captured = None, str(kept), captured.left_whole(str(kept))
+            except _WrongCapture as wrong:
+                log.info("%s is replayed: %s", call.method, wrong)
+                self._planned = None
+                captured = self._capture(call, self._first_slice(self.samples(call.structure)), reason=str(wrong))
 
     def _plan_by(self, call: StepRequest, captured: Captured, optimizers: Sequence[Optimizer]) -> None:
         """Make the plan for a captured step, and place parameters by it.
@@ -223,6 +233,7 @@ class Pipeline:
         Raises:
             _WrongCapture: on every rank, if the step is one graph that does not compute what the step computes, and
                 replay may be tried.
+            _SlicesDiffer, _ReplicasKeep: on every rank, if another plan is needed.
         """
         control, config = self._links.control, self._config
         training = call.method == TRAINING
@@ -273,6 +284,8 @@ class Pipeline:
         if not self._sizes(captured.capture, samples):
             captured = self._capture_for(call, samples)
             cuts = self._cuts(captured.capture.graph)
+        if training:
+            self._leave_whole_for_replicas(captured, cuts)
         if training and config.check:
             captured = self._checked(captured, call, samples)
             self._stopwatch.lap("check")
@@ -281,14 +294,29 @@ class Pipeline:
         self._warn_of_logs(captured, samples)
         step = self._build(captured, cuts)
         if training:
-            warn_of_averages(captured, step.split, plan.layout)
+            warn_of_buffers_by_parts(captured, count=len(self._sizes(captured.capture, samples)))
         shard = plan.shard_optimizer
         self._weights.place(step.split, plan.layout, device=self._device, shard_optimizer=shard)
         self._steps[self._key(call)] = [step]
-        for program in step.split.stages:
+        self._note_held(step.split)
+        self._stopwatch.lap("stages")
+
+    def _leave_whole_for_replicas(self, captured: Captured, cuts: tuple[int, ...]) -> None:
+        """Look whether replicas would keep what the samples of the others have no part in.
+
+        Raises:
+            _ReplicasKeep: with the reason why batches are not cut, if they would.
+        """
+        if captured.capture.whole or not captured.capture.averaged_buffers():
+            return
+        if names := kept_by_replicas(captured, self._split(captured, cuts), self._plan_now.layout):
+            raise _ReplicasKeep(f"what it keeps in the buffer {', '.join(names)} depends on the samples")
+
+    def _note_held(self, split: Split) -> None:
+        """Remember which stages hold which parameters, now that these are placed."""
+        for program in split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:
                 self._held.setdefault(name, set()).add(program.stage)
-        self._stopwatch.lap("stages")
 
     def _wanted(self, captured: Captured) -> DappleConfig:
         """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
@@ -303,12 +331,16 @@ class Pipeline:
 
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
-        first = max(slices(self._plan_now.layout, self._sizes(captured.capture, samples)[:1]))
-        control = self._links.control
+        control, layout = self._links.control, self._plan_now.layout
         if refusal := control.broadcast(self._weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
         with self._weights.whole():
+            if len(wanted := self._parts(captured, samples)) > 1:
+                self._fewest = fewest_samples(captured, call, control=control)
+                count = len(self._parts(captured, samples))
+                warn_of_fewer_parts(captured, self._fewest, wanted=len(wanted), count=count)
+            first = max(slices(layout, self._sizes(captured.capture, samples)[:1]))
             try:
                 seconds = check_captured(captured, call, samples=first, control=control, seed=self._runner.seed)
             except CaptureError as error:
@@ -384,10 +416,12 @@ class Pipeline:
         begin = time.perf_counter()
         why = step.testimony(call)
         log.debug("The Python of %s was run again in %.3f s.", call.method, time.perf_counter() - begin)
-        differ = self._links.control.sum(torch.tensor([float(bool(why))]), what="whether the step is what was captured")
+        control = self._links.control
+        differ = control.sum(torch.tensor([float(bool(why))]), what="whether the step is what was captured")
         if not differ:
             return step, sizes
-        why = why or "another rank has seen that its Python does something else now"
+        said = [control.broadcast(why, source=rank, what="how the step differs") for rank in range(control.ranks)]
+        why = next(filter(None, said))
         if self._config.capture != "auto":
             raise CaptureError(f"{call.method} no longer does what was captured: {why}")
         return self._replayed(call, samples, why)
@@ -411,7 +445,7 @@ class Pipeline:
             except CaptureError:
                 captured = None
             if captured is not None and captured.capture.record.loss is None:
-                self._steps[key] = [self._build(captured, self._cuts(captured.capture.graph))]
+                self._steps[key] = [self._built_later(captured)]
         if call.method != TRAINING or key not in self._steps:
             return self._replayed(call, samples, f"the answer to the question at {guard.line} has changed")
         (skipping,) = self._steps[key]
@@ -427,7 +461,7 @@ class Pipeline:
         """Capture a step by replay, in the place of how it was captured before."""
         log.info("%s is replayed from now on: %s.", call.method, reason)
         captured = self._capture(call, self._largest_slice(samples), reason=reason)
-        step = self._build(captured, self._cuts(captured.capture.graph))
+        step = self._built_later(captured)
         self._steps[self._key(call)] = [step]
         return step, self._sizes(step.capture, samples)
 
@@ -452,9 +486,7 @@ class Pipeline:
             return self._replayed(call, samples, changed)
         captured = self._capture_for(call, samples)
         self._warn_of_logs(captured, samples)
-        step = self._build(captured, self._cuts(captured.capture.graph))
-        if call.method == TRAINING:
-            step.refuse_borrowed()
+        step = self._built_later(captured)
         steps[:] = [*steps[1 - _MOST_CAPTURES :], step]
         if len(self._steps) > _MOST_CAPTURES:
             del self._steps[next(iter(self._steps))]
@@ -561,7 +593,8 @@ class Pipeline:
         """Return a captured step with what the numbers of the first one said."""
         if captured.request.method != TRAINING:
             return captured
-        return (captured if self._slices else captured.without_slices()).with_role(self._role)
+        captured = captured if self._slices else captured.without_slices()
+        return (captured.left_whole(self._whole) if self._whole else captured).with_role(self._role)
 
     def _refusals(self, refuses: bool) -> tuple[int, int]:
         """Return how many ranks refuse to make a graph of a step, and how many there are."""
@@ -582,6 +615,19 @@ class Pipeline:
 
         with self._weights.whole():
             return control.agreed(trace, source=0, what="the units of the step")
+
+    def _built_later(self, captured: Captured) -> RankStep:
+        """Return a step that was captured when parameters were placed already.
+
+        Raises:
+            PlanError: if it trains a parameter in a stage that does not hold it.
+        """
+        step = self._build(captured, self._cuts(captured.capture.graph))
+        if captured.request.method == TRAINING:
+            step.refuse_borrowed()
+            self._weights.adopt(step.split, self._plan_now.layout)
+            self._note_held(step.split)
+        return step
 
     def _build(self, captured: Captured, cuts: tuple[int, ...]) -> RankStep:
         agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
@@ -636,7 +682,8 @@ class Pipeline:
         layout = self._plan_now.layout
         for count in range(min(samples, 1 if capture.whole else self._plan_now.microbatches), 0, -1):
             sizes = microbatch_sizes(samples, count)
-            if not any(capture.misfit(size) for size in slices(layout, sizes)):
+            parts = slices(layout, sizes)
+            if (count == 1 or min(parts) >= self._fewest) and not any(capture.misfit(size) for size in parts):
                 return sizes
         return ()
 

@@ -98,6 +98,8 @@ def combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
         return "sum"
     if name in ("add", "sub", "stack", "cat") and varying <= LINEAR:
         return _added(node, inputs)
+    if name == "lerp" and varying == {"mean"} and all(role == "same" for role in inputs[2:]):
+        return "mean"
     if name in GUARDS:
         return _guarded(node, name, inputs)
     if name in _KEEP and len(varying) == 1:

@@ -132,9 +132,24 @@ class Replay:
         """Return whether the loss adds sums over samples to other terms."""
         return self.trace.has_terms
 
+    @property
+    def mixes_samples(self) -> bool:
+        """Return True: nobody follows what sub-modules do with samples."""
+        return True
+
     def averaged_buffers(self) -> tuple[str, ...]:
-        """Return (): a batch whose samples change buffers is not cut, so one replica has all of it."""
+        """Return (): replicas take whole micro-batches, and what several of them change is the mean by samples."""
         return ()
+
+    def buffers_by_parts(self) -> tuple[str, ...]:
+        """Name the buffers that units change for the samples of every micro-batch."""
+        changed = dict.fromkeys(name for unit in self.trace.units for name in unit.mutations)
+        return tuple(name for name in changed if name not in self.trace.once)
+
+    def left_whole(self, reason: str) -> Replay:
+        """Return this, which from now on does not cut batches, for a reason."""
+        self.leave_whole(reason)
+        return self
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
@@ -394,6 +409,7 @@ class _Splitter:
             sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
             mutations={name: f"changed:{name}" for name in part.mutations},
             once=self._trace.once & set(part.mutations),
+            written=frozenset(self._aliases[name] for name in self._trace.writes) & part.parameters.keys(),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),
         )
