@@ -2,28 +2,36 @@
 
     python -m benchmarks.same before.txt                 writes a line for every case
     python -m benchmarks.same after.txt --against before.txt
+    python -m benchmarks.same table.txt --only dapple,madpipe
 
 Programs of every schedule on a grid of devices and micro-batches, of stages with replicas, offload and joined W: the
 text of the proved program, the times of all its instructions under uneven prices, and the bytes of every rank over
-time. Plans of random small problems (`benchmarks.planners.exhaustive`), their seconds and peaks. A change that should
-not change behaviour leaves every line as it is; one that makes plans faster changes the lines of plans only.
+time. Plans of random small problems (`benchmarks.planners.exhaustive`), their seconds and peaks. Of DAPPLE's Table 4
+(`benchmarks.planners.dapple`) all plans that its planner ranks, with their latencies, and the one that is proposed; of
+MadPipe's table (`benchmarks.planners.madpipe`) the partition, the period, and the memory-blind partition beside it;
+both read published profiles, which lie beside the checkout. A change that should not change behaviour leaves every line
+as it is; one that makes plans faster changes the lines of plans only.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.closed_forms import FORMS
+from benchmarks.planners import dapple, madpipe
 from benchmarks.planners.exhaustive import random_problem
 from lightning_pipe.core.program import AnyCompute, Bucket, Edge, Layout, Message, Program, Traffic
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.registry import propose
+from lightning_pipe.planner.systems.dapple.dapple_planner import ranked
+from lightning_pipe.planner.systems.madpipe.madpipe_contiguous import best_pipeline
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.construct.chain import chain
 from lightning_pipe.schedule.formats.text import format_program
@@ -36,6 +44,7 @@ DEVICES, MICROBATCHES = (2, 3, 4, 8), (1, 2, 4, 5, 8, 16)
 LAYOUTS = (((0,), (1,)), ((0, 1), (2,)), ((0,), (1, 2)), ((0, 1), (2, 3)), ((0,), (1,), (0,)), ((0, 1), (0, 2), (1,)))
 SIZES = ((4, 4, 4, 4), (3, 3, 2), (2, 5, 1))
 PROBLEMS = 100
+PARTS = ("programs", "plans", "dapple", "madpipe")
 
 
 @dataclass(frozen=True)
@@ -63,19 +72,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--against", type=Path)
-    parser.add_argument("--problems", type=int, default=PROBLEMS)
+    parser.add_argument("--problems", type=int, default=PROBLEMS, help="number of random problems")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, by comma")
     options = parser.parse_args()
-    with ProcessPoolExecutor() as pool:
-        lines = [*_programs(), *pool.map(_plan, range(options.problems))]
+    parts = options.only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--only: found {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
+    profiles = {"dapple": dapple.PROFILES, "madpipe": madpipe.PROFILES}
+    if missing := [name for name in parts if name in profiles and not profiles[name].is_dir()]:
+        parser.error(
+            f"found no profiles in {profiles[missing[0]]}; put them there, or leave {missing[0]} out of --only"
+        )
+    lines = list(_lines(parts, options.problems))
     options.file.write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} fingerprints")
     if options.against is None:
         return 0
     before = dict(line.rsplit(" ", 1) for line in options.against.read_text().splitlines())
     now = dict(line.rsplit(" ", 1) for line in lines)
-    changed = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
+    names = before.keys() | now.keys() if set(parts) == set(PARTS) else now.keys()
+    changed = [name for name in names if before.get(name) != now.get(name)]
     print("\n".join(sorted(changed)) or "all are the same")
     return int(bool(changed))
+
+
+def _lines(parts: Collection[str], problems: int) -> Iterator[str]:
+    """Yield the lines of these parts."""
+    if "programs" in parts:
+        yield from _programs()
+    with ProcessPoolExecutor() as pool:
+        if "plans" in parts:
+            yield from pool.map(_plan, range(problems))
+        if "dapple" in parts:
+            yield from pool.map(_dapple_plans, itertools.product(dapple.MODELS, dapple.CONFIGURATIONS))
+        if "madpipe" in parts:
+            yield from itertools.chain(*pool.map(_madpipe_plans, itertools.product(madpipe.MODELS, (4, 8))))
 
 
 def _programs() -> Iterator[str]:
@@ -127,6 +158,34 @@ def _plan(seed: int) -> str:
     except PlanError as error:
         return f"problem {seed} {_digest(str(error))}"
     return f"problem {seed} {_digest(repr((found.plan, found.step_s, found.peak_bytes)))}"
+
+
+def _dapple_plans(entry: tuple[dapple.Model, str]) -> str:
+    """Return the line of an entry of DAPPLE's table."""
+    model, configuration = entry
+    asked = dapple.problem(model, configuration)
+    best = propose(asked, "dapple")[0]
+    return (
+        f"dapple {model.name} {configuration} {_digest(repr((ranked(asked), best.plan, best.step_s, best.peak_bytes)))}"
+    )
+
+
+def _madpipe_plans(entry: tuple[madpipe.Model, int]) -> list[str]:
+    """Return the lines of a model of MadPipe's table on some processors, one for each memory."""
+    model, processors = entry
+    whole = madpipe.chain(model, processors)
+    lines = []
+    for gigabytes in madpipe.GIGABYTES:
+        tight = whole.with_memory(gigabytes * 1e9)
+        plans = repr(
+            (
+                best_pipeline(tight, precision=madpipe.PRECISION),
+                madpipe.blind_cuts(tight),
+                madpipe.ratio(whole, gigabytes),
+            )
+        )
+        lines.append(f"madpipe {model.name} P={processors} {gigabytes} GB {_digest(plans)}")
+    return lines
 
 
 def _digest(text: str) -> str:

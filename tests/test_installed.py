@@ -86,7 +86,7 @@ for name, kind, body in json.load(sys.stdin):
         if kind == "python":
             exec(compile(body, name, "exec", dont_inherit=True), {"pl": pl})
         else:
-            cluster_from_text(body, source=name) if kind == "yaml cluster" else from_yaml(Plan, body)
+            cluster_from_text(body, source=name) if body.startswith("hosts:") else from_yaml(Plan, body)
     except Exception:
         failed.append(f"{name}: {traceback.format_exc()}")
 print(json.dumps(failed))
@@ -160,7 +160,9 @@ def _only_what_is_installed(monkeypatch):
 def test_every_block_is_run_or_says_why_not():
     fences = sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES)
     assert 2 * len(BLOCKS) == fences, "every fence is read here"
-    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "yaml cluster", "bash", "text"}
+    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "bash", "text"}, (
+        "the site shows no fence of two words"
+    )
     shown = [block for block in BLOCKS if block.kind == "text" and not block.why]
     assert {block.page for block in shown} <= COMPARED, [
         block.body[:80] for block in shown if block.page not in COMPARED
@@ -181,7 +183,7 @@ def test_blocks_of_python_and_yaml_run_from_the_wheel(installed, tmp_path):
     given = [
         (f"{block.page}, block {k}", block.kind, block.body)
         for k, block in enumerate(BLOCKS)
-        if block.kind in ("python", "yaml", "yaml cluster") and not block.why
+        if block.kind in ("python", "yaml") and not block.why
     ]
     assert len(given) > 20
     command = [str(installed / "python"), "-c", RUN_BLOCKS]

@@ -24,7 +24,7 @@ from benchmarks.site import DRAWN, schedule_pages
 from lightning_pipe.cli.command_line import COMMANDS, CONSOLIDATE
 from lightning_pipe.cli.options import StepOptions, read_options
 from lightning_pipe.config import DappleConfig, conf_dir, read_config
-from lightning_pipe.core.cluster_file import preset_names
+from lightning_pipe.core.cluster_file import cluster_from_text, preset_names
 from lightning_pipe.core.effects import OWN_WORK
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Bucket, Edge, Layout, Traffic
@@ -107,7 +107,10 @@ def test_python_blocks_run(code, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("code", blocks("yaml"))
-def test_yaml_blocks_are_plans(code):
+def test_yaml_blocks_are_plans_or_clusters(code):
+    if code.startswith("hosts:"):
+        assert cluster_from_text(code, source="a page").ranks > 1
+        return
     plan = from_yaml(Plan, code)
     layout = plan.layout
     order = order_of(plan.schedule, layout=layout, microbatches=plan.microbatches, options=plan.options)

@@ -26,7 +26,7 @@ from lightning_pipe.profiles.published import load_published
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles" / "pipedream_msr_fiddle"
 LINK = Link(latency_s=0.0, bytes_per_s=12e9)
 GIGABYTES = (3, 4, 6, 8, 12)
-_PRECISION = 1e-4
+PRECISION = 1e-4
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def chain(model: Model, processors: int) -> Chain:
 def ratio(whole: Chain, gigabytes: float) -> float:
     """Return the period of the blind partition over that of MadPipe; infinite if only MadPipe's fits."""
     tight = whole.with_memory(gigabytes * 1e9)
-    aware = best_pipeline(tight, precision=_PRECISION)
-    blind = stretched(tight, blind_cuts(tight), precision=_PRECISION)
+    aware = best_pipeline(tight, precision=PRECISION)
+    blind = stretched(tight, blind_cuts(tight), precision=PRECISION)
     if aware is None:
         raise ValueError(f"found no partition within {gigabytes} GB; expected one for every entry of the table")
     return blind.period / aware.period if blind else float("inf")

@@ -10,18 +10,18 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from lightning_pipe.capture.graphs.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.graphs.gradient_nodes import split_input_and_weight_gradients, with_own_gradients
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.sample_flow import (
     BATCH_STATISTICS,
     UNKNOWN_MIXING,
@@ -31,19 +31,17 @@ from lightning_pipe.capture.graphs.sample_flow import (
     size_function,
 )
 from lightning_pipe.capture.graphs.sample_mixing import mixing_places
-from lightning_pipe.capture.graphs.trace import Request, trace
+from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.value_roles import Role
-from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.python.tracked_number import Situation
-from lightning_pipe.capture.stages.assign import Kinds, classify, moved, uncuttable, unsliceable
-from lightning_pipe.capture.stages.batched_weight_grad import joining
+from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.denominator_totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.loss_terms import with_one_kind_of_term
-from lightning_pipe.capture.stages.operations import operations_of, tensors_of
+from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.stages.split import Splitter
 from lightning_pipe.capture.stages.state_once import is_statistics, state_averaged
 from lightning_pipe.capture.steps.batch import numbers_in
@@ -53,7 +51,7 @@ from lightning_pipe.capture.steps.numbers import calls_of_samples, numbers_said,
 from lightning_pipe.capture.steps.record import LogCall, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.collection import without_collection
-from lightning_pipe.core.graph import Graph, Node, Operation
+from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
 
@@ -283,7 +281,7 @@ class Capture:
         """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
         unknown = dict.fromkeys((name for name in self.kinds.placed if name not in self.flow.coupled), UNKNOWN_MIXING)
         flow = replace(self.flow, coupled={**self.flow.coupled, **unknown})
-        return replace(self, flow=flow, graph=_graph(self.joint, self.kinds, flow, self.aliases))
+        return replace(self, flow=flow, graph=graph_of_nodes(self.joint, self.kinds, flow, self.aliases))
 
     def left_whole(self, reason: str) -> Capture:
         """Return the same step for batches that are not cut, for a reason."""
@@ -351,7 +349,7 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
         joint = _prepared(joint, request)
     kinds, flow = classify(joint), follow(joint)
     aliases = canonical_names(request.module)
-    graph = _graph(joint, kinds, flow, aliases)
+    graph = graph_of_nodes(joint, kinds, flow, aliases)
     return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
 
 
@@ -394,82 +392,3 @@ def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> Join
     calls = tuple(calls_of_samples([one.calls for one in records], counts))
     returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
     return replace(joint, record=replace(record, calls=calls, returned=returned))
-
-
-def _graph(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str]) -> Graph:
-    nodes = {node.name: node for node in joint.module.graph.nodes}
-    described = operations_of(joint, kinds, aliases, joining(joint, kinds, flow))
-    costs = _costs(described.operations, len(kinds.placed))
-    placed = zip(kinds.placed, costs, strict=True)
-    parameter_bytes = {aliases[f]: _bytes(nodes[n]) for n, f in joint.parameters.items()}
-    sizes = Sizes(joint)
-    return Graph(
-        nodes=tuple(_node(nodes[name], joint, kinds, cost, aliases, sizes) for name, cost in placed),
-        samples=joint.samples,
-        parameter_bytes=parameter_bytes,
-        fingerprint=fingerprint(joint),
-        coupled=tuple(flow.coupled),
-        uncuttable=uncuttable(joint, kinds),
-        unsliceable=unsliceable(joint, kinds, flow),
-        operations=described.operations,
-        tensors=described.tensors,
-        gradients=described.gradients,
-        results=described.results,
-        updates=described.updates,
-        buffer_bytes={f: _bytes(nodes[n]) for n, f in joint.buffers.items()},
-    )
-
-
-@dataclass
-class _Cost:
-    """Counted costs of a node and of the backward operations that go with it."""
-
-    flops: int = 0
-    backward_flops: int = 0
-    touched_bytes: int = 0
-
-
-def _costs(operations: Iterable[Operation], positions: int) -> list[_Cost]:
-    costs = [_Cost() for _ in range(positions)]
-    for operation in operations:
-        if operation.phase == "repeated":
-            continue
-        cost = costs[max(0, operation.at)]
-        cost.touched_bytes += operation.touched_bytes
-        if operation.phase == "backward":
-            cost.backward_flops += operation.flops
-        else:
-            cost.flops += operation.flops
-    return costs
-
-
-def _node(node: fx.Node, joint: JointGraph, kinds: Kinds, cost: _Cost, aliases: dict[str, str], sizes: Sizes) -> Node:
-    custom: dict[str, str] = node.meta.get("custom") or {}
-    inputs = [kinds.parents.get(n.name, n.name) for n in node.all_input_nodes]
-    return Node(
-        name=node.name,
-        op=spelled(node.target),
-        module=custom.get("module", ""),
-        line=custom.get("line", ""),
-        inputs=tuple(dict.fromkeys(n for n in inputs if n in kinds.placed or n in joint.leaves)),
-        parameters=tuple(sorted({aliases[name] for name in _parameters(node, joint, kinds)})),
-        output_bytes=sum(sizes.count(tensor, joint.samples) for tensor in tensors_of(node)),
-        flops=cost.flops,
-        backward_flops=cost.backward_flops,
-        touched_bytes=cost.touched_bytes,
-    )
-
-
-def _parameters(node: fx.Node, joint: JointGraph, kinds: Kinds) -> set[str]:
-    found: set[str] = set()
-    for source in node.all_input_nodes:
-        if source.name in joint.parameters:
-            found.add(joint.parameters[source.name])
-        elif source.name in kinds.repeated:
-            found |= _parameters(source, joint, kinds)
-    return found
-
-
-def _bytes(node: fx.Node) -> int:
-    tensor = node.meta["val"]
-    return int(tensor.numel() * tensor.element_size())

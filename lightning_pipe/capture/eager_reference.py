@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.route import Route
 from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.keyed_random import undisturbed

@@ -18,10 +18,10 @@ import torch
 
 from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.value_roles import Role
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.python.tracked_number import Situation
 from lightning_pipe.capture.recording.said_roles import SaidRole
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split

@@ -102,6 +102,7 @@ __all__ = [
     "StatelessSymbolicContext",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "aliased_input",
     "answered_alone",
     "answered_calls",
     "answered_collectives",
@@ -134,7 +135,6 @@ __all__ = [
     "recorded_events",
     "reparametrize",
     "set_whether_overflowed",
-    "shares_memory_with",
     "swap_contents",
     "tag_nodes",
     "unchecked_distributions",
@@ -276,12 +276,10 @@ def argument_defaults(node: torch.fx.Node) -> dict[str, Any]:
     return {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
 
 
-def shares_memory_with(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the input of which a node's result is a view (or a list of views), None if it has memory of its own."""
+def aliased_input(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the input of which a schema calls a node's result a view (or a list of views), None if there is none."""
     if not isinstance(node.target, OpOverload):
         return None
-    if node.target is torch.ops.aten._unsafe_view.default:  # run as a reshape
-        return node.all_input_nodes[0]
     schema = node.target._schema
     if all(result.alias_info is None for result in schema.returns):
         return None

@@ -2,9 +2,11 @@
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from ranks import world
 from ranks.world import Died, Raised, Returned, TimedOut, World
 
 
@@ -45,3 +47,15 @@ def test_a_rank_that_hangs_is_ended_at_the_deadline() -> None:
     stuck, returned = World(2).results(wait_for_nobody, deadline_s=1)
     assert isinstance(stuck, TimedOut)
     assert returned == Returned(None)
+
+
+def test_what_a_given_up_test_had_asked_is_no_answer_to_the_next(monkeypatch) -> None:
+    def give_up(*_) -> None:
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "wait", give_up)
+        with pytest.raises(TimeoutError):
+            World(2).run(os.getpid)
+    first, second = World(2).run(os.getppid)
+    assert first == second, "processes of one parent"

@@ -649,9 +649,13 @@ def page() -> str:
         "text.",
     ]
     for group, rows in ROWS.items():
-        lines += ["", f"## {group}", "", "| feature | | remark |", "|---|---|---|"]
+        lines += ["", f"## {group}", "", "| feature | result | remark |", "|---|---|---|"]
         for row in rows:
-            verdict = "refused" if row.refused else f"equal, {row.tolerance:g}"
+            verdict = (
+                "refused"
+                if row.refused
+                else f"equal,\N{NO-BREAK SPACE}{row.tolerance:g}".replace("e-", "e\N{NON-BREAKING HYPHEN}")
+            )
             remark = f"“{row.refused}”" if row.refused else row.note
             lines.append(f"| `{row.name}` | {verdict} | {remark} |" if re.search(r"[=(_.A-Z]", row.name)
                          else f"| {row.name} | {verdict} | {remark} |")  # fmt: skip

@@ -18,7 +18,8 @@ import torch
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.capture import Capture
-from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.operators import is_known
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.stages.state_once import state_averaged, state_once
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.plan import microbatch_sizes
@@ -175,6 +176,13 @@ def check_joint(name: str, captured: Joint, *, counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", JOINT)
 def test_a_module_of_the_zoo_has_its_gradients_when_cut_anywhere(name):
     check_joint(name, of_zoo(name), counts=(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_the_operators_of_a_module_of_the_zoo_are_in_the_registry(name):
+    nodes = of_zoo(name).capture.joint.module.graph.nodes
+    unknown = {str(node.target) for node in nodes if node.op == "call_function" and not is_known(node)}
+    assert not unknown, f"give them rows in lightning_pipe/capture/operators.py: {', '.join(sorted(unknown))}"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -23,17 +23,13 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_roles import GUARDS, LINEAR, Role, combined, reduced, sized_inputs
+from lightning_pipe.capture.graphs.value_roles import LINEAR, Role, combined, reduced, sized_inputs
+from lightning_pipe.capture.operators import Trait, takes_batch_statistics, takes_output, traits
 from lightning_pipe.capture.steps.stage_program import Combine, Value
 from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
 
-_ALONG = frozenset(
-    "cumsum cumprod logcumsumexp cummax cummin sort topk roll flip _softmax _log_softmax argsort median "
-    "logsumexp".split()
-)
 BATCH_STATISTICS = "batch statistics"
 UNKNOWN_MIXING = "samples may be mixed"  # by some operation, as numbers show
-_FLATTENING = frozenset({"view", "_unsafe_view", "reshape"})
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def follow(joint: JointGraph) -> Flow:
             continue
         role = _role(node, joint, roles)
         roles[node.name] = role
-        if role in LINEAR and operator_name(node) in GUARDS:
+        if role in LINEAR and Trait.BOUNDS in traits(node):
             assumed.add(node.name)
         if role == "cat":
             found = _locate(node, joint, samples)
@@ -205,7 +201,7 @@ def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
     if node.op == "placeholder" or node.op == "get_attr":
         return "same"
     inputs = [roles.get(n.name, "same") for n in node.all_input_nodes]
-    if operator_name(node) == "getitem":
+    if takes_output(node):
         return reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]
     if all(role == "same" for role in inputs) and not sized_inputs(node, joint):
         return "same"
@@ -228,7 +224,7 @@ def _locate(node: fx.Node, joint: JointGraph, samples: dict[str, SampleRows]) ->
     if rows == 1:
         return SampleRows(dims[0], 1)
     sources = [(n, samples[n.name]) for n in node.all_input_nodes if n.name in samples]
-    if operator_name(node) in _FLATTENING:
+    if Trait.RESHAPES in traits(node):
         return SampleRows(dims[0], int(rows)) if sources and _outermost(sources[0], shape, dims[0]) else None
     for source, where in sources:
         if where.rows == rows and _tensor_shape(source)[where.dim].node.expr == shape[dims[0]].node.expr:
@@ -262,22 +258,21 @@ def _outermost(source: tuple[fx.Node, SampleRows], shape: tuple[Any, ...], dim: 
 
 def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples: dict[str, SampleRows]) -> str:
     """Return why a node mixes samples, "" if it does not."""
-    name = operator_name(node)
-    if "batch_norm" in name and "no_training" not in name and "backward" not in name and _trains(node):
+    if takes_batch_statistics(node) and _trains(node):
         return BATCH_STATISTICS
-    if node.op != "call_function" or name == "getitem":
+    if node.op != "call_function" or takes_output(node):
         return ""
     if len(_sample_dims(node, joint)) > 1:
         return "every sample meets every other"
     reduced = [n for n in node.all_input_nodes if roles.get(n.name) in ("mean", "sum", "max", "min", "mixed")]
     if reduced:
         return "a value of all samples is used for each"
-    if name in _ALONG:
+    if Trait.ALONG in traits(node):
         first = node.all_input_nodes[0]
         where, dims = samples.get(first.name), _dims_along(node)
         if where is not None and any(dim % len(_tensor_shape(first)) == where.dim for dim in dims):
-            return f"{name} runs along the samples"
-    if name in ("index", "index_select") and any(operator_name(n) == "randperm" for n in node.all_input_nodes):
+            return f"{operator_name(node)} runs along the samples"
+    if Trait.SELECTS in traits(node) and any(operator_name(n) == "randperm" for n in node.all_input_nodes):
         return "samples are shuffled"
     return ""
 

@@ -12,34 +12,13 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.operators import Trait, row_of, traits
 from lightning_pipe.capture.torch_private import argument_names, has_no_data, operator_name
 
 Role = Literal["same", "cat", "mean", "sum", "max", "min", "linear", "mixed"]
 
-_REDUCTIONS: dict[str, Role] = {
-    "sum": "sum",
-    "mean": "mean",
-    "amax": "max",
-    "max": "max",
-    "any": "max",
-    "amin": "min",
-    "min": "min",
-    "all": "min",
-    "mm": "sum",
-    "dot": "sum",
-    "vdot": "sum",
-    "mv": "sum",
-    "bmm": "sum",
-}
-GUARDS = frozenset("clamp clamp_min clamp_max maximum minimum nan_to_num where".split())
 LINEAR: frozenset[Role] = frozenset({"mean", "sum", "linear"})
-_ZEROS = ("zeros", "zeros_like", "new_zeros")
-_KEEP = frozenset(
-    "view _unsafe_view reshape clone neg _to_copy unsqueeze squeeze expand alias detach lift_fresh_copy t transpose "
-    "permute select slice contiguous _to_copy".split()
-)
 _MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
-_CONSTANT_LIKE = ("ones_like", "zeros_like", "full_like", "empty_like", "new_")
 
 
 def sized_inputs(node: fx.Node, joint: JointGraph) -> int:
@@ -66,29 +45,28 @@ def _varies_unlike_samples(node: fx.Node, joint: JointGraph) -> bool:
 
 def reduced(operation: Any, node: fx.Node) -> Role:
     """Return the role of a value without samples that an operation makes of values with samples."""
-    name = operator_name(operation)
-    if name.startswith(_CONSTANT_LIKE):
+    if Trait.LIKE in traits(operation):
         return "same"
     schema = argument_names(operation)
     if "reduction" in schema:
-        if name == "nll_loss_forward" and node.args[1:] == (1,):
+        if operator_name(operation) == "nll_loss_forward" and node.args[1:] == (1,):
             return "sum"  # its second output is the weight of all targets
         given = operation.args[schema.index("reduction") :]
         found: dict[int, Role] = {_MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}
         return found.get(given[0] if given else _MEAN_REDUCTION, "mixed")
-    return _REDUCTIONS.get(name, "mixed")
+    return row_of(operation).reduces or "mixed"
 
 
 def combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
     """Return the role of a value computed from reduced values."""
-    name = operator_name(node)
-    if name.startswith(_CONSTANT_LIKE):
+    name, known = operator_name(node), traits(node)
+    if Trait.LIKE in known:
         return "same"
     if any(_varies_unlike_samples(n, joint) for n in node.all_input_nodes):
         return "mixed"
     varying = {role for role in inputs if role != "same"}
     sizes = sized_inputs(node, joint)
-    if name in ("mul", "div") and len([r for r in inputs if r != "same"]) == 1 and not sizes:
+    if Trait.SCALES in known and len([r for r in inputs if r != "same"]) == 1 and not sizes:
         divides = name == "div" and inputs and inputs[0] == "same" and isinstance(node.args[0], fx.Node)
         squares, rounds = node.args[0] is node.args[1], node.kwargs.get("rounding_mode") is not None
         return "mixed" if divides or squares or rounds else varying.pop()
@@ -96,13 +74,13 @@ def combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
         return "mean"
     if name == "mul" and sizes == 1 and varying == {"mean"}:
         return "sum"
-    if name in ("add", "sub", "stack", "cat") and varying <= LINEAR:
+    if Trait.ADDS in known and varying <= LINEAR:
         return _added(node, inputs)
     if name == "lerp" and varying == {"mean"} and all(role == "same" for role in inputs[2:]):
         return "mean"
-    if name in GUARDS:
+    if Trait.BOUNDS in known:
         return _guarded(node, name, inputs)
-    if name in _KEEP and len(varying) == 1:
+    if Trait.KEEPS in known and len(varying) == 1:
         return varying.pop()
     if name in ("sum", "mean") and varying <= LINEAR and len(varying) == 1:
         return varying.pop()
@@ -116,7 +94,7 @@ def _added(node: fx.Node, inputs: list[Role]) -> Role:
         return "mean"
     if varying != {"sum"}:
         return "linear"
-    if operator_name(node) in ("stack", "cat"):
+    if Trait.LINES_UP in traits(node):
         return "sum" if "same" not in inputs else "linear"
     constant = any(isinstance(a, (int, float)) and a != 0 for a in node.args[1:2])
     same = (n for n, role in zip(node.all_input_nodes, inputs, strict=True) if role == "same")
@@ -125,15 +103,15 @@ def _added(node: fx.Node, inputs: list[Role]) -> Role:
 
 def _is_zero(node: fx.Node) -> bool:
     """Return whether a node is made of zeros, as those that a loop starts to add to."""
-    while operator_name(node) in _KEEP and node.all_input_nodes:
+    while Trait.KEEPS in traits(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    name = operator_name(node)
-    if name in ("full", "full_like", "scalar_tensor"):
-        return not any(node.args[0 if name == "scalar_tensor" else 1 :])
+    row = row_of(node)
+    if Trait.FILLS in row.traits:
+        return not any(node.args[row.filled_with :])
     if node.op == "get_attr":
         constant = getattr(node.graph.owning_module, str(node.target), None)
         return isinstance(constant, torch.Tensor) and not has_no_data(constant) and not bool(constant.any())
-    return name in _ZEROS
+    return Trait.ZEROS in row.traits
 
 
 def _guarded(node: fx.Node, name: str, inputs: list[Role]) -> Role:

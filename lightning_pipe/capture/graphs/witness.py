@@ -8,7 +8,8 @@ nothing, and its torch calls and what it logs must be those that the graph was m
 from __future__ import annotations
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.trace import Request, compare_recordings, run_on_fakes
+from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.graphs.trace import compare_recordings, run_on_fakes
 from lightning_pipe.capture.steps.hazards import Question, compare_calls
 from lightning_pipe.errors import CaptureError
 

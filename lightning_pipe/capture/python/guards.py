@@ -1,6 +1,6 @@
 """Guards that tell, before every batch, whether a graph still holds for the Python it was traced from.
 
-Guards hold what the step read while it was traced: places and what is behind them (`python_state`), values of
+Guards hold what the step read while it was traced: places and what is behind them (`snapshots`), values of
 expressions over tracked numbers (`tracked_number`), the versions of tensors from outside of the step, and settings of
 torch.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipe.capture.python.number_expressions import NumberGuards, Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.snapshots import Snapshot
-from lightning_pipe.capture.python.tracked_number import NumberGuards, Situation
 from lightning_pipe.capture.torch_private import version_of
 
 

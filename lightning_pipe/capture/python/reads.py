@@ -3,9 +3,9 @@
     attributes of modules    seen by a subclass with its own `__getattribute__` that every module has for that time
     attributes of the trainer    likewise; those that change in ways nobody can compare are refused
     globals, class attributes    those that the code names that was seen to run
-    closures, helper objects, containers    behind the values of these (`python_state`)
+    closures, helper objects, containers    behind the values of these (`snapshots`)
 
-`attribute_slots` and `shared_slots` list all that a step might change, whether it reads it or not.
+`state_slots` lists all that a step might change, whether it reads it or not.
 """
 
 from __future__ import annotations
@@ -16,175 +16,37 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python.places import ABSENT, Asked, ClassAttributes, Place
+from lightning_pipe.capture.python.places import ABSENT, Asked, Place
+from lightning_pipe.capture.python.state_slots import (
+    PYTHON_SCALARS,
+    TORCHS_OWN,
+    attribute_slot,
+    attributes_of,
+    class_slot,
+    global_slots,
+    has_state,
+    module_classes,
+    owners_of,
+)
 from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.python.users_code import (
-    Code,
     functions_in,
     functions_of,
-    is_installed,
     is_library,
     is_users,
     names_in,
-    reached,
 )
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 
-_METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
 _TORCHS_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_INTERNAL = frozenset("_parameters _buffers _modules training _trainer log log_dict _compiled_call_impl".split())
-_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
-_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"_hparams"}
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-
-
-def attributes_of(owner: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a user's step may change: not those that torch and Lightning keep on a module."""
-    hidden = _INTERNAL | _LIGHTNING if isinstance(owner, pl.LightningModule) else _INTERNAL
-    if isinstance(owner, nn.RNNBase):
-        hidden = hidden | _RECURRENT
-    return {name: value for name, value in vars(owner).items() if name not in hidden}
-
-
-def owners_of(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:
-    """Return the module and its sub-modules with their paths; torchmetrics objects are left alone."""
-    return [(path, owner) for path, owner in module.named_modules() if not isinstance(owner, _METRICS)]
-
-
-def attribute_slot(path: str, owner: nn.Module, name: str) -> Place:
-    """Return the place of an attribute of the sub-module at a path."""
-    prefix = f"self.{path}." if path else "self."
-    return Place(vars(owner), name, prefix + name, (("self", path), ("attribute", name)))
-
-
-def _class_slot(cls: type, name: str) -> Place:
-    path = (("class", f"{cls.__module__}.{cls.__qualname__}"), ("attribute", name))
-    return Place(ClassAttributes(cls), name, f"{cls.__name__}.{name}", path)
-
-
-def attribute_slots(module: pl.LightningModule) -> Iterator[Place]:
-    """List the attributes of all modules."""
-    for path, owner in owners_of(module):
-        for name in attributes_of(owner):
-            if name not in _TORCHS_OWN:
-                yield attribute_slot(path, owner, name)
-
-
-def shared_slots(module: pl.LightningModule) -> Iterator[Place]:
-    """List what the user's code shares: attributes of classes, closures of methods, and globals that the code names."""
-    classes = _classes_of(module)
-    for cls in classes:
-        for name, value in vars(cls).items():
-            if _has_state(name, value):
-                yield _class_slot(cls, name)
-    yield from global_slots(reached((f.__code__, f.__globals__) for cls in classes for f in functions_of(cls)))
-    yield from optimizer_slots(module._trainer)
-
-
-def optimizer_slots(trainer: Any) -> Iterator[Place]:
-    """List the places of numbers that optimizers and schedulers change: learning rates, momenta."""
-    for o, optimizer in enumerate(getattr(trainer, "optimizers", None) or ()):
-        for g, group in enumerate(optimizer.param_groups):
-            found = _Found(partial(lambda o, g: trainer.optimizers[o].param_groups[g], o, g))
-            path = (("optimizers", (o, g)),)
-            for key in group:
-                name = f"optimizers[{o}].param_groups[{g}][{key!r}]"
-                yield Place(found, key, name, (*path, ("item", key)))
-    for s, config in enumerate(getattr(trainer, "lr_scheduler_configs", None) or ()):
-        of = partial(lambda s: trainer.lr_scheduler_configs[s].scheduler, s)
-        yield Place(_Found(partial(lambda of: vars(of()), of)), "last_epoch", f"lr_schedulers[{s}].last_epoch")
-        for i in range(len(getattr(config.scheduler, "_last_lr", ()))):
-            yield Place(_Found(partial(lambda of: of()._last_lr, of)), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
-
-
-class _Found(dict[Any, Any]):
-    """A dict or list that is looked for whenever it is asked, since others replace it."""
-
-    def __init__(self, find: Callable[[], Any]) -> None:
-        super().__init__()
-        self._find = find
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._find()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._find()[key] = value
-
-
-def _classes_of(module: nn.Module) -> list[type]:
-    return list(dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__ if is_users(cls)))
-
-
-def global_slots(codes: Iterable[Code]) -> Iterator[Place]:
-    """List the globals that pieces of code name, and of the user's files and classes among them what they name."""
-    listed: set[Any] = set()
-    for code, namespace in codes:
-        names = dict.fromkeys(names_in(code))
-        root = Place({"": namespace}, "", "", (("globals", namespace.get("__name__", "")),))
-        for slot in _named(namespace, root, names, set()):  # others read other attributes of the same class or file
-            is_wanted = not is_installed(code.co_filename) or isinstance(slot.read(), _SCALARS)
-            if is_wanted and slot.place not in listed:
-                listed.add(slot.place)
-                yield slot
-
-
-def _named(container: Any, owner: Place, names: Iterable[str], seen: set[Any]) -> Iterator[Place]:
-    """List places in a file or class, and in the user's files and classes there, that have one of these names."""
-    for name in names:
-        if name not in container:
-            continue
-        slot = owner.inside(container, name, "attribute")
-        slot = replace(slot, name=slot.name.removeprefix("."))
-        if slot.place in seen:
-            continue
-        seen.add(slot.place)
-        value = container[name]
-        if isinstance(value, types.ModuleType):
-            if not is_installed(getattr(value, "__file__", None) or "<"):
-                inside = replace(slot, path=(("globals", value.__name__),))
-                yield from _named(vars(value), inside, names, seen)
-        elif isinstance(value, type):
-            if is_users(value):
-                yield from _of_class(value, slot, names, seen)
-        elif _has_state(name, value):
-            yield slot
-
-
-def _of_class(cls: type, owner: Place, names: Iterable[str], seen: set[Any]) -> Iterator[Place]:
-    """List attributes of a class, of those that it inherits from, and of its metaclass; absent ones may appear."""
-    classes = [one for one in (*cls.__mro__, type(cls)) if is_users(one)]
-    known = [name for name in names if any(name in vars(one) for one in classes)]
-    for one in classes:
-        inside = owner if one is cls else Place({}, one, one.__name__)
-        yield from _named(ClassAttributes(one), inside, names, seen)
-        for name in known:
-            slot = inside.inside(ClassAttributes(one), name, "attribute")
-            if name not in vars(one) and slot.place not in seen:
-                seen.add(slot.place)
-                yield slot
-
-
-def _has_state(name: str, value: Any) -> bool:
-    """Return whether an attribute of a class or file holds data or a function, which may hold some."""
-    if isinstance(value, (types.BuiltinFunctionType, types.ModuleType, type)) or inspect.isdatadescriptor(value):
-        return isinstance(value, property) or _is_users_object(value)
-    is_internal = name.startswith("__") and not isinstance(value, types.FunctionType)
-    return not is_internal and not isinstance(value, (types.WrapperDescriptorType, types.MethodDescriptorType))
-
-
-def _is_users_object(value: Any) -> bool:
-    return not isinstance(value, (types.ModuleType, type)) and is_users(type(value))
 
 
 class Reads:
@@ -252,18 +114,18 @@ class Reads:
     def _of_classes(self) -> Iterator[Place]:
         """List attributes of the modules' classes that the code names, and its own functions there."""
         names = {name for code in self._codes for name in names_in(code)} | {name for _, name in self._names}
-        classes = _classes_of(self._module)
+        classes = module_classes(self._module)
         known = {name for cls in classes for name in vars(cls)}
         for cls in classes:
             for name in known:
                 value = vars(cls).get(name)
                 is_run = any(function.__code__ in self._codes for function in functions_in(value))
-                if (name in names or is_run) and _has_state(name, value):
-                    yield _class_slot(cls, name)
+                if (name in names or is_run) and has_state(name, value):
+                    yield class_slot(cls, name)
 
     def _methods(self, path: str, owner: nn.Module) -> Mapping[str, Any]:
         cls, names, written = type(owner), self._names, self._written_first
-        hidden = frozenset(vars(owner)) - frozenset(attributes_of(owner)) | _TORCHS_OWN
+        hidden = frozenset(vars(owner)) - frozenset(attributes_of(owner)) | TORCHS_OWN
         identity = id(vars(owner))
         read, write = cls.__getattribute__, cls.__setattr__
 
@@ -291,7 +153,7 @@ class Reads:
                 raise
             if name.startswith("__") or is_library(sys._getframe(1).f_code.co_filename) or callable(value):
                 return value
-            if (isinstance(value, _SCALARS) or name == "callbacks") and not is_tracked(value):
+            if (isinstance(value, PYTHON_SCALARS) or name == "callbacks") and not is_tracked(value):
                 self._of_trainer.setdefault(name)
             elif name not in _KEPT_BY_TRAINER and not is_tracked(value):
                 self._refuse(f"it reads trainer.{name}, which may change from step to step")

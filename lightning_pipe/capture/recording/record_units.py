@@ -5,64 +5,31 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
-from unittest import mock
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
-from lightning_pipe.capture.recording.unit_choice import UnitCall, call_paths, recording_tree
-from lightning_pipe.capture.recording.unit_flow import EscapeReader, Follower
+from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls
+from lightning_pipe.capture.recording.unit_choice import UnitCall, recording_tree
+from lightning_pipe.capture.recording.unit_flow import EscapeReader
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
-from lightning_pipe.capture.steps.batch import flatten, sorted_samples
+from lightning_pipe.capture.steps.batch import sorted_samples
 from lightning_pipe.capture.steps.collectives import no_collectives
-from lightning_pipe.capture.steps.hazards import assignment_line, noticing_seeding
+from lightning_pipe.capture.steps.hazards import noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
-from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.numbers import Place, numbers_said
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import StepRecording, loss_of, recording_calls
 from lightning_pipe.capture.steps.training_state import no_training_state
-from lightning_pipe.capture.steps.trees import mapped
-from lightning_pipe.capture.torch_private import checkpoints_replaced, has_hooks_on_saved_tensors, has_storage
+from lightning_pipe.capture.torch_private import checkpoints_replaced
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import pl
-
-Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # type, shape, order in memory
-
-
-@dataclass
-class Seen:
-    """What one run has seen of a unit.
-
-    Attributes:
-        path: of the sub-module.
-        reads: sources of its inputs.
-        template: what it returned, with slots for tensors.
-        outputs: forms of these tensors.
-        is_understood: whether all tensors that it returned have slots.
-        differentiable: numbers of the outputs that a gradient could flow through.
-        differentiated: numbers of those that got one.
-        saved: bytes of what autograd keeps, by memory.
-    """
-
-    path: str
-    reads: Sources
-    template: Any = None
-    outputs: list[Form] = field(default_factory=list)
-    is_understood: bool = False
-    differentiable: set[int] = field(default_factory=set)
-    differentiated: set[int] = field(default_factory=set)
-    saved: dict[Any, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,6 +70,24 @@ class Run:
     buffers: Mapping[str, torch.Tensor]
     seeds: bool
     numbers: Mapping[Place, float]
+
+
+@dataclass(frozen=True)
+class _Play:
+    """A forward that was followed: its units, what it said and returned, its draws of random numbers.
+
+    Attributes:
+        detached: the last line at which a tensor with a gradient is detached; "" if there is none.
+        is_random: whether torch's generator was drawn from.
+        seeds: whether it has seeded torch's generators itself.
+    """
+
+    units: UnitCalls
+    recording: StepRecording
+    output: Any
+    detached: str
+    is_random: bool
+    seeds: bool
 
 
 class UnitRecorder:
@@ -160,43 +145,19 @@ class UnitRecorder:
         Raises:
             CaptureError: if the step fails with another number of samples.
         """
-        kept.restore()
-        leaves = self._leaves(other)
-        module, seeded = self.request.module, list[str]()
-        units, recording = _Units(module, chosen, watch=StateWatch(module)), StepRecording()
-        follower = units.follower
-        for number, leaf in enumerate(leaves):
-            follower.made_of.add(leaf, frozenset({("leaf", number)}))
-        before, reader = torch.get_rng_state(), EscapeReader(follower)
-        try:
-            hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
-            once = checkpoints_replaced(units.in_checkpoint, where=lambda: follower.inside is not None)
-            seeding = noticing_seeding(seeded.append)
-            with kept.keeper, self._scene(recording), hooks, once, seeding, units.intercepted(), reader, follower:
-                output = self._call(leaves)
-        except CaptureError:
-            raise
-        except Exception as error:
-            if not other:
-                raise CaptureError(
-                    f"{self.request.method} runs, but raises {type(error).__name__} when calls of its sub-modules are "
-                    f"followed: {error}. It cannot be replayed."
-                ) from error
-            raise CaptureError(
-                f"The step runs with {self._count(0)} samples and raises {type(error).__name__}: {error} with "
-                f"{self._count(other)}. Let micro-batches have more samples, or all the same number."
-            ) from error
+        play = self._play(chosen, kept, other)
+        units, follower = play.units, play.units.follower
         units.look_at_state()
-        loss = loss_of(module, self.request.method, output)
+        loss = loss_of(self.request.module, self.request.method, play.output)
         left = kept.left()
-        results = [*tensors_in(output, objects=True), *recording.results, *tensors_in([one.value for one in left])]
+        results = [*tensors_in(play.output, objects=True), *play.recording.results]
+        results += tensors_in([one.value for one in left])
         changes = units.changes()
         state: set[Source] = {("state", change.name) for change in changes if change.is_tensor}
-        is_random = not torch.equal(before, torch.get_rng_state())
         ends = None if loss is None else reductions(loss)
-        backward_s, trained = (
-            (0.0, frozenset[str]()) if other or loss is None else self._differentiate(loss, detached=reader.detached)
-        )
+        backward_s, trained = 0.0, frozenset[str]()
+        if loss is not None and not other:
+            backward_s, trained = self._differentiate(loss, detached=play.detached)
         return Run(
             samples=self._count(other),
             seen=tuple(units.seen),
@@ -209,13 +170,48 @@ class UnitRecorder:
             changes=changes,
             trained=trained,
             loss=None if loss is None else loss.dtype,
-            is_random=is_random,
+            is_random=play.is_random,
             reductions=ends,
             backward_s=backward_s,
             left=left,
             buffers=units.buffers(),
-            seeds=bool(seeded),
-            numbers=numbers_said(output, recording.calls),
+            seeds=play.seeds,
+            numbers=numbers_said(play.output, play.recording.calls),
+        )
+
+    def _play(self, chosen: frozenset[str], kept: ModuleSnapshot, other: int) -> _Play:
+        """Run the forward of the step within all that follows it."""
+        kept.restore()
+        leaves = self._leaves(other)
+        module, recording, seeded = self.request.module, StepRecording(), list[str]()
+        units = UnitCalls(module, chosen, watch=StateWatch(module))
+        follower = units.follower
+        for number, leaf in enumerate(leaves):
+            follower.made_of.add(leaf, frozenset({("leaf", number)}))
+        before, reader = torch.get_rng_state(), EscapeReader(follower)
+        try:
+            hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
+            once = checkpoints_replaced(units.checkpoints.entered, where=lambda: follower.inside is not None)
+            seeding = noticing_seeding(seeded.append)
+            with kept.keeper, self._scene(recording), hooks, once, seeding, units.intercepted(), reader, follower:
+                output = self._call(leaves)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(self._why_it_failed(error, other)) from error
+        is_random = not torch.equal(before, torch.get_rng_state())
+        return _Play(units, recording, output, reader.detached, is_random, bool(seeded))
+
+    def _why_it_failed(self, error: Exception, other: int) -> str:
+        what = type(error).__name__
+        if not other:
+            return (
+                f"{self.request.method} runs, but raises {what} when calls of its sub-modules are followed: {error}. "
+                "It cannot be replayed."
+            )
+        return (
+            f"The step runs with {self._count(0)} samples and raises {what}: {error} with {self._count(other)}. Let "
+            "micro-batches have more samples, or all the same number."
         )
 
     def said(self, rows: torch.Tensor, kept: ModuleSnapshot) -> StepRecording:
@@ -289,159 +285,3 @@ class UnitRecorder:
             t.index_select(dim, rows.to(t.device)) if c else t.clone()
             for t, c in zip(self._tensors, self._cut, strict=True)
         ]
-
-
-class _Units:
-    """Intercept the calls of units, and note what they are given, return and (with a watch) change."""
-
-    def __init__(self, module: pl.LightningModule, chosen: frozenset[str], *, watch: StateWatch | None) -> None:
-        self._module = module
-        self._paths = {identity: path for identity, path in call_paths(module).items() if path in chosen}
-        self._parameters = frozenset(canonical_names(module))
-        self._tensors = self._parameters | {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        self._watch = watch
-        self._changes: list[KeptChange] = []
-        self._call = nn.Module.__call__
-        self.follower = Follower(module)
-        self.seen: list[Seen] = []
-        self._checkpoints = 0  # calls of `torch.utils.checkpoint.checkpoint` that run, outside of units
-
-    @contextlib.contextmanager
-    def in_checkpoint(self) -> Iterator[None]:
-        """Run what a checkpoint outside of units is given once: the reentrant form hides where gradients flow."""
-        self._checkpoints += 1
-        try:
-            yield
-        finally:
-            self._checkpoints -= 1
-
-    def intercepted(self) -> Any:
-        """Return the context within which calls are intercepted."""
-
-        def call(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self._paths.get(id(called)) if self.follower.inside is None else None
-            if path is None:
-                return self._call(called, *args, **kwargs)
-            return self._run(path, called, args, kwargs)
-
-        return mock.patch.object(nn.Module, "__call__", call)
-
-    def _run(self, path: str, called: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.look_at_state()
-        follower, unit = self.follower, len(self.seen)
-        given = list(tensors_in((args, kwargs), objects=True))
-        seen = Seen(path, follower.reads(given))
-        self.seen.append(seen)
-        follower.begun, follower.inside = unit + 1, unit
-        if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
-            args, kwargs = mapped((args, kwargs), torch.Tensor, torch.Tensor.clone)
-            given = list(tensors_in((args, kwargs), objects=True))
-        own = {follower.made_of.memory(tensor) for tensor in given}
-        try:
-            with contextlib.ExitStack() as stack:
-                if not self._checkpoints and not has_hooks_on_saved_tensors():  # else nothing of the unit is kept
-                    stack.enter_context(saved_tensors_hooks(partial(self._note_saved, seen, own), _as_it_is))
-                output = self._call(called, *args, **kwargs)
-            output = self._mark(output, unit, seen)
-        finally:
-            follower.inside = None
-        for name, value in self._changed():
-            self._note_change_inside(name, value, unit)
-        return output
-
-    def _changed(self) -> list[tuple[str, Any]]:
-        """List parameters and buffers that have changed; other state is put back before every play."""
-        found = {} if self._watch is None else self._watch.changed()
-        return [(name, value) for name, value in found.items() if name in self._tensors]
-
-    def _note_saved(self, seen: Seen, own: set[Any], tensor: torch.Tensor) -> torch.Tensor:
-        """Count what autograd keeps, but for inputs and state; a detached tensor holds no circle of references."""
-        memory = self.follower.made_of.memory(tensor)
-        if memory not in own and not self.follower.is_state(tensor):
-            strided = has_storage(tensor)
-            seen.saved[memory] = tensor.untyped_storage().nbytes() if strided else tensor.numel()
-        return tensor.detach()
-
-    def _mark(self, output: Any, unit: int, seen: Seen) -> Any:
-        """Mark what a unit returns, and return copies: what it keeps besides (an attribute, a hook's list) is not them.
-
-        Copies are no views, either: gradients arrive at them even if glue writes to them.
-        """
-        found = list(tensors_in(output, objects=True))
-        try:
-            tensors, structure = flatten(output)
-        except Exception:  # a collection that cannot be built from slots, such as a packed sequence
-            tensors, structure = [], None
-        seen.is_understood = structure is not None and len(tensors) == len(found)
-        if not seen.is_understood or structure is None:
-            for tensor in found:
-                self.follower.made_of.add(tensor, frozenset({("unit", unit)}))
-            return output
-        output = mapped(output, torch.Tensor, torch.Tensor.clone)
-        tensors = flatten(output)[0]
-        seen.template = structure.template
-        for number, tensor in enumerate(tensors):
-            seen.outputs.append((tensor.dtype, tuple(tensor.shape), _order(tensor)))
-            self.follower.returned(tensor, unit, number)
-            if tensor.requires_grad:
-                seen.differentiable.add(number)
-                tensor.register_hook(partial(_note_gradient, seen.differentiated, number))
-        return output
-
-    def look_at_state(self) -> None:
-        """Note what glue has changed since the last unit."""
-        for name, value in self._changed():
-            tensors = list(tensors_in(value, objects=True))
-            followed = bool(tensors) and name not in self._parameters and _is_tensors(value)
-            reads = self.follower.reads(tensors)
-            if not followed:
-                reads = reads.union(*(escape.reads for escape in self.follower.escapes))
-            self._changes.append(KeptChange(name, len(self.seen), reads, followed, ""))
-
-    def _note_change_inside(self, name: str, value: Any, unit: int) -> None:
-        """Note what a unit has changed: its own buffers, or what lies outside of it."""
-        path = self.seen[unit].path
-        if name in buffers_inside(self._module, path):
-            self.follower.mutated.setdefault(unit, {})[name] = None
-        elif not name.startswith(f"{path}."):
-            self._changes.append(KeptChange(name, unit + 1, frozenset({("unit", unit)}), _is_tensors(value), ""))
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the content of the buffers that have changed."""
-        names = {name for own in self.follower.mutated.values() for name in own}
-        names |= {change.name for change in (*self.follower.writes, *self._changes)}
-        return {name: b.detach().clone() for name, b in self._module.named_buffers() if name in names}
-
-    def changes(self) -> tuple[KeptChange, ...]:
-        """Return all changes in their order, with their lines."""
-        found: dict[tuple[str, int], KeptChange] = {}
-        for change in sorted([*self.follower.writes, *self._changes], key=lambda change: change.before):
-            line = change.line or assignment_line(self._module, change.name)
-            known = found.get((change.name, change.before))
-            reads = change.reads if known is None else change.reads | known.reads
-            found[change.name, change.before] = KeptChange(change.name, change.before, reads, change.is_tensor, line)
-        return tuple(found.values())
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _note_gradient(differentiated: set[int], number: int, _: torch.Tensor) -> None:
-    differentiated.add(number)
-
-
-def _is_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor, or a collection of nothing else."""
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(map(_is_tensors, value))
-    return isinstance(value, torch.Tensor)
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions from the slowest to the fastest; () for row-major."""
-    if tensor.layout != torch.strided or tensor.is_contiguous():
-        return ()
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-    return () if order == tuple(range(tensor.ndim)) else order

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pipe.capture.operators import depends_on_values
 from lightning_pipe.capture.recording.unit_state import held_by, owners_of, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.hazards import user_line
@@ -25,7 +26,6 @@ from lightning_pipe.lightning_names import pl
 _NOTHING: Sources = frozenset()
 _READ_AS_A_WHOLE = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 _DETACHING = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach)
-_UNTAGGED = frozenset({torch.ops.aten._pack_padded_sequence.default})  # its shape depends on the lengths
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -220,5 +220,4 @@ def _needs_values(func: Any, args: Any) -> bool:
     """Return whether Python, or a shape, depends on the values of an operation's arguments."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in _MASKS for index in args[1])
-    needs = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    return func in _UNTAGGED or any(tag in func.tags for tag in needs)
+    return depends_on_values(func)

@@ -18,7 +18,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python.reads import attributes_of
+from lightning_pipe.capture.python.state_slots import attributes_of
 from lightning_pipe.capture.steps.module_tables import refill
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_state import ModuleState

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
 from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, said_roles

@@ -13,43 +13,40 @@ piece: W does nothing.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.python.reads import shared_slots
-from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import SaidRole
-from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
+from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.denominator_watch import unequal
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
-from lightning_pipe.capture.replayed.replay_needs import StageNeeds, needs_of, readers_of, uncuttable
-from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
-from lightning_pipe.capture.replayed.stage_replayer import BatchContext, PlayedStep, StageReplayer, StageSpec
+from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
+from lightning_pipe.capture.replayed.replay_values import LOSS
+from lightning_pipe.capture.replayed.stage_spec import BatchContext
 from lightning_pipe.capture.replayed.unit_draws import unit_draws
+from lightning_pipe.capture.replayed.unit_split import UnitSplitter
 from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, Combine, Half, RandomKey, Split, StageProgram, Value
+from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
 from lightning_pipe.errors import PlanError
 from lightning_pipe.profiles.published_graph import profile_of
 from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers
-
-TAPE, TANGENT = "tape", "tangent"
 
 
 class Replay:
@@ -312,235 +309,4 @@ class Replay:
                     else ""
                 )
             )
-        return _Splitter(self._request, self.trace, self._aliases, self._now, held).split(cuts)
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """One stage: its units, and what it needs."""
-
-    number: int
-    begin: int
-    end: int
-    needs: StageNeeds
-
-
-class _Splitter:
-    """Make stage programs."""
-
-    def __init__(
-        self,
-        request: Request,
-        trace: UnitTrace,
-        aliases: dict[str, str],
-        now: BatchContext,
-        held: Mapping[str, Set[int]],
-    ) -> None:
-        self._held = held
-        self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
-        self._units = trace.units
-        self._batch_dim = request.batch_dim if request.samples is not None else None
-        self._buffers = tuple(name for name, _ in request.module.named_buffers())
-        self._names: dict[str, list[str]] = defaultdict(list)
-        for name, canonical in aliases.items():
-            self._names[canonical].append(name)
-
-    def split(self, cuts: tuple[int, ...]) -> Split:
-        bounds = (0, *cuts, len(self._units))
-        stages = [
-            _Stage(s, begin, end, needs_of(self._trace, begin, end, is_last=s == len(cuts)))
-            for s, (begin, end) in enumerate(itertools.pairwise(bounds))
-        ]
-        owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
-        self._now.speakers = tuple(sorted({owner[k] for k in self._trace.keeping} | {len(stages) - 1}))
-        programs = tuple(self._program(stage, stages, owner) for stage in stages)
-        values = {value.name: value for value in self._values(stages)}
-        edges = tuple(
-            self._edge(direction, program.stage, target, [values[name] for name in names])
-            for program in programs
-            for (direction, target), names in sorted(program.sends.items())
-        )
-        buckets, parameters = self._buckets(programs)
-        owners = {LOSS: len(stages) - 1} if self._trace.loss is not None else {}
-        return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners, may_lack_gradients=True)
-
-    def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
-        part = self._part(stage, stages)
-        player = StageReplayer(
-            PlayedStep(
-                module=self._request.module,
-                method=self._request.method,
-                structure=self._request.structure,
-                batch_dim=self._batch_dim,
-                context=self._request.context,
-                trace=self._trace,
-                device=self._request.device,
-                has_backward=self._trace.loss is not None,
-            ),
-            part,
-            self._now,
-        )
-        has_loss = part.is_last and self._trace.loss is not None
-        leaves = {f"leaf{i}": i for i in part.leaves}
-        receives: dict[tuple[Pass, int], list[str]] = defaultdict(list)
-        sends: dict[tuple[Pass, int], list[str]] = defaultdict(list)
-        if stage.number:
-            receives["F", 0] += leaves
-        else:
-            for other in stages[1:]:
-                sends["F", other.number] += [f"leaf{i}" for i in other.needs.leaves]
-        for k in part.given:
-            receives["F", owner[k]] += self._output_names(k)
-            sends["B", owner[k]] += self._gradient_names(k, stage.number)
-        for k, target in part.receivers:
-            sends["F", target] += self._output_names(k)
-            receives["B", target] += self._gradient_names(k, target)
-        is_trained = self._trace.loss is not None
-        return StageProgram(
-            stage=stage.number,
-            parameters={f"parameter:{name}": self._aliases[name] for own in part.parameters.values() for name in own},
-            buffers={f"buffer:{name}": name for name in part.buffers},
-            leaves=leaves if stage.number == 0 else {},
-            tangents=(TANGENT,) if has_loss else (),
-            forward=self._forward(player, has_loss=has_loss),
-            input_grad=self._backward(player, stage.number, has_loss=has_loss) if is_trained else None,
-            weight_grad=None,
-            receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
-            sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
-            mutations={name: f"changed:{name}" for name in part.mutations},
-            once=self._trace.once & set(part.mutations),
-            written=frozenset(self._aliases[name] for name in self._trace.writes) & part.parameters.keys(),
-            gradients={f"gradient:{name}": name for name in part.trained},
-            results=(LOSS,) if has_loss else (),
-        )
-
-    def _part(self, stage: _Stage, stages: list[_Stage]) -> StageSpec:
-        units, needs = self._units, stage.needs
-        used = {name for one in stages for name in one.needs.parameters}
-        own = range(stage.begin, stage.end)
-        readers = [stage] if stage.number else stages  # the first stage hands leaves to the others
-        receivers = [(k, other.number) for other in stages for k in other.needs.units if k in own]
-        mutations = {name for k in own for name in units[k].mutations}
-        changes = {change.name for change in self._trace.changes if change.is_tensor and change.before <= stage.end}
-        inside = {name for k in own for name in units[k].buffers}
-        buffers = [n for n in self._buffers if n in inside or n in mutations or n in needs.state]
-        read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
-        written = [name for name in self._buffers if name in changes and name not in buffers]
-        return StageSpec(
-            begin=stage.begin,
-            end=stage.end,
-            is_last=stage.number == len(stages) - 1,
-            given=needs.units,
-            leaves=tuple(sorted({i for reader in readers for i in reader.needs.leaves})),
-            sent=tuple(sorted({k for k, _ in receivers})),
-            parameters={name: tuple(self._names[name]) for name in needs.parameters},
-            absent=(*(n for name in sorted(read - set(needs.parameters)) for n in self._names[name]), *written),
-            buffers=tuple(buffers),
-            mutations=tuple(n for n in self._buffers if n in mutations or (n in changes and n in needs.state)),
-            trained=tuple(name for name in needs.parameters if name in self._trace.trained),
-            spare=tuple(name for name in dict.fromkeys(self._aliases.values()) if name not in used),
-            receivers=tuple(receivers),
-        )
-
-    def _all_sources(self) -> Iterator[Source]:
-        for unit in self._units:
-            yield from unit.reads
-        for escape in self._trace.escapes:
-            yield from escape.reads
-        yield from self._trace.tail
-
-    def _forward(self, player: StageReplayer, *, has_loss: bool) -> Half:
-        part = player.part
-        parameters = [name for own in part.parameters.values() for name in own]
-        state = [*parameters, *part.buffers]
-        leaves = [f"leaf{i}" for i in part.leaves]
-        inputs = [f"parameter:{n}" for n in parameters] + [f"buffer:{n}" for n in part.buffers] + leaves
-        given = [name for k in part.given for name in self._output_names(k)]
-        outputs = [TAPE, *(name for k in part.sent for name in self._output_names(k)), *([LOSS] if has_loss else [])]
-        changed = [f"changed:{name}" for name in part.mutations]
-
-        def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
-            tensors = iter(values)
-            hung = {name: next(tensors) for name in state}
-            batch = {i: next(tensors) for i in part.leaves}
-            handed = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
-            handle, sent, loss, buffers = player.forward(samples, key, state=hung, leaves=batch, given=handed)
-            made = [tensor for k in part.sent for tensor in sent[k]]
-            return (handle, *made, *([loss] if has_loss else []), *(buffers[name] for name in part.mutations))
-
-        return Half((*inputs, *given), (*outputs, *changed), run)
-
-    def _backward(self, player: StageReplayer, number: int, *, has_loss: bool) -> Half:
-        part = player.part
-        back = [(k, target, self._gradient_names(k, target)) for k, target in part.receivers]
-        inputs = [TAPE, *([TANGENT] if has_loss else []), *(name for *_, names in back for name in names)]
-        outputs = [name for k in part.given for name in self._gradient_names(k, number)]
-
-        def run(samples: int, key: Any, handle: int, *values: Any) -> tuple[Any, ...]:
-            tensors = iter(values)
-            tangent = next(tensors) if has_loss else None
-            gradients = {(k, target): tuple(next(tensors) for _ in names) for k, target, names in back}
-            returned, trained = player.backward(handle, tangent=tangent, gradients=gradients)
-            return (*(g for k in part.given for g in returned[k]), *(trained[name] for name in part.trained))
-
-        return Half(tuple(inputs), (*outputs, *(f"gradient:{name}" for name in part.trained)), run)
-
-    def _output_names(self, k: int) -> list[str]:
-        return [f"unit{k}.{i}" for i in range(len(self._units[k].outputs))]
-
-    def _gradient_names(self, k: int, target: int) -> list[str]:
-        """Name the gradients of a unit's outputs that come back from a stage."""
-        outputs = self._units[k].outputs
-        return [f"unit{k}.{i}.gradient{target}" for i, output in enumerate(outputs) if output.has_gradient]
-
-    def _values(self, stages: list[_Stage]) -> Iterator[Value]:
-        """Yield what is known of everything that crosses stages, and of the loss."""
-        for i, leaf in enumerate(self._request.structure.leaves):
-            along = self._batch_dim if self._batch_dim is not None and len(leaf.shape) > self._batch_dim else None
-            yield Value(f"leaf{i}", leaf.dtype, partial(leaf_size, leaf, batch_dim=along), along)
-        for stage in stages:
-            for k in stage.needs.units:
-                outputs = self._units[k].outputs
-                for name, output in zip(self._output_names(k), outputs, strict=True):
-                    yield _value(name, output, combine="mean")
-                differentiated = [output for output in outputs if output.has_gradient]
-                for name, output in zip(self._gradient_names(k, stage.number), differentiated, strict=True):
-                    yield replace(_value(name, output, combine="sum"), order=())
-        if self._trace.loss is not None:
-            yield Value(LOSS, self._trace.loss, lambda samples: (), None, combine=self._trace.combine)
-
-    def _edge(self, direction: Pass, source: int, target: int, values: list[Value]) -> Edge:
-        samples = self._trace.samples
-        sizes = [(value.batch_dim is None, _value_bytes(value, samples)) for value in values]
-        per_sample = sum(size for is_fixed, size in sizes if not is_fixed) / samples
-        return Edge(direction, source, target, per_sample, sum(size for is_fixed, size in sizes if is_fixed))
-
-    def _buckets(self, programs: tuple[StageProgram, ...]) -> tuple[tuple[Bucket, ...], tuple[tuple[str, ...], ...]]:
-        """Group trained parameters by the stages that hold them."""
-        holders: dict[str, set[int]] = defaultdict(set)
-        for program in programs:
-            for name in dict.fromkeys(program.parameters.values()):
-                if name in self._trace.trained:
-                    holders[name] |= {program.stage, *self._held.get(name, ())}
-        groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        for name in dict.fromkeys(self._aliases.values()):
-            if name in holders:
-                groups[tuple(sorted(holders[name]))].append(name)
-        sizes = {name: self._request.module.get_parameter(name).nbytes for name in holders}
-        buckets = tuple(Bucket(stages, sum(sizes[name] for name in names)) for stages, names in groups.items())
-        return buckets, tuple(tuple(names) for names in groups.values())
-
-
-def _is_run(edge: tuple[Pass, int], is_trained: bool) -> bool:
-    return edge[0] == "F" or is_trained
-
-
-def _value(name: str, output: UnitOutput, *, combine: Combine) -> Value:
-    """Return what is known of one tensor; without samples, its slices are combined as the loss is."""
-    how: Combine = "cat" if output.batch_dim is not None else combine
-    return Value(name, output.dtype, partial(size_of, output), output.batch_dim, output.rows, how, output.order)
-
-
-def _value_bytes(value: Value, samples: int) -> int:
-    assert value.dtype is not None, "units return tensors"
-    return torch.Size(value.size(samples)).numel() * value.dtype.itemsize
+        return UnitSplitter(self._request, self.trace, self._aliases, self._now, held).split(cuts)

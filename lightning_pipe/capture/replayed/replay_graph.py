@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
 from lightning_pipe.core.graph import CALL, Graph

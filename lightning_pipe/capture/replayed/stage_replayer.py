@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.recording.replay_state import speaks
-from lightning_pipe.capture.recording.units import UnitTrace
-from lightning_pipe.capture.replayed.denominator_watch import Denominator, Denominators
-from lightning_pipe.capture.replayed.module_scope import Slot, hung, keyed, seed, slots_of
-from lightning_pipe.capture.replayed.replay_values import filled, finish, leaf_size, replaced, size_of, tensors_in
-from lightning_pipe.capture.steps.batch import Structure
+from lightning_pipe.capture.replayed.denominator_watch import Denominators
+from lightning_pipe.capture.replayed.module_scope import Slot, hung, keyed, slots_of
+from lightning_pipe.capture.replayed.other_stages import OtherStages
+from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
+from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
+from lightning_pipe.capture.replayed.step_run import StepRun
 from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
@@ -39,96 +38,10 @@ from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_function import StepRecording, metrics_in, recording_calls
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.steps.training_state import no_training_state
-from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode, answered_calls, checkpoints_replaced
+from lightning_pipe.capture.torch_private import FakeTensor, answered_calls, checkpoints_replaced
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.lightning_names import pl
 
-Tensors: TypeAlias = tuple[torch.Tensor, ...]
 _HANDLES = itertools.count()
-
-
-class _TheRestIsOthers(BaseException):
-    """End a play: the next unit belongs to a later stage. No `except Exception` of the user's catches it."""
-
-
-@dataclass
-class BatchContext:
-    """What changes from batch to batch, the same for all stages of a rank.
-
-    Attributes:
-        arguments: positional arguments of the step after the batch.
-        template: the batch without its tensors.
-        state: Python state as it was before the batch; None before the first.
-        speakers: stages whose plays say something.
-        said: (micro-batch, first sample, samples, what the step said) of every such play.
-        denominators: what these plays divided losses by.
-    """
-
-    arguments: tuple[int, ...]
-    template: Any
-    state: ModuleState | None = None
-    speakers: tuple[int, ...] = ()
-    said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
-    denominators: list[Denominator] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """What one stage plays.
-
-    Attributes:
-        begin, end: its units; there may be none.
-        is_last: whether it runs the step to its end.
-        given: units whose outputs it is given.
-        leaves: tensors of the batch that it is given.
-        sent: own units whose outputs others are given.
-        parameters: canonical name -> names of the parameters that it has.
-        absent: names of parameters that glue reads, and of buffers that it writes to, but this stage does not need.
-        buffers: names of the buffers that it has.
-        mutations: buffers that it changes.
-        trained: canonical names of the parameters whose gradients it makes, in batches that use them.
-        spare: canonical names of the parameters that no stage uses.
-        receivers: (unit, stage that is given it) whose gradients come back.
-    """
-
-    begin: int
-    end: int
-    is_last: bool
-    given: tuple[int, ...]
-    leaves: tuple[int, ...]
-    sent: tuple[int, ...]
-    parameters: Mapping[str, tuple[str, ...]]
-    absent: tuple[str, ...]
-    buffers: tuple[str, ...]
-    mutations: tuple[str, ...]
-    trained: tuple[str, ...]
-    spare: tuple[str, ...]
-    receivers: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class PlayedStep:
-    """The step that is played.
-
-    Attributes:
-        module: the user's module, on the rank that plays.
-        method: name of the step.
-        structure: the batch without its tensors.
-        batch_dim: dimension of the samples in these; None if batches are not cut.
-        context: entered around every play.
-        trace: its units.
-        device: where it runs.
-        has_backward: whether gradients are made.
-    """
-
-    module: pl.LightningModule
-    method: str
-    structure: Structure
-    batch_dim: int | None
-    context: Callable[[], contextlib.AbstractContextManager[Any]]
-    trace: UnitTrace
-    device: torch.device
-    has_backward: bool
 
 
 @dataclass(frozen=True)
@@ -155,14 +68,8 @@ class StageReplayer:
         self._step, self._part, self._now = step, part, now
         self._units = step.trace.units
         self._tapes: dict[int, _Tape] = {}
-        self._fakes: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._fake_leaves: dict[tuple[int, int], torch.Tensor] = {}
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        called = {unit.path for unit in self._units}
-        self._modules = [child for path, child in step.module.named_modules() if path in called]
-        self._paths = {id(child): path for path, child in step.module.named_modules() if path in called}
-        self.metrics = metrics_in(step.module)
-        self._absent = self._fake_parameters()
+        self._others = OtherStages(step, part)
+        self._metrics = metrics_in(step.module)
         self._twins = {name: twins for name, twins in twin_buffers(step.module).items() if name in part.buffers}
 
     @cached_property
@@ -195,7 +102,7 @@ class StageReplayer:
         Raises:
             PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
         """
-        play = _Play(self, samples, key, given)
+        run = StepRun(self._others, self._metrics, samples=samples, key=key, given=given)
         python = self._now.state = self._now.state or ModuleState(self._step.module, copies=True)
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
@@ -204,22 +111,22 @@ class StageReplayer:
         with contextlib.ExitStack() as stack:
             stack.callback(python.restore)
             for entered in (
-                hung(self._slots, {**state, **apart, **twins, **self._absent}),
-                checkpoints_replaced(play.in_checkpoint, where=lambda: play.is_inside),
+                hung(self._slots, {**state, **apart, **twins, **self._others.parameters}),
+                checkpoints_replaced(run.checkpoints.entered, where=lambda: run.is_inside),
                 no_collectives(),
                 no_training_state(),
                 keyed(key, self._step.device),
-                recording_calls(self._step.module, recording, self.metrics),
+                recording_calls(self._step.module, recording, self._metrics),
                 torch.set_grad_enabled(self._step.has_backward),
                 self._step.context(),
-                answered_calls(self._modules, play.answer),
+                answered_calls(self._step.modules.values(), run.answer),
             ):
                 stack.enter_context(entered)
             if self._part.is_last and self._step.has_backward:
                 stack.enter_context(Denominators(samples, self._now.denominators.append))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
-            output = play.run(lambda: self._call(samples, leaves))
+            output = run.run(lambda: self._call(samples, leaves))
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
@@ -228,9 +135,9 @@ class StageReplayer:
             finish(recording, output, loss)
         if self._part.is_last or recording.kept:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
-        sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in play.sent.items()}
+        sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in run.sent.items()}
         told = torch.zeros((), dtype=self._step.trace.loss, device=self._step.device) if loss is None else loss.detach()
-        return self._keep(play, loss, state), sent, told, changed
+        return self._keep(run, loss, state), sent, told, changed
 
     def backward(
         self,
@@ -310,17 +217,17 @@ class StageReplayer:
         structure = replace(self._step.structure, template=self._now.template)
         batch = structure.fill(
             # the step may write to its batch, which others read: its own copy
-            [leaves[i].clone() if i in leaves else self._fake_leaf(i, samples) for i in every]
+            [leaves[i].clone() if i in leaves else self._others.leaf(i, samples) for i in every]
         )
         step = getattr(self._step.module, self._step.method)
         return with_loss(self._step.method, step(batch, *self._now.arguments))
 
-    def _keep(self, play: _Play, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
+    def _keep(self, run: StepRun, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
         handle = next(_HANDLES)
         if self._step.has_backward:
             trained = {name: state[self._part.parameters[name][0]] for name in self._part.trained}
             spare: dict[str, torch.Tensor] = {name: self._step.module.get_parameter(name) for name in self._part.spare}
-            self._tapes[handle] = _Tape(play.sent, play.leaves, loss, trained, spare)
+            self._tapes[handle] = _Tape(run.sent, run.leaves, loss, trained, spare)
         return handle
 
     def _differentiated(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -342,189 +249,7 @@ class StageReplayer:
             )
         return loss.reshape(())
 
-    def _fake_parameters(self) -> dict[str, torch.Tensor]:
-        module, device = self._step.module, self._step.device
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        forms = {**dict(module.named_buffers()), **parameters}
-        with self._mode:
-            fakes = {n: torch.empty(forms[n].shape, dtype=forms[n].dtype, device=device) for n in self._part.absent}
-            return {n: nn.Parameter(fake, False) if n in parameters else fake for n, fake in fakes.items()}
-
-    def _fake_leaf(self, i: int, samples: int) -> torch.Tensor:
-        if (i, samples) not in self._fake_leaves:
-            leaf = self._step.structure.leaves[i]
-            size = leaf_size(leaf, samples, self._step.batch_dim)
-            with self._mode:
-                self._fake_leaves[i, samples] = torch.empty(size, dtype=leaf.dtype, device=self._step.device)
-        return self._fake_leaves[i, samples]
-
-    def fake(self, k: int, samples: int) -> Any:
-        """Return what a unit that nobody here needs returns: its template with fake tensors.
-
-        They require gradients where the unit's own do: the step may ask, as the reentrant form of a checkpoint does,
-        which runs all that is inside without gradients where it is given none that does.
-        """
-        unit = self._units[k]
-        if (k, samples) not in self._fakes:
-            with self._mode:
-                self._fakes[k, samples] = [
-                    torch.empty(size_of(output, samples), dtype=output.dtype, device=self._step.device)
-                    for output in unit.outputs
-                ]
-        tensors = self.handed(k, self._fakes[k, samples])
-        return filled(
-            unit.template, [t.clone() if o.is_overwritten else t for t, o in zip(tensors, unit.outputs, strict=True)]
-        )
-
-    def handed(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the outputs of a unit that another stage runs as the step gets them: leaves of autograd."""
-        outputs = self._units[k].outputs
-        return [
-            tensor.detach().requires_grad_((output.has_gradient or output.is_detached) and self._step.has_backward)
-            for tensor, output in zip(tensors, outputs, strict=True)
-        ]
-
-    def number(self, module: nn.Module, called: int) -> int:
-        """Return the number of the unit that a call of a module is.
-
-        Raises:
-            PipelineError: if another unit comes next.
-        """
-        path = self._paths[id(module)]
-        if called < len(self._units) and self._units[called].path == path:
-            return called
-        expected = self._units[called].path if called < len(self._units) else "the end of the step"
-        raise PipelineError(
-            f"{self._step.method} calls {path} where it called {expected} when it was traced. A step that calls its "
-            "modules in another order from time to time cannot be a pipeline: let it call all of them every time, and "
-            "multiply by zero what is not wanted."
-        )
-
     @property
     def part(self) -> StageSpec:
         """Return what the stage plays."""
         return self._part
-
-    @property
-    def step(self) -> PlayedStep:
-        """Return the step."""
-        return self._step
-
-
-class _Play:
-    """One run of the step: how far it is, whether inside a unit, what it has sent and was given."""
-
-    def __init__(self, player: StageReplayer, samples: int, key: RandomKey, given: Mapping[int, Tensors]) -> None:
-        self._player, self._samples, self._key, self._given = player, samples, key, given
-        self._called = 0
-        self._checkpoints = 0  # calls of `torch.utils.checkpoint.checkpoint` that run, outside of units
-        self.is_inside = False
-        self.sent: dict[int, Tensors] = {}
-        self.leaves: dict[int, Tensors] = {}
-
-    def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of a unit's module."""
-        if self.is_inside:
-            return call(*args, **kwargs)
-        part, number = self._player.part, self._player.number(module, self._called)
-        if number >= part.end:
-            raise _TheRestIsOthers
-        self._called += 1
-        own = partial(self._own, number, partial(call, *args, **kwargs))
-        result = self._of_others(number) if number < part.begin else own()
-        self._seed(2 * number + 2)
-        return result
-
-    @contextlib.contextmanager
-    def in_checkpoint(self) -> Iterator[None]:
-        """Run units inside so that they keep nothing but their inputs; glue between them keeps what it saves."""
-        self._checkpoints += 1
-        try:
-            yield
-        finally:
-            self._checkpoints -= 1
-
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Run the step as far as this stage does; return its result, None before its end."""
-        try:
-            output = step()
-        except _TheRestIsOthers:
-            return None
-        if self._called != len(self._player.step.trace.units):
-            if output is None and self._player.step.has_backward:
-                self._send_nothing()
-                return None
-            missing = self._player.step.trace.units[self._called].path
-            raise PipelineError(
-                f"{self._player.step.method} ended where it called {missing} when it was traced. A step of a pipeline "
-                "must call the same modules every time."
-            )
-        return output
-
-    def _send_nothing(self) -> None:
-        """Send zeros in the place of what the step did not compute, as it skips this batch, and zeros back."""
-        part, step = self._player.part, self._player.step
-        for k in (k for k in part.sent if k not in self.sent):
-            outputs = step.trace.units[k].outputs
-            self.sent[k] = tuple(
-                torch.zeros(size_of(output, self._samples), dtype=output.dtype, device=step.device)
-                for output in outputs
-            )
-        for k in (k for k in part.given if k not in self.leaves):
-            self.leaves[k] = tuple(tensor.detach() for tensor in self._given[k])
-
-    def _own(self, number: int, call: Callable[[], Any]) -> Any:
-        self._seed(2 * number + 1)
-        self.is_inside = True
-        try:
-            result = self._checkpointed(call) if self._is_checkpointed(number) else call()
-        finally:
-            self.is_inside = False
-        if number not in self._player.part.sent:
-            return result
-        tensors = self._checked(number, tensors_in(result))
-        self.sent[number] = tensors
-        outputs = self._player.step.trace.units[number].outputs
-        handed = [t.clone() if o.is_overwritten else t for t, o in zip(tensors, outputs, strict=True)]
-        return replaced(result, handed)
-
-    def _is_checkpointed(self, number: int) -> bool:
-        """Return whether a unit runs again in the backward; not one that would change state, or the dice, once more."""
-        trace = self._player.step.trace
-        return self._checkpoints > 0 and not trace.units[number].mutations and not trace.is_random_in_python
-
-    def _checkpointed(self, call: Callable[[], Any]) -> Any:
-        """Call a unit whose activations are recomputed; what it logs then is what it has logged."""
-        module, metrics, runs = self._player.step.module, self._player.metrics, itertools.count()
-
-        def run() -> Any:
-            if next(runs) == 0:
-                return call()
-            with recording_calls(module, StepRecording(), metrics), no_collectives():
-                return call()
-
-        return checkpoint(run, use_reentrant=False)
-
-    def _seed(self, number: int) -> None:
-        step = self._player.step
-        seed(self._key, number, step.device, all_generators=step.trace.is_random_in_python)
-
-    def _checked(self, number: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        unit = self._player.step.trace.units[number]
-        found = [(tuple(t.shape), t.dtype) for t in tensors]
-        expected = [(size_of(output, self._samples), output.dtype) for output in unit.outputs]
-        if any(isinstance(t, FakeTensor) for t in tensors) or found != expected:
-            raise PipelineError(
-                f"{unit.path} returned {found}; expected {expected} for {self._samples} samples, as when it was "
-                "traced. What crosses stages must have shapes that depend on the number of samples only."
-            )
-        return tuple(tensors)
-
-    def _of_others(self, number: int) -> Any:
-        if number not in self._given:
-            return self._player.fake(number, self._samples)
-        unit = self._player.step.trace.units[number]
-        leaves = tuple(self._player.handed(number, self._given[number]))
-        self.leaves[number] = leaves
-        handed = [t.clone() if o.is_overwritten else t for t, o in zip(leaves, unit.outputs, strict=True)]
-        return filled(unit.template, handed)

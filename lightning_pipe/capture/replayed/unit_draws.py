@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import nn
 
-from lightning_pipe.capture.graphs.trace import Request
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.module_scope import keyed, seed
 from lightning_pipe.capture.steps.stage_program import RandomKey

@@ -19,13 +19,8 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow
-from lightning_pipe.capture.torch_private import OpOverload, is_backward, operator_name
-
-_VIEWS = frozenset(
-    "t transpose permute view _unsafe_view reshape expand squeeze unsqueeze select slice split split_with_sizes unbind "
-    "getitem _to_copy".split()
-)
-_HEAVY = frozenset("mm bmm addmm baddbmm matmul convolution embedding einsum linear native_layer_norm svd qr".split())
+from lightning_pipe.capture.operators import Trait, is_random, takes_output, traits
+from lightning_pipe.capture.torch_private import OpOverload, is_backward
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ def classify(joint: JointGraph) -> Kinds:
                 from_parameters.add(node.name)
         elif is_backward(node):
             continue
-        elif operator_name(node) == "getitem":
+        elif takes_output(node):
             parents[node.name] = parents.get(inputs[0], inputs[0])
         else:
             placed.append(node.name)
@@ -86,10 +81,10 @@ def _is_cheap(node: fx.Node, joint: JointGraph, from_parameters: set[str]) -> bo
         return False
     inputs = [n.name for n in node.all_input_nodes]
     if any(n in joint.parameters or n in from_parameters for n in inputs):
-        return operator_name(node) in _VIEWS
+        return Trait.VIEW in traits(node)
     if not isinstance(node.target, OpOverload):
-        return operator_name(node) == "getitem"
-    return operator_name(node) not in _HEAVY and not (is_backward(node) and not inputs)
+        return takes_output(node)
+    return Trait.HEAVY not in traits(node) and not (is_backward(node) and not inputs)
 
 
 def uncuttable(joint: JointGraph, kinds: Kinds) -> frozenset[int]:
@@ -127,11 +122,6 @@ def unsliceable(joint: JointGraph, kinds: Kinds, flow: Flow) -> frozenset[int]:
         uses = [position.get(kinds.parents.get(user.name, user.name), begin) for user in node.users]
         found |= set(range(begin + 1, max(uses, default=begin) + 1))
     return frozenset(found)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def assign(joint: JointGraph, kinds: Kinds, cuts: tuple[int, ...]) -> dict[str, int]:

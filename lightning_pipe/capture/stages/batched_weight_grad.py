@@ -26,23 +26,9 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, dims_with_samples
-from lightning_pipe.capture.stages.assign import Kinds, is_random, positions
+from lightning_pipe.capture.operators import Trait, differentiates, is_random, reads_size, takes_output, traits
+from lightning_pipe.capture.stages.assign import Kinds, positions
 from lightning_pipe.capture.torch_private import operator_name
-
-_SUMS = frozenset(
-    "sum mm bmm dot convolution_backward embedding_dense_backward native_layer_norm_backward "
-    "native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward".split()
-)
-_TERMS = frozenset("add sub cat stack".split())
-_LINEAR = _TERMS | frozenset(
-    "view _unsafe_view reshape clone neg _to_copy unsqueeze squeeze expand alias detach t transpose permute select "
-    "slice contiguous mul div sum mean mm bmm index_put _unsafe_index_put tril triu".split()
-)
-_SIZED = frozenset(  # take numbers of samples as shapes
-    "view _unsafe_view reshape expand slice slice_backward select_backward zeros ones full empty new_zeros new_empty "
-    "new_ones new_full arange as_strided native_group_norm_backward repeat".split()
-)
-_COUNTING = frozenset("arange linspace _embedding_bag eye tril_indices triu_indices".split())
 
 
 class _Depends(IntEnum):
@@ -109,7 +95,7 @@ class _Search:
             return _Depends.TANGENT
         if node.name in self._overwritten or is_random(node):
             return _Depends.DATA
-        if node.target is torch.ops.aten.sym_size.int:
+        if reads_size(node):
             return _Depends.SIZE if isinstance(meta, torch.SymInt) else _Depends.SAME
         if node.op != "call_function":
             return _Depends.DATA if self._has_samples(node) else _Depends.SAME
@@ -120,15 +106,15 @@ class _Search:
         if not self._has_samples(node):
             return False
         inputs = node.all_input_nodes
-        made_here = operator_name(node) in _COUNTING or node.name in self._mixing
+        made_here = Trait.COUNTS in traits(node) or node.name in self._mixing
         return made_here or any(n.name in self._counts for n in inputs)
 
     def _is_index(self, node: fx.Node) -> bool:
         return node.name in self._counts and not node.meta["val"].dtype.is_floating_point
 
     def _can_run(self, node: fx.Node) -> bool:
-        name, inputs = operator_name(node), node.all_input_nodes
-        if name == "getitem":
+        known, inputs = traits(node), node.all_input_nodes
+        if takes_output(node):
             return True  # as what it is taken out of
         if is_random(node) or node.name in self._mixing or any(n.name in self._overwritten for n in inputs):
             return False
@@ -140,28 +126,29 @@ class _Search:
         if self._depends[node.name] is not _Depends.DATA:
             return True
         sizes = [n for n in inputs if self._depends[n.name] is _Depends.SIZE and not self._has_samples(n)]
-        if sizes and name not in _SIZED:
+        if sizes and Trait.SIZED not in known:
             return False
         sums = [n for n in inputs if self._depends[n.name] is _Depends.DATA and not self._has_samples(n)]
         if sums:
-            return not self._has_samples(node) and self._is_linear(node, name)
-        return all(dims_with_samples(output, self._joint) for output in outputs) or name in _SUMS
+            return not self._has_samples(node) and self._is_linear(node)
+        return all(dims_with_samples(output, self._joint) for output in outputs) or Trait.SUMS in known
 
-    def _is_linear(self, node: fx.Node, name: str) -> bool:
+    def _is_linear(self, node: fx.Node) -> bool:
         """Return whether an operation on sums over samples gives of their sum the sum of its results."""
+        name, known = operator_name(node), traits(node)
         varying = [n for n in node.all_input_nodes if self._depends[n.name] is not _Depends.SAME]
-        if any(self._has_samples(n) for n in varying) or (len(varying) > 1 and name not in _TERMS):
+        if any(self._has_samples(n) for n in varying) or (len(varying) > 1 and Trait.ADDS not in known):
             return False
-        if name in _TERMS:
+        if Trait.ADDS in known:
             return len(varying) == len(node.all_input_nodes) and not any(isinstance(a, float) for a in node.args)
         if name in ("div", "index_put", "_unsafe_index_put") and not self._is_homogeneous(node, name, varying):
             return False
-        return name in _LINEAR or name.endswith(("_backward", "_backward_data"))
+        return Trait.LINEAR in known or differentiates(node)
 
     def _is_homogeneous(self, node: fx.Node, name: str, varying: list[fx.Node]) -> bool:
         """Return whether sums are divided, not divided by, and put among zeros, not among other numbers."""
         first = node.args[0]
-        return first in varying if name == "div" else isinstance(first, fx.Node) and "zeros" in operator_name(first)
+        return first in varying if name == "div" else isinstance(first, fx.Node) and Trait.ZEROS in traits(first)
 
     def _has_samples(self, node: fx.Node) -> bool:
         return any(dims_with_samples(tensor, self._joint) for tensor in self._tensors(node))

@@ -31,18 +31,13 @@ from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, Totals
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
-from lightning_pipe.capture.stages.assign import is_random
+from lightning_pipe.capture.operators import WEIGHED_MEANS, is_random, reads_size, takes_output
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
-from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
+from lightning_pipe.capture.torch_private import argument_names, is_backward
 from lightning_pipe.errors import CaptureError
 
 _aten = torch.ops.aten
-_KERNELS: dict[Any, Any] = {
-    _aten.nll_loss_forward.default: _aten.nll_loss_backward.default,
-    _aten.nll_loss2d_forward.default: _aten.nll_loss2d_backward.default,
-}
-_MEAN_REDUCTION = 1  # at::Reduction
 _MOST_NUMBERS = 4096  # of one total: more is no count but data
 _ADDITIVE = ("sum", "mean", "max", "min")
 
@@ -161,15 +156,11 @@ def _batch_only(joint: JointGraph) -> dict[str, bool]:
         elif node.op == "placeholder":
             if node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations:
                 found[node.name] = False
-        elif _is_size(node):  # of whatever tensor it is read: it depends on the number of samples, not on values
+        elif reads_size(node):  # of whatever tensor it is read: it depends on the number of samples, not on values
             found[node.name] = True
         elif _is_pure(node) and all(n.name in found for n in inputs):
             found[node.name] = any(found[n.name] for n in inputs)
     return found
-
-
-def _is_size(node: fx.Node) -> bool:
-    return node.target is _aten.sym_size.int
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -225,7 +216,7 @@ def _function(joint: JointGraph, outputs: Sequence[fx.Node], device: torch.devic
             inputs[node.name] = None
         elif node.name not in names:
             names.add(node.name)
-            if not _is_size(node):  # computed from the number of samples
+            if not reads_size(node):  # computed from the number of samples
                 pending.extend(node.all_input_nodes)
     emitter = Emitter(joint, repeated=frozenset(), device=device)
     return emitter.make(emitter.in_order(names), inputs=sorted(inputs), outputs=[node.name for node in outputs])
@@ -268,7 +259,7 @@ def _erase_unused(joint: JointGraph, batch_only: Mapping[str, bool]) -> None:
 
 def _is_kernel(node: fx.Node, batch_only: Mapping[str, bool], flow: Flow) -> bool:
     """Return whether a node is a mean over targets that divides by their weight, which depends on the batch alone."""
-    if node.target not in _KERNELS or is_backward(node) or flow.roles[node.name] != "mean":
+    if node.target not in WEIGHED_MEANS or is_backward(node) or flow.roles[node.name] != "mean":
         return False
     kernel = _Kernel(node)
     known = batch_only.get(kernel.target.name, False)
@@ -301,7 +292,7 @@ class _Kernel:
 
     def weigh(self, share: fx.Node, vector: fx.Node, number: int) -> None:
         """Multiply the result and the gradient that comes in by the share relative to that of the whole batch."""
-        results = {user.args[1]: user for user in self._node.users if operator_name(user) == "getitem"}
+        results = {user.args[1]: user for user in self._node.users if takes_output(user)}
         result = results[0]
         whole = insert(result, _aten.select.int, vector, 0, number)
         ratio = insert(result, _aten.div.Tensor, share, whole)
@@ -315,6 +306,6 @@ class _Kernel:
             backward.update_arg(0, insert(backward, _aten.mul.Tensor, backward.args[0], ratio))
 
     def _backwards(self, results: Mapping[Any, fx.Node]) -> Iterator[fx.Node]:
-        kind = _KERNELS[self._node.target]
+        kind = WEIGHED_MEANS[self._node.target]
         if 1 in results:
             yield from [user for user in results[1].users if user.target is kind]

@@ -16,18 +16,11 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.stages.assign import is_random
+from lightning_pipe.capture.operators import RUN_AS, is_random, reads_size
 from lightning_pipe.capture.steps.keyed_random import keyed, undisturbed
 from lightning_pipe.capture.steps.stage_program import Give, Half, Streamed
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-# The tracer predicts strides that a kernel does not always keep (CPU batch norm of a transposed input); a reshape is a
-# view wherever a view is possible.
-RESHAPED: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
 
 
 class Emitter:
@@ -64,7 +57,7 @@ class Emitter:
         return found
 
     def _is_size_of_input(self, name: str) -> bool:
-        return self._nodes[name].target is torch.ops.aten.sym_size.int
+        return reads_size(self._nodes[name])
 
     def in_order(self, names: Iterable[str], outputs: Sequence[str] = ()) -> list[str]:
         """Return nodes, and the repeated ones that a function needs which computes these, in the graph's order."""
@@ -142,7 +135,7 @@ class Emitter:
     def _copy(
         self, node: fx.Node, graph: fx.Graph, made: dict[str, fx.Node], samples: fx.Node, key: fx.Node
     ) -> fx.Node:
-        if node.target is torch.ops.aten.sym_size.int:
+        if reads_size(node):
             return self._size(node, graph, samples)
         if node.op == "get_attr":
             return graph.get_attr(str(node.target))
@@ -152,7 +145,7 @@ class Emitter:
         if node.name in self._random:
             target = keyed(operation, self._random[node.name], self._device)
             return graph.create_node("call_function", target, (key, *args), kwargs, name=node.name)
-        return graph.create_node("call_function", RESHAPED.get(operation, operation), args, kwargs, name=node.name)
+        return graph.create_node("call_function", RUN_AS.get(operation, operation), args, kwargs, name=node.name)
 
     def _size(self, node: fx.Node, graph: fx.Graph, samples: fx.Node) -> fx.Node:
         value = node.meta["val"]

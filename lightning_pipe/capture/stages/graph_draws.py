@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.stages.assign import is_random
+from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.steps.keyed_random import keyed
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode, checkpoint_only, operator_name

@@ -23,13 +23,12 @@ from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
+from lightning_pipe.capture.operators import Trait, takes_output, traits
 from lightning_pipe.capture.stages.assign import sums_gradients
 from lightning_pipe.capture.stages.denominator_totals import samples_before
-from lightning_pipe.capture.torch_private import is_backward, operator_name
+from lightning_pipe.capture.torch_private import is_backward
 
 _aten = torch.ops.aten
-_COMBINING = frozenset("add sub stack cat".split())
-_PASSING = frozenset("add sub clone alias".split())  # autograd hands the gradient on as it is
 
 
 def with_one_kind_of_term(joint: JointGraph) -> JointGraph:
@@ -47,7 +46,7 @@ def _next_term(joint: JointGraph) -> fx.Node | None:
     for node in joint.module.graph.nodes:
         if node.name not in within or is_backward(node):
             continue
-        if roles.get(node.name) != "linear" or operator_name(node) not in _COMBINING:
+        if roles.get(node.name) != "linear" or Trait.ADDS not in traits(node):
             continue
         for operand in node.all_input_nodes:
             for term in _terms(operand, roles):
@@ -60,7 +59,7 @@ def _terms(node: fx.Node, roles: Mapping[str, Role]) -> Iterator[fx.Node]:
     """Yield the sums of which a sum is made by operations without a backward of their own."""
     if roles.get(node.name) != "sum":
         return
-    if operator_name(node) not in _PASSING:
+    if Trait.PASSES_GRADIENT not in traits(node):
         yield node
         return
     for source in node.all_input_nodes:
@@ -70,7 +69,7 @@ def _terms(node: fx.Node, roles: Mapping[str, Role]) -> Iterator[fx.Node]:
 def _weigh(term: fx.Node, joint: JointGraph, *, within: Set[str]) -> None:
     """Multiply a sum, and the gradient that comes into it, by N / n_k, for what the loss and results are made of."""
     after = term.next
-    while operator_name(after) == "getitem":
+    while takes_output(after):
         after = after.next
     vector = next(node for node in joint.module.graph.nodes if joint.is_of_whole_batch(node.name))
     samples = samples_before(after, joint)

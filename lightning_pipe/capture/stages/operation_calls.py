@@ -16,12 +16,10 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_sizes import Sizes
-from lightning_pipe.capture.stages.assign import is_random
-from lightning_pipe.capture.stages.emit import RESHAPED
+from lightning_pipe.capture.operators import RUN_AS, is_random, takes_output
 from lightning_pipe.capture.stages.operations import operation_nodes
 from lightning_pipe.capture.steps.keyed_random import keyed
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.torch_private import operator_name
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def operator_calls(joint: JointGraph, samples: int, device: torch.device) -> Ite
         if is_random(node):
             yield OperatorCall(signature, keyed(operation, 0, device), (key, *args), dict(kwargs), results)
         else:
-            yield OperatorCall(signature, RESHAPED.get(operation, operation), args, dict(kwargs), results)
+            yield OperatorCall(signature, RUN_AS.get(operation, operation), args, dict(kwargs), results)
 
 
 def _results(
@@ -87,7 +85,7 @@ def _results(
     if isinstance(described, TensorSpec):
         yield described, where
     for user in node.users:
-        if operator_name(user) == "getitem":
+        if takes_output(user):
             index: Any = user.args[1]
             yield from _results(user, (*where, index), spec)
 

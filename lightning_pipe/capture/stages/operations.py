@@ -17,9 +17,10 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipe.capture.graphs.fingerprint import spelled
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.operators import shares_memory_with, takes_output
 from lightning_pipe.capture.stages.assign import Kinds, positions, sums_gradients
 from lightning_pipe.capture.stages.batched_weight_grad import Joining
-from lightning_pipe.capture.torch_private import is_backward, operator_name, shares_memory_with
+from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.core.graph import Operation, Phase, Tensor
 
 
@@ -49,7 +50,7 @@ def operations_of(joint: JointGraph, kinds: Kinds, aliases: Mapping[str, str], j
 def operation_nodes(joint: JointGraph) -> Iterator[fx.Node]:
     """List the nodes that are operations, in order: computed, not merely taken out of a tuple, and no sizes."""
     for node in joint.module.graph.nodes:
-        if node.op == "call_function" and operator_name(node) != "getitem" and tensors_of(node):
+        if node.op == "call_function" and not takes_output(node) and tensors_of(node):
             yield node
 
 
@@ -150,7 +151,7 @@ _FAR = 1 << 60  # a position behind all others
 
 def _source(node: fx.Node) -> fx.Node:
     """Return the operation whose result a node is or is taken out of."""
-    while operator_name(node) == "getitem":
+    while takes_output(node):
         node = node.all_input_nodes[0]
     return node
 

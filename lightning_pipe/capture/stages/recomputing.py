@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from torch import fx
 
-from lightning_pipe.capture.torch_private import operator_name
+from lightning_pipe.capture.operators import takes_output
 from lightning_pipe.core.policy import RecomputingBackward
 
 
@@ -65,4 +65,4 @@ def _with_results(operations: Iterable[str], nodes: Mapping[str, fx.Node]) -> It
 
 def _is_result(node: fx.Node) -> bool:
     """Return whether a node only takes one of the results of an operation."""
-    return operator_name(node) == "getitem"
+    return takes_output(node)

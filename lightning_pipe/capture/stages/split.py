@@ -20,13 +20,14 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, value
 from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.operators import takes_output
 from lightning_pipe.capture.stages.assign import Kinds, assign, partial_sums
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.recomputing import recomputing_halves
 from lightning_pipe.capture.stages.state_once import state_averaged, state_once
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, Half, Split, StageProgram
-from lightning_pipe.capture.torch_private import is_backward, operator_name
+from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy
 from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
 from lightning_pipe.errors import PlanError
@@ -253,7 +254,7 @@ class Splitter:
     def _taken_from(self, name: str) -> str:
         """Return the operation out of whose results a node is taken; taking it at once lets the others be freed."""
         node = self._nodes[name]
-        return node.all_input_nodes[0].name if operator_name(node) == "getitem" else ""
+        return node.all_input_nodes[0].name if takes_output(node) else ""
 
     def _ancestors(self, names: set[str], within: set[str]) -> set[str]:
         found, pending = set(), [n for n in names if n in within]

@@ -2,9 +2,9 @@
 
 A graph repeats what the step did once. Anything that Python decides again on every call must therefore be seen:
 
-* Python values that change: counters and learning rates are tracked (`tracked_number`), everything else that the step
-  reads is guarded (`python_reads`). Besides, the tracer runs the step twice, and the two sequences of torch calls must
-  be equal, numbers included.
+* Python values that change: counters and learning rates are tracked (`capture.python.tracked_number`), everything else
+  that the step reads is guarded (`capture.python.reads`). Besides, the tracer runs the step twice, and the two
+  sequences of torch calls must be equal, numbers included.
 * Python and NumPy random numbers: both generators' states before and after the step.
 * Branches on data (`if loss > 3`, `.item()`, `.tolist()`): every read of a tensor's value into Python is intercepted.
   A read of a truth value is answered, and the answer becomes a guard that is checked on every run.
@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.capture.python.tracked_number import has_tracked, is_tracked, with_inputs
+from lightning_pipe.capture.python.number_inputs import has_tracked, with_inputs
+from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
 from lightning_pipe.errors import CaptureError

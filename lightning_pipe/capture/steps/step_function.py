@@ -1,9 +1,9 @@
 """Step function: the step of a LightningModule as a plain function of parameters and batch.
 
 `StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
-torchmetrics calls are recorded (capture.record), the trainer's counters, learning rates and other numbers that change
-are tracked (capture.tracked_number), what the step's Python reads is noted (capture.python_reads), what it leaves on
-the module is recorded and undone (capture.step_state), and values read into Python become guards (capture.hazards).
+torchmetrics calls are recorded (`record`), the trainer's counters, learning rates and other numbers that change are
+tracked (`capture.python.tracked_number`), what the step's Python reads is noted (`capture.python.reads`), what it
+leaves on the module is recorded and undone (`step_state`), and values read into Python become guards (`hazards`).
 Its outputs are the loss, if there is one, and one detached tensor per recorded value.
 """
 
@@ -21,17 +21,11 @@ import torch
 import torchmetrics
 from torch import nn
 
+from lightning_pipe.capture.python.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.python.reads import Reads, optimizer_slots
-from lightning_pipe.capture.python.tracked_number import (
-    MOST_INPUTS,
-    NumberGuards,
-    Situation,
-    Source,
-    is_tracked,
-    tracked,
-    tracking_mathematics,
-)
+from lightning_pipe.capture.python.reads import Reads
+from lightning_pipe.capture.python.state_slots import optimizer_slots
+from lightning_pipe.capture.python.tracked_number import is_tracked, tracked, tracking_mathematics
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
 from lightning_pipe.capture.steps.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss

@@ -23,8 +23,10 @@ import torch
 from lightning_pipe.capture.python.inner_states import state_of
 from lightning_pipe.capture.python.kept_collections import KeptDict, KeptList, kept_collections
 from lightning_pipe.capture.python.places import ABSENT, Place
-from lightning_pipe.capture.python.reads import Reads, attribute_slots, shared_slots
-from lightning_pipe.capture.python.snapshots import Snapshot, StateChange
+from lightning_pipe.capture.python.reads import Reads
+from lightning_pipe.capture.python.snapshot_parts import StateChange
+from lightning_pipe.capture.python.snapshots import Snapshot
+from lightning_pipe.capture.python.state_slots import attribute_slots, shared_slots
 from lightning_pipe.capture.steps.hazards import assignment_line, hazard
 from lightning_pipe.capture.steps.metric_result import MetricResult
 from lightning_pipe.capture.steps.record import KeptState

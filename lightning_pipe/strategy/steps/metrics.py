@@ -18,8 +18,8 @@ from torch import nn
 from typing_extensions import assert_never
 
 from lightning_pipe.capture.python.inner_states import set_state
+from lightning_pipe.capture.python.number_expressions import Situation, evaluate
 from lightning_pipe.capture.python.places import ABSENT, follow
-from lightning_pipe.capture.python.tracked_number import Situation, evaluate
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
     AnswerGuard,

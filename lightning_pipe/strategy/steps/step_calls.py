@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_pipe.capture import Request, Structure
-from lightning_pipe.capture.python.tracked_number import Situation
+from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.core.program import VerifiedProgram

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lightning_pipe.capture.python.number_expressions import MOST_INPUTS
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.python.tracked_number import MOST_INPUTS
 from lightning_pipe.capture.stages.split import check_slices
 from lightning_pipe.capture.steps.batch import contents
 from lightning_pipe.capture.steps.module_tables import canonical_names

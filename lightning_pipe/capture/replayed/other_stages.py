@@ -1,0 +1,75 @@
+"""Stand-ins for what other stages have: fake tensors of the right shapes, and what arrived, as leaves of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture.replayed.replay_values import filled, leaf_size, size_of
+from lightning_pipe.capture.replayed.stage_spec import PlayedStep, StageSpec
+from lightning_pipe.capture.torch_private import FakeTensorMode
+
+
+class OtherStages:
+    """Give a stage's plays what they need of other stages.
+
+    Args:
+        step: the step.
+        part: what this stage plays.
+
+    Attributes:
+        parameters: fake tensors for the parameters and buffers of others that glue reads or writes to, by name.
+    """
+
+    def __init__(self, step: PlayedStep, part: StageSpec) -> None:
+        self.step, self.part = step, part
+        self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._leaves: dict[tuple[int, int], torch.Tensor] = {}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.parameters = self._parameters()
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        module, device = self.step.module, self.step.device
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        forms = {**dict(module.named_buffers()), **parameters}
+        with self._mode:
+            fakes = {n: torch.empty(forms[n].shape, dtype=forms[n].dtype, device=device) for n in self.part.absent}
+            return {n: nn.Parameter(fake, False) if n in parameters else fake for n, fake in fakes.items()}
+
+    def leaf(self, i: int, samples: int) -> torch.Tensor:
+        """Return a fake tensor in the place of one of the batch that this stage is not given."""
+        if (i, samples) not in self._leaves:
+            leaf = self.step.structure.leaves[i]
+            size = leaf_size(leaf, samples, self.step.batch_dim)
+            with self._mode:
+                self._leaves[i, samples] = torch.empty(size, dtype=leaf.dtype, device=self.step.device)
+        return self._leaves[i, samples]
+
+    def outputs(self, k: int, samples: int) -> Any:
+        """Return what a unit that nobody here needs returns: its template with fake tensors.
+
+        They require gradients where the unit's own do: the step may ask, as the reentrant form of a checkpoint does,
+        which runs all that is inside without gradients where it is given none that does.
+        """
+        unit = self.step.trace.units[k]
+        if (k, samples) not in self._outputs:
+            with self._mode:
+                self._outputs[k, samples] = [
+                    torch.empty(size_of(output, samples), dtype=output.dtype, device=self.step.device)
+                    for output in unit.outputs
+                ]
+        tensors = self.handed(k, self._outputs[k, samples])
+        return filled(
+            unit.template, [t.clone() if o.is_overwritten else t for t, o in zip(tensors, unit.outputs, strict=True)]
+        )
+
+    def handed(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs of a unit that another stage runs as the step gets them: leaves of autograd."""
+        outputs = self.step.trace.units[k].outputs
+        return [
+            tensor.detach().requires_grad_((output.has_gradient or output.is_detached) and self.step.has_backward)
+            for tensor, output in zip(tensors, outputs, strict=True)
+        ]

@@ -1,0 +1,128 @@
+"""Description of a replay: the step, what one stage plays of it, and what changes from batch to batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.denominator_watch import Denominator
+from lightning_pipe.capture.steps.batch import Structure
+from lightning_pipe.capture.steps.step_function import StepRecording
+from lightning_pipe.capture.steps.step_state import ModuleState
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.lightning_names import pl
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class BatchContext:
+    """What changes from batch to batch, the same for all stages of a rank.
+
+    Attributes:
+        arguments: positional arguments of the step after the batch.
+        template: the batch without its tensors.
+        state: Python state as it was before the batch; None before the first.
+        speakers: stages whose plays say something.
+        said: (micro-batch, first sample, samples, what the step said) of every such play.
+        denominators: what these plays divided losses by.
+    """
+
+    arguments: tuple[int, ...]
+    template: Any
+    state: ModuleState | None = None
+    speakers: tuple[int, ...] = ()
+    said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
+    denominators: list[Denominator] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What one stage plays.
+
+    Attributes:
+        begin, end: its units; there may be none.
+        is_last: whether it runs the step to its end.
+        given: units whose outputs it is given.
+        leaves: tensors of the batch that it is given.
+        sent: own units whose outputs others are given.
+        parameters: canonical name -> names of the parameters that it has.
+        absent: names of parameters that glue reads, and of buffers that it writes to, but this stage does not need.
+        buffers: names of the buffers that it has.
+        mutations: buffers that it changes.
+        trained: canonical names of the parameters whose gradients it makes, in batches that use them.
+        spare: canonical names of the parameters that no stage uses.
+        receivers: (unit, stage that is given it) whose gradients come back.
+    """
+
+    begin: int
+    end: int
+    is_last: bool
+    given: tuple[int, ...]
+    leaves: tuple[int, ...]
+    sent: tuple[int, ...]
+    parameters: Mapping[str, tuple[str, ...]]
+    absent: tuple[str, ...]
+    buffers: tuple[str, ...]
+    mutations: tuple[str, ...]
+    trained: tuple[str, ...]
+    spare: tuple[str, ...]
+    receivers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PlayedStep:
+    """The step that is played.
+
+    Attributes:
+        module: the user's module, on the rank that plays.
+        method: name of the step.
+        structure: the batch without its tensors.
+        batch_dim: dimension of the samples in these; None if batches are not cut.
+        context: entered around every play.
+        trace: its units.
+        device: where it runs.
+        has_backward: whether gradients are made.
+    """
+
+    module: pl.LightningModule
+    method: str
+    structure: Structure
+    batch_dim: int | None
+    context: Callable[[], contextlib.AbstractContextManager[Any]]
+    trace: UnitTrace
+    device: torch.device
+    has_backward: bool
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the modules that are called as units, by path."""
+        called = {unit.path for unit in self.trace.units}
+        return {path: child for path, child in self.module.named_modules() if path in called}
+
+    @cached_property
+    def _paths(self) -> dict[int, str]:
+        return {id(child): path for path, child in self.modules.items()}
+
+    def number(self, module: nn.Module, called: int) -> int:
+        """Return the number of the unit that a call of a module is.
+
+        Raises:
+            PipelineError: if another unit comes next.
+        """
+        path = self._paths[id(module)]
+        if called < len(self.trace.units) and self.trace.units[called].path == path:
+            return called
+        expected = self.trace.units[called].path if called < len(self.trace.units) else "the end of the step"
+        raise PipelineError(
+            f"{self.method} calls {path} where it called {expected} when it was traced. A step that calls its "
+            "modules in another order from time to time cannot be a pipeline: let it call all of them every time, and "
+            "multiply by zero what is not wanted."
+        )

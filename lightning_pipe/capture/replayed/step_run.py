@@ -1,0 +1,157 @@
+"""One run of a step on a stage: calls of units are answered with what is run here, arrived, or stands in.
+
+Units inside a checkpoint keep nothing but their inputs; glue between them keeps what it saves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
+from lightning_pipe.capture.replayed.module_scope import seed
+from lightning_pipe.capture.replayed.other_stages import OtherStages
+from lightning_pipe.capture.replayed.replay_values import filled, replaced, size_of, tensors_in
+from lightning_pipe.capture.replayed.stage_spec import Tensors
+from lightning_pipe.capture.steps.collectives import no_collectives
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
+from lightning_pipe.capture.torch_private import FakeTensor
+from lightning_pipe.errors import PipelineError
+
+
+class _TheRestIsOthers(BaseException):
+    """End a play: the next unit belongs to a later stage. No `except Exception` of the user's catches it."""
+
+
+class StepRun:
+    """One run of the step on a stage: how far it is, whether inside a unit, what it has sent and was given.
+
+    Args:
+        others: what the stage needs of other stages.
+        metrics: the module's metrics by path.
+        samples: number of samples.
+        key: key of the random numbers.
+        given: outputs of the given units.
+    """
+
+    def __init__(
+        self,
+        others: OtherStages,
+        metrics: Mapping[str, nn.Module],
+        *,
+        samples: int,
+        key: RandomKey,
+        given: Mapping[int, Tensors],
+    ) -> None:
+        self._others, self._step, self._part, self._metrics = others, others.step, others.part, metrics
+        self._samples, self._key, self._given = samples, key, given
+        self._called = 0
+        self.checkpoints = CheckpointDepth()
+        self.is_inside = False
+        self.sent: dict[int, Tensors] = {}
+        self.leaves: dict[int, Tensors] = {}
+
+    def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of a unit's module."""
+        if self.is_inside:
+            return call(*args, **kwargs)
+        number = self._step.number(module, self._called)
+        if number >= self._part.end:
+            raise _TheRestIsOthers
+        self._called += 1
+        own = partial(self._own, number, partial(call, *args, **kwargs))
+        result = self._of_others(number) if number < self._part.begin else own()
+        self._seed(2 * number + 2)
+        return result
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run the step as far as this stage does; return its result, None before its end."""
+        try:
+            output = step()
+        except _TheRestIsOthers:
+            return None
+        if self._called != len(self._step.trace.units):
+            if output is None and self._step.has_backward:
+                self._send_nothing()
+                return None
+            missing = self._step.trace.units[self._called].path
+            raise PipelineError(
+                f"{self._step.method} ended where it called {missing} when it was traced. A step of a pipeline "
+                "must call the same modules every time."
+            )
+        return output
+
+    def _send_nothing(self) -> None:
+        """Send zeros in the place of what the step did not compute, as it skips this batch, and zeros back."""
+        part, step = self._part, self._step
+        for k in (k for k in part.sent if k not in self.sent):
+            outputs = step.trace.units[k].outputs
+            self.sent[k] = tuple(
+                torch.zeros(size_of(output, self._samples), dtype=output.dtype, device=step.device)
+                for output in outputs
+            )
+        for k in (k for k in part.given if k not in self.leaves):
+            self.leaves[k] = tuple(tensor.detach() for tensor in self._given[k])
+
+    def _own(self, number: int, call: Callable[[], Any]) -> Any:
+        self._seed(2 * number + 1)
+        self.is_inside = True
+        try:
+            result = self._checkpointed(call) if self._is_checkpointed(number) else call()
+        finally:
+            self.is_inside = False
+        if number not in self._part.sent:
+            return result
+        tensors = self._checked(number, tensors_in(result))
+        self.sent[number] = tensors
+        outputs = self._step.trace.units[number].outputs
+        handed = [t.clone() if o.is_overwritten else t for t, o in zip(tensors, outputs, strict=True)]
+        return replaced(result, handed)
+
+    def _is_checkpointed(self, number: int) -> bool:
+        """Return whether a unit runs again in the backward; not one that would change state, or the dice, once more."""
+        trace = self._step.trace
+        return self.checkpoints.count > 0 and not trace.units[number].mutations and not trace.is_random_in_python
+
+    def _checkpointed(self, call: Callable[[], Any]) -> Any:
+        """Call a unit whose activations are recomputed; what it logs then is what it has logged."""
+        module, metrics, runs = self._step.module, self._metrics, itertools.count()
+
+        def run() -> Any:
+            if next(runs) == 0:
+                return call()
+            with recording_calls(module, StepRecording(), metrics), no_collectives():
+                return call()
+
+        return checkpoint(run, use_reentrant=False)
+
+    def _seed(self, number: int) -> None:
+        step = self._step
+        seed(self._key, number, step.device, all_generators=step.trace.is_random_in_python)
+
+    def _checked(self, number: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        unit = self._step.trace.units[number]
+        found = [(tuple(t.shape), t.dtype) for t in tensors]
+        expected = [(size_of(output, self._samples), output.dtype) for output in unit.outputs]
+        if any(isinstance(t, FakeTensor) for t in tensors) or found != expected:
+            raise PipelineError(
+                f"{unit.path} returned {found}; expected {expected} for {self._samples} samples, as when it was "
+                "traced. What crosses stages must have shapes that depend on the number of samples only."
+            )
+        return tuple(tensors)
+
+    def _of_others(self, number: int) -> Any:
+        if number not in self._given:
+            return self._others.outputs(number, self._samples)
+        unit = self._step.trace.units[number]
+        leaves = tuple(self._others.handed(number, self._given[number]))
+        self.leaves[number] = leaves
+        handed = [t.clone() if o.is_overwritten else t for t, o in zip(leaves, unit.outputs, strict=True)]
+        return filled(unit.template, handed)
