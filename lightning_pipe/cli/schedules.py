@@ -26,6 +26,7 @@ from lightning_pipe.report import draw, mean_bubble
 from lightning_pipe.report.table import text_of
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.construct.chain import chain
+from lightning_pipe.schedule.construct.device_orders import computes_only
 from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
 from lightning_pipe.schedule.formats.torch_csv import (
     layout_of,
@@ -176,8 +177,8 @@ def shown(name: str, options: SchedulesOptions) -> Shown:
         return _simulated(name, order, layout_of(order), options)
     layout = SCHEDULES[name].layout([(device,) for device in range(options.devices)], options.stages_per_device)
     times = _times(layout, _prices(layout, options))
-    order = order_of(name, layout=layout, microbatches=options.microbatches, options=options.options, times=times)
-    return _simulated(name, order, layout, options)
+    found = order_of(name, layout=layout, microbatches=options.microbatches, options=options.options, times=times)
+    return _simulated(name, computes_only(found), layout, options)
 
 
 def _simulated(name: str, order: Order, layout: Layout, options: SchedulesOptions) -> Shown:

@@ -44,6 +44,7 @@ class Effects:
             of its price and until the first backward has ended; 0 if memory stays as it is.
         ends: whether nothing of the stage and micro-batch, no compute and no send, may come after it.
         stages: which stages need it, once for every micro-batch; None if it may stand once, or not at all.
+        is_optional: whether a micro-batch of these stages may do without it, and without all others of its law.
         demand: what a rank must have for it, in words of an error.
         verb: what it does twice, in words of an error.
         label, colour: of its bars in drawings; "" is not drawn.
@@ -56,6 +57,7 @@ class Effects:
     bytes: Literal[-1, 0, 1] = 0
     ends: bool = False
     stages: Callable[[Program], Iterable[int]] | None = None
+    is_optional: bool = False
     demand: str = "has no such work"
     verb: str = "done"
     label: str = ""

@@ -224,7 +224,8 @@ def _offloading(program: Program) -> tuple[int, ...]:
 class Evict(OwnWork):
     """Start copying what the stage offloads of one micro-batch to the host's memory; does not block.
 
-    Comes after F, and is paired with the `Vacate` and the `Fetch` of the same stage and micro-batch.
+    Comes after F, and is paired with the `Vacate` and the `Fetch` of the same stage and micro-batch. A micro-batch that
+    has none of the three is kept.
     """
 
     code: ClassVar[str] = "EVICT"
@@ -233,6 +234,7 @@ class Evict(OwnWork):
         after=("F",),
         resource="out",
         stages=_offloading,
+        is_optional=True,
         demand="offloads no such samples",
         verb="evicted",
         label="copy to the host",
@@ -256,6 +258,7 @@ class Vacate(OwnWork):
         resource="compute",
         bytes=-1,
         stages=_offloading,
+        is_optional=True,
         demand="offloads no such samples",
         verb="vacated",
     )
@@ -274,6 +277,7 @@ class Fetch(OwnWork):
         resource="back",
         bytes=1,
         stages=_offloading,
+        is_optional=True,
         demand="offloads no such samples",
         verb="fetched",
         label="copy back",
@@ -283,6 +287,7 @@ class Fetch(OwnWork):
 
 Instruction: TypeAlias = AnyCompute | Send | Recv | Reduce | Step | OwnWork | Milestone
 Order: TypeAlias = tuple[tuple[Compute, ...], ...]  # computes per rank
+CopyingOrder: TypeAlias = tuple[tuple[Compute | Vacate | Fetch, ...], ...]  # where copies to the host have places too
 
 
 @dataclass(frozen=True)

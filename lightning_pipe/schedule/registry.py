@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import Layout, Options, Order
+from lightning_pipe.core.program import CopyingOrder, Layout, Options, Order, Vacate
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.foreign_names import OLD_NAMES, set_twice
 from lightning_pipe.schedule.construct.device_orders import without_padding
@@ -43,9 +43,9 @@ class ScheduleFunction(Protocol):
 
 
 class TimedFunction(Protocol):
-    """Decides the order of computes by what they take."""
+    """Decides the order of computes by what they take, and maybe the copies to the host."""
 
-    def __call__(self, layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> Order:
+    def __call__(self, layout: Layout, microbatches: int, options: Options, times: ChainTimes, /) -> CopyingOrder:
         """Return the computes of every rank in order."""
         ...
 
@@ -76,12 +76,14 @@ class TimedSchedule:
     Attributes:
         order, shape, stages_per_device: as those of `Schedule`.
         is_slow: whether it takes seconds, so that planners try it only where it is wished.
+        decides_copies: whether it decides which micro-batches are offloaded, and when, where stages can offload.
     """
 
     order: TimedFunction
     shape: Shape = looping
     stages_per_device: tuple[int, ...] = (1,)
     is_slow: bool = False
+    decides_copies: bool = False
 
     def layout(self, devices: Sequence[Device], stages_per_device: int | None = None) -> Layout:
         """Return the layout of this schedule for a row of devices."""
@@ -107,7 +109,7 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "v_min": Schedule(v_min, zigzag, (2,)),
     "pe": TimedSchedule(pe, looping, (1, 2)),
     "greedy": TimedSchedule(greedy, looping, (1, 2)),
-    "milp": TimedSchedule(milp, is_slow=True),
+    "milp": TimedSchedule(milp, is_slow=True, decides_copies=True),
 }
 
 
@@ -151,7 +153,7 @@ def register_schedule(
 
 def order_of(
     schedule: str, *, layout: Layout, microbatches: int, options: Options = NO_OPTIONS, times: ChainTimes | None = None
-) -> Order:
+) -> CopyingOrder:
     """Return the order that the named schedule decides.
 
     Args:
@@ -173,7 +175,7 @@ def order_of(
             return timed.order(layout, microbatches, options, times or unit_times(layout))
 
 
-def planned_order(plan: Plan, *, microbatches: int) -> Order:
+def planned_order(plan: Plan, *, microbatches: int) -> CopyingOrder:
     """Return the order that a plan decides for a batch.
 
     Args:
@@ -228,9 +230,30 @@ def needs_times(plan: Plan) -> bool:
 def with_order(plan: Plan, times: ChainTimes) -> Plan:
     """Return the plan with the order that its schedule decides by these times.
 
+    Where it decides about copies too, a stage of which it copies nothing offloads nothing.
+
     Raises:
         ConfigError: as `order_of`.
     """
     layout, count = plan.layout, plan.microbatches
     order = order_of(plan.schedule, layout=layout, microbatches=count, options=plan.options, times=times)
+    if decides_copies(plan):
+        copied = {x.stage for line in order for x in line if isinstance(x, Vacate)}
+        stages = tuple(stage if s in copied else replace(stage, offload=()) for s, stage in enumerate(plan.stages))
+        plan = replace(plan, stages=stages)
     return replace(plan, order=format_order(order))
+
+
+def decides_copies(plan: Plan) -> bool:
+    """Return whether the schedule of a plan decides which micro-batches are offloaded."""
+    schedule = SCHEDULES.get(plan.schedule)
+    return isinstance(schedule, TimedSchedule) and schedule.decides_copies
+
+
+def stages_placed(plan: Plan) -> frozenset[int]:
+    """Return the stages whose copies have places in the order of a plan.
+
+    Raises:
+        PlanError: if its order cannot be read.
+    """
+    return frozenset(x.stage for line in parse_order(plan.order) for x in line if isinstance(x, Vacate))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipe.capture import Request, Structure, flatten, real_answers
-from lightning_pipe.capture.steps.backward_hooks import hooked_modules
+from lightning_pipe.capture import Structure, flatten
 from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
-from lightning_pipe.core.graph import CALL, Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.lightning_names import (
@@ -32,7 +29,6 @@ from lightning_pipe.lightning_names import (
     isolate_rng,
     pl,
     rank_zero_info,
-    rank_zero_warn,
 )
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.runtime.memory import held_to
@@ -50,13 +46,21 @@ from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_report, write_trace
+from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks, warn_of_mixing
 from lightning_pipe.strategy.plans.recording import Recording
 from lightning_pipe.strategy.plans.stale_times import forget_stale_times
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
-from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
+from lightning_pipe.strategy.steps.step_calls import (
+    TRAINING,
+    RunOptions,
+    StepRequest,
+    StepResult,
+    answers_on_host,
+    step_contexts,
+)
 
 _AFTER_BACKWARD = "on_after_backward"
 
@@ -99,7 +103,7 @@ class Session:
         self.groups: list[Groups] = []
         self._optimizers: list[Optimizer] = []
         self._shared_states: list[SharedState] = []  # of the optimizer; there is one at most
-        self._contexts = _contexts(plugin)
+        self._contexts = step_contexts(plugin)
         self._loss_scale = LossScale(plugin, links.control)
         self._limit = contextlib.ExitStack()
         self._is_early = False  # whether the plan has to wait for the first training batch
@@ -116,6 +120,7 @@ class Session:
             later=self._later,
             stopwatch=stopwatch,
         )
+        self._planned: Plan | None = None
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)
         self._shared: tuple[Any, Structure] | None = None
@@ -128,7 +133,7 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """Return the plan, once it is made."""
-        return None if self._pipeline.planned is None else self._pipeline.planned[0]
+        return self._planned
 
     @property
     def foreseen(self) -> tuple[Foreseen, ...]:
@@ -210,7 +215,9 @@ class Session:
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             arguments = (0,) if takes_index else ()
             try:
-                self._plan(StepRequest(TRAINING, structure, arguments, _answers(tensors), tuple(tensors) or None))
+                self._plan(
+                    StepRequest(TRAINING, structure, arguments, answers_on_host(tensors), tuple(tensors) or None)
+                )
             except Exception as error:
                 if not _may_be_early(error, trainer, self._module):
                     raise
@@ -238,20 +245,20 @@ class Session:
         self._is_early = False
         structure = self._structure(batch)
         tensors, now = flatten(batch)
-        if self._pipeline.planned is None:
-            self._plan(StepRequest(method, structure, arguments, _answers(tensors), tuple(tensors)))
+        if self._planned is None:
+            self._plan(StepRequest(method, structure, arguments, answers_on_host(tensors), tuple(tensors)))
         if self._feed.loads and now.leaves != structure.leaves:
             raise BatchError(
                 "The tensors of the batch have other shapes or types in the step than after the transfer to the "
                 "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
             )
-        leaves = tuple(tensors) if self._feed.loads else (None,) * len(tensors)
-        recording = self._recording if method == TRAINING else None
-        if recording is not None and not recording.active:
-            self._tell(recording)
-            recording = self._recording = None
+        assert self._planned is not None, "planned above"
+        present = tuple(tensors) if self._feed.loads else None
+        holder = self._planned.layout.stages[0][0]
+        call = StepRequest(method, structure, arguments, tensors=present, holder=holder)
+        recording = self._active_recording() if method == TRAINING else None
         turn = RunOptions(
-            leaves,
+            (None,) * len(tensors) if present is None else present,
             number=number,
             weight=weight * self._loss_scale.factor if method == TRAINING else weight,
             synchronise=synchronise,
@@ -260,15 +267,23 @@ class Session:
             stop=lambda: private.is_asked_to_end(self._module.trainer),
             confirm=self._feed.confirm,
         )
-        present = tuple(tensors) if self._feed.loads else None
-        assert self.plan is not None, "planned above"
-        holder = self.plan.layout.stages[0][0]
-        call = StepRequest(method, structure, arguments, tensors=present, holder=holder)
-        ran = self._trained(call, turn) if method == TRAINING else self._pipeline.run(call, turn)
+        return self._run(call, turn, recording)
+
+    def _run(self, call: StepRequest, turn: RunOptions, recording: Recording | None) -> Any:
+        """Run a step by the plan; log what it says, and return what it returns."""
+        ran = self._trained(call, turn) if call.method == TRAINING else self._pipeline.run(call, turn)
         self._stop = ran.stop
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
+
+    def _active_recording(self) -> Recording | None:
+        """Return what the next training step is recorded in; None once enough is recorded, which is told then."""
+        recording = self._recording
+        if recording is not None and not recording.active:
+            self._tell(recording)
+            recording = self._recording = None
+        return recording
 
     def take_stop(self) -> bool | None:
         """Return, once, whether the results of the last batch said that a rank is asked to stop; None without one."""
@@ -337,6 +352,7 @@ class Session:
             self._pipeline.plan_for(call, optimizers=self._optimizers)
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
+        self._planned = plan
         self.weights.move(self._device)
         self._averages.place(self._device)
         self._hold()
@@ -355,9 +371,9 @@ class Session:
         planned = self._pipeline.proposal
         if planned is not None:  # on rank 0
             introduce(planned, whole)
-        _warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
+        warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
-            _warn_of_backward_hooks(self._module)
+            warn_of_backward_hooks(self._module)
         self._stopwatch.lap("placing")
 
     def _moves_plainly(self) -> bool:
@@ -420,54 +436,3 @@ def _is_last_batch(trainer: pl.Trainer) -> bool:
 def _records(config: DappleConfig, *, ranks: int) -> bool:
     """Return whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
     return config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
-
-
-def _contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
-    """Return the context of each step: the precision plug-in's, and no gradients in evaluation."""
-
-    def without_gradients(own: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
-        @contextlib.contextmanager
-        def context() -> Any:
-            with torch.no_grad(), own():
-                yield
-
-        return context
-
-    return {
-        TRAINING: plugin.train_step_context,
-        "validation_step": without_gradients(plugin.val_step_context),
-        "test_step": without_gradients(plugin.test_step_context),
-        "predict_step": without_gradients(plugin.predict_step_context),
-    }
-
-
-def _answers(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...]]:
-    """Answer the questions of a step by running it on this batch, on the host where the whole module still is."""
-
-    def answers(request: Request) -> tuple[bool, ...]:
-        with private.on_host(request.module):
-            return real_answers(request, [tensor.cpu() for tensor in tensors])
-
-    return answers
-
-
-def _warn_of_backward_hooks(module: pl.LightningModule) -> None:
-    """Warn of backward hooks that run more often than on one device."""
-    if hooked := hooked_modules(module):
-        rank_zero_warn(
-            f"The hook on the backward of {hooked[0]} runs once for each micro-batch, on the ranks that have it. One "
-            "that treats samples by themselves gives the same gradients; one that keeps or averages them does not. "
-            "microbatches=1 keeps the batch whole."
-        )
-
-
-def _warn_of_mixing(plan: Plan, graph: Graph, *, measured: bool) -> None:
-    """Warn of what micro-batches (unless that was measured, and said) and slices of them change."""
-    nodes = (node for node in graph.nodes if node.name in graph.coupled and node.op != CALL)
-    mixed = dict.fromkeys(node.module or node.op for node in nodes)
-    is_cut = plan.microbatches > 1 and not measured
-    if mixed and (is_cut or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
-        rank_zero_warn(
-            f"Samples are mixed in {', '.join(mixed)}: it sees micro-batches (or slices) instead of whole batches, as "
-            "with gradient accumulation, so results differ a little from those of one device without accumulation."
-        )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_pipe.capture import flatten
+from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.program import Compute, Evict, Fetch, Free, Joined, Send, Vacate, VerifiedProgram
 from lightning_pipe.cost.activations import candidates
@@ -50,6 +51,15 @@ def plan_of(problem: Problem, join: int = 1) -> Plan:
     """Return the plan that keeps all."""
     plan = propose(problem, "uniform")[0].plan
     return replace(plan, options={**plan.options, "join": join}) if join > 1 else plan
+
+
+def tight(problem: Problem, *, share: float) -> Problem:
+    """Return a problem whose devices have this share of what keeping all takes beside the state; plans may offload."""
+    judged = propose(problem, "uniform")[0]
+    states = [curve.state_bytes for curve in judged.curves]
+    needs = (round(state + share * (peak - state)) for state, peak in zip(states, judged.peak_bytes, strict=True))
+    wishes = replace(problem.wishes, reliefs=frozenset({"offload"}))
+    return replace(problem, cluster=limited(problem.cluster, {"": max(needs)}), wishes=wishes)
 
 
 def mixed(plan: Plan, problem: Problem, *, recompute: float, offload: float, seed: str) -> Plan:

@@ -6,10 +6,12 @@ import functools
 
 import pytest
 
+from lightning_pipe.core.program import Evict
 from lightning_pipe.planner.evaluation.evaluate import judge
+from lightning_pipe.planner.registry import propose
 from lightning_pipe.schedule import SCHEDULES
 from lightning_pipe.schedule.construct.layout_shapes import both_ways
-from parity.policies import Ran, check_same, check_saved, mixed, plan_of, run, swapping_problem
+from parity.policies import Ran, check_same, check_saved, mixed, plan_of, run, swapping_problem, tight
 
 NAMES = ("gpt_tied", "unet_skips", "resnet_batchnorm", "seq2seq")
 ROUNDING = 1e-5  # of sums over joined micro-batches
@@ -70,6 +72,17 @@ def test_everything_recomputed_or_offloaded_under_every_schedule(name, schedule)
     reorders = schedule == "2bp" or (name == "gpt_tied" and folds)
     for mixture in MIXTURES:
         check(name, "1-1", schedule, mixture, tolerance=ROUNDING if reorders else 0.0)
+
+
+def test_where_some_micro_batches_are_offloaded():
+    """The integer program says which, and when they leave and come back."""
+    problem = swapping_problem("gpt_tied", layout="1-1", schedule="milp", microbatches=4, dropout=0.2)
+    judged = propose(tight(problem, share=0.7), "uniform")[0]
+    copied = {(x.stage, x.microbatch) for line in judged.program.ranks for x in line if isinstance(x, Evict)}
+    assert 0 < len(copied) < 4 * len({stage for stage, _ in copied})
+    ran = run(judged, "gpt_tied", problem, dropout=0.2)
+    check_same(ran, run(judge(plan_of(problem), problem), "gpt_tied", problem, dropout=0.2))
+    check_saved(ran, judged)
 
 
 @pytest.mark.parametrize(("mixture", "tolerance"), [((0.0, 0.5), 0.0), ((0.5, 0.0), ROUNDING)])

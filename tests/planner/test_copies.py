@@ -11,6 +11,7 @@ from lightning_pipe.core.cluster import Link
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import AnyCompute, OwnWork, Vacate
 from lightning_pipe.cost.stage import Cutter
+from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.copies import tighter
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged, judge
 from lightning_pipe.planner.evaluation.resolve import places_of
@@ -51,6 +52,18 @@ def test_a_plan_says_so_many_that_nobody_waits_for_a_copy_that_goes_as_foreseen(
     assert all(stage.beside_copy is not None for stage in found.plan.stages)
     assert found.step_s == pytest.approx(endless.step_s, rel=1e-12)
     assert all(a <= b for a, b in zip(found.peak_bytes, endless.peak_bytes, strict=True))
+
+
+def test_an_order_with_copies_of_a_stage_that_offloads_nothing_is_refused():
+    problem, plan = offloading("1f1b", 1.0)
+    order = tuple(
+        " ".join(f"{s}F{m} {s}VACATE{m} {s}FETCH{m} {s}B{m}" for m in range(MICROBATCHES)) for s in range(RANKS)
+    )
+    copying = replace(plan, order=order)
+    assert any(isinstance(x, Vacate) for line in judge(copying, problem).program.ranks for x in line)
+    first, second = copying.stages
+    with pytest.raises(PlanError, match="has copies to the host of stage 1, which offloads nothing"):
+        judge(replace(copying, stages=(first, replace(second, offload=()))), problem)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

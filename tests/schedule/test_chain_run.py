@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 
 from benchmarks.closed_forms import chain
-from lightning_pipe.core.program import Compute, Layout, Message, Order
+from lightning_pipe.core.program import Compute, CopyingOrder, Evict, Fetch, Layout, Message, Order, Vacate
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.construct.chain_run import chain_makespan, chain_starts
 from lightning_pipe.schedule.construct.layout_shapes import both_ways, looping, zigzag
@@ -103,6 +104,43 @@ def test_a_chain_runs_as_the_simulator_says(layout, split):
                 if (rank, name) in expected:  # of whole micro-batches a replica leaves out those of the others
                     assert start == expected[rank, name], f"{compute} on rank {rank}"
         assert chain_makespan(order, layout, times) == makespan
+
+
+def with_copies(order: Order, draw: random.Random) -> CopyingOrder:
+    """Return an order in which some micro-batches are offloaded, with the ends and returns of copies anywhere."""
+    works = sorted({(c.stage, c.microbatch) for line in order for c in line})
+    chosen = draw.sample(works, len(works) // 2)
+    return tuple(tuple(placed(line, chosen, draw)) for line in order)
+
+
+def placed(
+    line: Sequence[Compute], works: Sequence[tuple[int, int]], draw: random.Random
+) -> list[Compute | Vacate | Fetch]:
+    found: list[Compute | Vacate | Fetch] = [*line]
+    for s, m in works:
+        if Compute(s, "F", m) in found:
+            kind = "I" if Compute(s, "I", m) in found else "B"
+            vacate = draw.randint(found.index(Compute(s, "F", m)) + 1, found.index(Compute(s, kind, m)))
+            found.insert(vacate, Vacate(s, m))
+            found.insert(draw.randint(vacate + 1, found.index(Compute(s, kind, m))), Fetch(s, m))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.stages)))
+@pytest.mark.parametrize("split", [True, False])
+def test_copies_to_the_host_run_as_the_simulator_says(layout, split):
+    draw = random.Random(len(layout.stages))
+    count = len(layout.stages)
+    for copy_s in (0.2, 3.0):
+        times = replace(random_times(layout, draw, messages=0.5), copied_bytes=(1.0,) * count, copy_s=(copy_s,) * count)
+        order = with_copies(random_order(layout, 6, draw, split=split), draw)
+        traffic = replace(chain(count), offloads=tuple(range(count)))
+        program = verify(lower(order, layout=layout, sizes=(24,) * 6, traffic=traffic))
+        timeline = simulate(program, TimesPrices(times=times, swap=copy_s))
+        ends = [event.end for rank in range(layout.ranks) for event in timeline.computes(rank)]
+        assert chain_makespan(order, layout, times) == max(ends)
+        copies = {(x.stage, x.microbatch) for line in order for x in line if isinstance(x, Vacate)}
+        assert {(x.stage, x.microbatch) for line in program.ranks for x in line if isinstance(x, Evict)} == copies
 
 
 def test_messages_of_a_channel_wait_for_each_other():

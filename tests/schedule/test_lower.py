@@ -24,6 +24,7 @@ from lightning_pipe.core.program import (
     Vacate,
 )
 from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.formats.text import parse_order
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.rules import Dataflow, halves
 from lightning_pipe.schedule.verification.verify import verify
@@ -188,6 +189,20 @@ def test_memory_is_given_up_some_computes_after_f_and_before_i(beside):
             between = sum(isinstance(y, Compute) for y in line[forward + 1 : backward])
             found = sum(isinstance(y, Compute) for y in line[forward + 1 : vacate])
             assert found == (between if count is None else min(count, between)), (s, x)
+
+
+def test_an_order_says_which_micro_batches_are_offloaded_and_when():
+    """Its copies stand right before the next compute; what it does not name is kept, but for stages without any."""
+    order = parse_order(["0F0 0F1 0VACATE1 0F2 0B0 0FETCH1 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"])
+    traffic = Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), (), offloads=(0, 1))
+    program = verify(lower(order, layout=Layout(((0,), (1,))), sizes=(1,) * 3, traffic=traffic))
+    kinds = (Compute, Evict, Vacate, Fetch)
+    first, second = ([str(x) for x in line if isinstance(x, kinds)] for line in program.ranks)
+    assert " ".join(first) == "0F0 0F1 0EVICT1 0VACATE1 0F2 0I0 0W0 0FETCH1 0I1 0W1 0I2 0W2"
+    assert sum("EVICT" in x for x in second) == 3
+    assert not isinstance(program.ranks[0][program.ranks[0].index(Vacate(0, 1)) + 1], Recv)
+    keeping = lower(order, layout=Layout(((0,), (1,))), sizes=(1,) * 3, traffic=replace(traffic, offloads=()))
+    assert not any(isinstance(x, (Evict, Vacate, Fetch)) for line in verify(keeping).ranks for x in line)
 
 
 def test_programs_that_do_not_offload_are_lowered_as_before(small_case, build):

@@ -12,15 +12,19 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipe.core.program import Compute, Layout
+from benchmarks.closed_forms import chain
+from lightning_pipe.core.program import Compute, Fetch, Layout, Vacate
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.construct.chain_run import chain_makespan, chain_starts
-from lightning_pipe.schedule.construct.devices import fits, peak_bytes
+from lightning_pipe.schedule.construct.devices import bytes_of, fits, peak_bytes
 from lightning_pipe.schedule.construct.layout_shapes import looping, zigzag
 from lightning_pipe.schedule.construct.stage_times import ChainTimes
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.search.copying import copying_orders
 from lightning_pipe.schedule.search.greedy import published_orders
 from lightning_pipe.schedule.search.time_windows import TimeWindows, computes_of, inputs_of
+from lightning_pipe.schedule.verification.verify import verify
 
 SAVED, KEPT = 2.0, 1.0
 
@@ -89,6 +93,89 @@ def least_of_all_orders(times: ChainTimes, microbatches: int) -> float:
     return least
 
 
+Placed = Compute | Vacate | Fetch
+
+
+def every_copying_line(microbatches: int, times: ChainTimes) -> Iterator[tuple[Placed, ...]]:
+    """Yield all lines of a first device, with any of its micro-batches offloaded, in which memory suffices.
+
+    Memory is given up right before what would not fit otherwise: to wait for a copy sooner only costs time.
+    """
+    room, size = times.room_bytes[0], times.copied_bytes[0]
+
+    def nexts(done: dict[str, int], away: frozenset[int], back: frozenset[int]) -> Iterator[Placed]:
+        """Yield what can come next by data flow; micro-batches ascend in every kind."""
+        if done["F"] < microbatches:
+            yield Compute(0, "F", done["F"])
+        if done["I"] < done["F"] and (done["I"] in back or done["I"] not in away):
+            yield Compute(0, "I", done["I"])
+        if done["W"] < done["I"]:
+            yield Compute(0, "W", done["W"])
+        yield from (Vacate(0, m) for m in range(max(done["I"], done["VACATE"]), done["F"]))
+        yield from (Fetch(0, m) for m in sorted(away - back)[:1])
+
+    def extended(line, held: float, done: dict[str, int], away, back) -> Iterator[tuple[Placed, ...]]:
+        if done["W"] == microbatches:
+            yield line
+        for one in nexts(done, away, back):
+            needs, m = bytes_of(one, times), one.microbatch
+            is_behind_vacate = bool(line) and isinstance(line[-1], Vacate)
+            if held + needs > room or (is_behind_vacate and held + size + needs <= room):
+                continue
+            if isinstance(one, Compute):
+                yield from extended((*line, one), held + needs, {**done, one.kind: m + 1}, away, back)
+            elif isinstance(one, Vacate):
+                yield from extended((*line, one), held + needs, {**done, "VACATE": m + 1}, away | {m}, back)
+            else:
+                yield from extended((*line, one), held + needs, done, away, back | {m})
+
+    yield from extended((), 0.0, dict.fromkeys(("F", "I", "W", "VACATE"), 0), frozenset(), frozenset())
+
+
+def copying_makespan(lines: Sequence[Sequence[Placed]], times: ChainTimes, microbatches: int) -> float:
+    """Return the longest path as `makespan` does, with copies: on one lane in each direction, in the order of the line.
+
+    A copy out follows its F, `Vacate` waits for its end; a copy back follows `Fetch`, and I waits for its end.
+    """
+    stages = len(times.forward_s)
+    kinds = [[Compute(s, kind, m) for m in range(microbatches)] for s in range(stages) for kind in "FIW"]
+    seconds: dict[object, float] = {c: times.compute_s(c) for c in itertools.chain(*kinds)}
+    inputs: dict[object, list[tuple[object, float]]] = {
+        c: [(a, times.message_s(a.stage, c.stage) if a.stage != c.stage else 0.0) for a in inputs_of(c, stages=stages)]
+        for c in itertools.chain(*kinds)
+    }
+    leaving = [one for line in lines for one in line if isinstance(one, Vacate)]
+    coming = [one for line in lines for one in line if isinstance(one, Fetch)]
+    for one in (*leaving, *coming):
+        inputs[one], seconds[one] = [], 0.0
+        inputs["copy", one], seconds["copy", one] = [], times.copy_s[one.stage]
+    for one in leaving:
+        inputs["copy", one].append((Compute(one.stage, "F", one.microbatch), 0.0))
+        inputs[one].append((("copy", one), 0.0))
+    for one in coming:
+        inputs["copy", one].append((one, 0.0))
+        inputs[Compute(one.stage, "I", one.microbatch)].append((("copy", one), 0.0))
+    for lane in (leaving, coming):
+        for a, b in itertools.pairwise(lane):
+            inputs["copy", b].append((("copy", a), 0.0))
+    for a, b in itertools.chain.from_iterable(map(itertools.pairwise, (*kinds, *lines))):
+        inputs[b].append((a, 0.0))
+    return longest_path(inputs, seconds)
+
+
+def longest_path(inputs: dict[object, list[tuple[object, float]]], seconds: dict[object, float]) -> float:
+    """Return when all have ended; endless if they wait for each other."""
+    ends: dict[object, float] = {}
+
+    def end(one: object) -> float:
+        if one not in ends:
+            ends[one] = math.inf  # as long as it waits for itself
+            ends[one] = max((end(a) + wait for a, wait in inputs[one]), default=0.0) + seconds[one]
+        return ends[one]
+
+    return max(map(end, inputs))
+
+
 def best_fixed(layout: Layout, microbatches: int, times: ChainTimes) -> float:
     """Return the makespan of the best published order that fits, 1F1B with up to four warm-up forwards among them."""
     depths = itertools.product(range(1, 5), repeat=len(layout.stages))
@@ -114,6 +201,32 @@ def test_the_program_finds_the_least_of_all_orders_where_1f1b_has_no_room(seed, 
     assert found < chain_makespan(order_of("greedy", layout=layout, microbatches=4, times=times), layout, times)
 
 
+LONG = pytest.param(5, 4, 4.0, 3.0, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("seed", "microbatches", "room", "copy_s"), [(0, 3, 3.0, 4.0), (1, 3, 3.0, 4.0), LONG])
+def test_the_program_copies_as_well_as_the_best_of_all_orders_and_copies(seed, microbatches, room, copy_s):
+    """Three devices, the first of which can offload and has no room for what 1F1B would keep."""
+    layout = linear(3)
+    plain = unequal_times(seed, (room, 4.0, 4.0))
+    times = replace(plain, copied_bytes=(SAVED, 0.0, 0.0), copy_s=(copy_s, 0.0, 0.0))
+    assert not fits(order_of("1f1b", layout=layout, microbatches=microbatches), times)
+    order = order_of("milp", layout=layout, microbatches=microbatches, times=times)
+    found = chain_makespan(order, layout, times)
+    assert fits(order, times)
+    assert found == copying_makespan(order, times, microbatches) < taken("milp", layout, microbatches, plain)
+    others = [list(every_line(s, microbatches, times)) for s in (1, 2)]
+    lines = [x for x in every_copying_line(microbatches, times) if copying_makespan([x], times, microbatches) < found]
+    others = [[line for line in part if makespan([line], times, microbatches) < found] for part in others]
+    parts = [part for part in itertools.product(*others) if makespan(part, times, microbatches) < found]
+    better = [
+        (line, part)
+        for line, part in itertools.product(lines, parts)
+        if copying_makespan([line, *part], times, microbatches) < found
+    ]
+    assert not better
+
+
 def taken(name: str, layout: Layout, microbatches: int, times: ChainTimes, **options: int | str) -> float:
     """Return the makespan of an order that fits."""
     order = order_of(name, layout=layout, microbatches=microbatches, times=times, options=options)
@@ -129,6 +242,21 @@ def test_the_program_is_never_worse_than_the_best_fixed_order_that_it_starts_fro
         found = taken("milp", layout, 8, times, seconds=seconds)
         assert found <= taken("greedy", layout, 8, times)
         assert found <= best_fixed(layout, 8, times)
+
+
+@pytest.mark.parametrize("layout", [linear(4), looping([(0,), (1,)], 2), zigzag([(0, 1), (2,)], 2)], ids=str)
+def test_orders_that_copy_what_is_needed_last_fit_and_are_no_slower_in_the_end(layout):
+    count = len(layout.stages)
+    for seed in range(2):
+        times = unequal_times(seed, (5.0,) * count)
+        times = replace(times, room_bytes=(5.0,) * layout.ranks, copied_bytes=(1.5,) * count, copy_s=(3.0,) * count)
+        found = taken("milp", layout, 5, times, seconds=0)
+        orders = [*copying_orders(layout, 5, times)]
+        assert orders and all(fits(order, times) for order in orders)
+        assert found <= min(chain_makespan(order, layout, times) for order in orders)
+        traffic = replace(chain(count), offloads=tuple(range(count)))
+        for order in orders:
+            verify(lower(order, layout=layout, sizes=(2,) * 5, traffic=traffic))
 
 
 def test_two_stages_on_a_device_are_solved_too():

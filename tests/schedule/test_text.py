@@ -152,5 +152,7 @@ def test_what_cannot_be_read_is_named(found, instead, message):
 def test_an_order_is_read_as_it_was_written():
     order = order_of("1f1b", layout=Layout(((0,), (1,), (0,))), microbatches=3)
     assert parse_order(format_order(order)) == order
+    copying = ((*order[0][:1], Vacate(0, 0), Fetch(0, 0), *order[0][1:]), order[1])
+    assert parse_order(format_order(copying)) == copying
     with pytest.raises(PlanError, match="found '0SEND1' in the order of rank 1; expected computes such as 2F0"):
         parse_order(["0F0", "0SEND1"])

@@ -10,8 +10,9 @@ import pytest
 
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import save_yaml
+from lightning_pipe.planner.registry import propose
 from lightning_pipe.runtime.stage import Stage
-from parity.policies import mixed, plan_of, swapping_problem
+from parity.policies import mixed, plan_of, swapping_problem, tight
 from ranks.world import World
 from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline
 
@@ -57,6 +58,24 @@ def test_a_plan_that_recomputes_and_offloads_trains_as_one_device_does(name, lay
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
+def test_so_does_one_of_which_some_micro_batches_are_offloaded(tmp_path: Path):
+    problem = swapping_problem("gpt_tied", layout="1-1", schedule="milp", microbatches=4, dropout=0.3)
+    plan = propose(tight(problem, share=0.7), "uniform")[0].plan
+    copies = sum(line.count("VACATE") for line in plan.order)
+    assert 0 < copies < 4 * sum(bool(stage.offload) for stage in plan.stages)
+    save_yaml(replace(plan, graph=""), tmp_path / "plan.yaml")
+    expected = fit(Case("gpt_tied", {}, SHORT, dropout=0.3), dapple(microbatches=4))
+    case = Case("gpt_tied", {"plan": str(tmp_path / "plan.yaml")}, SHORT, dropout=0.3)
+    evictions = 0
+    for found, evicted in World(2).run(fit_counting, case):
+        assert_same(found, expected, rtol=ROUNDING)
+        evictions += evicted
+    assert evictions == 3 * copies, "of every step"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 def test_so_does_one_whose_ranks_run_ahead_and_take_steps_back(tmp_path: Path):
     save_yaml(plan_for("gpt_tied", "1-1", dropout=0.3), tmp_path / "plan.yaml")
     clipped = {**SHORT, "max_steps": 6, "gradient_clip_val": 0.05}

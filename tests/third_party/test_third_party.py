@@ -1,4 +1,9 @@
-"""Modules of third-party projects train split over two ranks as on one device (extra `projects`; slow)."""
+"""Modules of third-party projects train split over two ranks as on one device (slow).
+
+They want an environment of their own, since they limit each other's versions (as of 2026-11-23):
+
+    pip install -e '.[projects]' pytest pytest-timeout 'pyarrow<21'
+"""
 
 from __future__ import annotations
 

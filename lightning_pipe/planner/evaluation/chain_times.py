@@ -7,7 +7,7 @@ Of replicas the slowest counts, of messages between two stages the longest, and 
 from __future__ import annotations
 
 from lightning_pipe.core.cluster import Cluster
-from lightning_pipe.core.program import Compute, ComputeKind
+from lightning_pipe.core.program import Compute, ComputeKind, Evict
 from lightning_pipe.cost.prices import PlanPrices
 from lightning_pipe.schedule.construct.merge import stages_by_rank
 from lightning_pipe.schedule.construct.stage_times import ChainTimes
@@ -54,7 +54,15 @@ def times_of(prices: PlanPrices, sizes: tuple[int, ...], *, cluster: Cluster) ->
         )
         return cluster.device(rank).memory_bytes - prices.state_bytes(rank) - workspace
 
-    stages = range(len(layout.stages))
+    def copy_s(stage: int) -> float:
+        evict = Evict(stage, largest)
+        return max(prices.own_work_s(evict, rank, samples(stage, rank)) for rank in layout.stages[stage])
+
+    def copied_bytes(stage: int) -> int:
+        evict, ranks = Evict(stage, largest), layout.stages[stage]
+        return min(prices.own_work_bytes(evict, rank, samples(stage, rank)) for rank in ranks)
+
+    stages, leaving = range(len(layout.stages)), prices.traffic.offloads
     return ChainTimes(
         forward_s=tuple(compute_s(s, "F") for s in stages),
         input_s=tuple(compute_s(s, "I") for s in stages),
@@ -64,6 +72,8 @@ def times_of(prices: PlanPrices, sizes: tuple[int, ...], *, cluster: Cluster) ->
         saved_bytes=tuple(prices.saved_bytes(s, most(s)) for s in stages),
         kept_bytes=tuple(prices.kept_bytes(s, most(s)) for s in stages),
         room_bytes=tuple(room(rank, held) for rank, held in enumerate(stages_by_rank(layout))),
+        copied_bytes=tuple(copied_bytes(s) if s in leaving else 0.0 for s in stages) if leaving else (),
+        copy_s=tuple(copy_s(s) if s in leaving else 0.0 for s in stages) if leaving else (),
     )
 
 

@@ -20,13 +20,15 @@ from dataclasses import replace
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Compute, Evict
 from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.schedule.registry import stages_placed
 
 _ROUNDING = 1e-9  # of the time at which a copy ends, by which a compute may start before it
 
 
 def is_open(plan: Plan, offloads: tuple[int, ...]) -> bool:
     """Return whether a stage that offloads leaves it open how many computes run beside a copy."""
-    return any(plan.stages[stage].beside_copy is None for stage in offloads)
+    free = [stage for stage in offloads if plan.stages[stage].beside_copy is None]
+    return bool(free) and not stages_placed(plan).issuperset(free)
 
 
 def with_copies(plan: Plan, timeline: Timeline, offloads: tuple[int, ...]) -> Plan:

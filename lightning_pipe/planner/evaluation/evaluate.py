@@ -16,7 +16,7 @@ from functools import cached_property
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import Layout, Order, VerifiedProgram
+from lightning_pipe.core.program import CopyingOrder, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import Reliefs
 from lightning_pipe.cost.prices import PlanPrices, Pricer
@@ -26,12 +26,22 @@ from lightning_pipe.planner.evaluation.copies import is_open, with_copies
 from lightning_pipe.planner.evaluation.resolve import resolve, resolve_reliefs
 from lightning_pipe.planner.evaluation.symmetry import SymmetryReduction, fold, instructions, whole
 from lightning_pipe.planner.problem import Problem
+from lightning_pipe.schedule.construct.devices import peak_bytes
+from lightning_pipe.schedule.formats.text import parse_order
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.forward_only import forward_only
-from lightning_pipe.schedule.registry import needs_times, order_of, planned_join, planned_order, with_order
+from lightning_pipe.schedule.registry import (
+    needs_times,
+    order_of,
+    planned_join,
+    planned_order,
+    stages_placed,
+    with_order,
+)
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulate
 
+_ORDERS = 2  # that are tried of one plan
 _WHOLE = 20_000  # instructions up to which a program is judged with all its ranks, some 0.4 seconds
 
 
@@ -123,7 +133,32 @@ class Judge:
             prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
         if self._problem.training and needs_times(plan):
-            plan = with_order(plan, times_of(prices, sizes, cluster=self._problem.cluster))
+            return self._ordered(plan, cuts, sizes)
+        return self._simulated(plan, cuts, sizes, folds=folds)
+
+    def _ordered(self, plan: Plan, cuts: tuple[int, ...], sizes: tuple[int, ...]) -> Judged:
+        """Judge a plan whose order is decided by times, again with less room if the first order exceeds memory.
+
+        The room that schedules are told of leaves out messages, results and sums.
+        """
+        cluster = self._problem.cluster
+        times = times_of(self._priced(plan, cuts), sizes, cluster=cluster)
+        tried: dict[tuple[str, ...], Judged] = {}
+        for _ in range(_ORDERS):
+            ordered = with_order(plan, times)
+            if ordered.order in tried:
+                break
+            judged = tried[ordered.order] = self._simulated(ordered, cuts, sizes, folds=False)
+            if judged.overflow(cluster) <= 0:
+                break
+            held = [peak_bytes(line, times) for line in parse_order(ordered.order)]
+            over = [max(0, peak - cluster.device(r).memory_bytes) for r, peak in enumerate(judged.peak_bytes)]
+            rooms = zip(times.room_bytes, held, over, strict=True)
+            times = replace(times, room_bytes=tuple(min(r, h) - o if o else r for r, h, o in rooms))
+        return min(tried.values(), key=lambda judged: judged.rank(cluster))
+
+    def _simulated(self, plan: Plan, cuts: tuple[int, ...], sizes: tuple[int, ...], *, folds: bool) -> Judged:
+        prices = self._priced(plan, cuts)
         if folds and not plan.order and instructions(prices.layout, sizes) > _WHOLE:
             part = fold(sizes, prices=prices, cluster=self._problem.cluster)
         else:
@@ -149,6 +184,7 @@ class Judge:
 
     def _program(self, plan: Plan, part: SymmetryReduction, prices: PlanPrices) -> VerifiedProgram:
         training = self._problem.training
+        _check_copies(plan, prices)
         order = _order(plan, part, training=training)
         return verify(
             lower(
@@ -186,7 +222,16 @@ def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:
                 )
 
 
-def _order(plan: Plan, part: SymmetryReduction, *, training: bool) -> Order:
+def _check_copies(plan: Plan, prices: PlanPrices) -> None:
+    keeping = stages_placed(plan).difference(prices.traffic.offloads)
+    if keeping:
+        raise PlanError(
+            f"The order of the plan has copies to the host of stage {min(keeping)}, which offloads nothing. Name what "
+            "it offloads in `offload:`, or remove VACATE and FETCH of this stage from the order."
+        )
+
+
+def _order(plan: Plan, part: SymmetryReduction, *, training: bool) -> CopyingOrder:
     if not training:
         return forward_only(part.layout, len(part.sizes))
     if plan.order:

@@ -12,9 +12,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from lightning_pipe.core.cluster import NO_SWAP
 from lightning_pipe.core.plan import Plan, StagePlan, microbatch_sizes
 from lightning_pipe.core.program import Compute, ComputeKind, Layout
 from lightning_pipe.cost.prices import PlanPrices
@@ -26,12 +27,14 @@ from lightning_pipe.planner.estimates.balance import Balancer
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
 from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.memory.settle import squeezed
 from lightning_pipe.planner.problem import Problem
+from lightning_pipe.schedule.construct.device_orders import computes_only
 from lightning_pipe.schedule.construct.layout_shapes import Device
 from lightning_pipe.schedule.formats.text import parse_order
 from lightning_pipe.schedule.formats.torch_csv import layout_of
-from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule, joined
+from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule, decides_copies, joined
 
 OUTLINED = ("1f1b", "gpipe")  # schedules that planners look for themselves, one stage per device
 Row: TypeAlias = tuple[Device, ...]
@@ -134,7 +137,7 @@ class ScheduleCandidates:
         """
         problem = self._problem
         order = parse_order(problem.wishes.order)
-        layout = layout_of(order)
+        layout = layout_of(computes_only(order))
         count = 1 + max(compute.microbatch for line in order for compute in line)
         if layout.ranks != problem.cluster.ranks:
             raise PlanError(
@@ -208,7 +211,7 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
             refused.append(error)
             continue
         for candidate in (one, *_joined(one, judge)):
-            variants = [candidate, *squeezed(problem, [candidate], judge=judge)]
+            variants = [candidate, *squeezed(problem, [candidate], judge=judge), *_copying(problem, candidate, judge)]
             judged.append(min(variants, key=lambda one: one.rank(problem.cluster)))
             best = min(best, judged[-1], key=lambda one: one.rank(problem.cluster))
     if wished and refused and not judged:
@@ -226,6 +229,29 @@ def _joined(one: Judged, judge: Judge) -> Iterator[Judged]:
         found = judge.judge(plan)
         if found.step_s < one.step_s * (1 - _WORTH):
             yield found
+
+
+def _copying(problem: Problem, one: Judged, judge: Judge) -> Iterator[Judged]:
+    """Yield a plan whose schedule decides what is offloaded when, where some rank cannot hold all micro-batches."""
+    hosts, wishes = problem.cluster.hosts, problem.wishes
+    if not decides_copies(one.plan) or "offload" not in wishes.reliefs or NO_SWAP in [host.swap for host in hosts]:
+        return
+    needed = [_bytes_of_all(one, rank) for rank in range(problem.cluster.ranks)]
+    if any(need > problem.cluster.device(rank).memory_bytes for rank, need in enumerate(needed)):
+        stages = (
+            replace(stage, offload=places_of(problem.graph, work, work.saved))
+            for stage, work in zip(one.plan.stages, judge.pricer.works(one.cuts), strict=True)
+        )
+        yield judge.judge(replace(one.plan, stages=tuple(stages), order=()))
+
+
+def _bytes_of_all(one: Judged, rank: int) -> int:
+    """Return what a rank would hold if it kept all micro-batches at once."""
+    layout, saved = one.program.layout, 0
+    for s, ranks in enumerate(layout.stages):
+        for m, size in enumerate(one.program.sizes if rank in ranks else ()):
+            saved += one.prices.saved_bytes(s, len(layout.samples(s, ranks.index(rank), m, size)))
+    return one.curves[rank].state_bytes + saved
 
 
 _ROWS = 2  # rows of devices of plans on which drafts are made

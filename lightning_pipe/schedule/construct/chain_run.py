@@ -9,6 +9,8 @@ orders. The assumptions are those of lowering and of the simulator:
     channel   (sender, receiver) moves one message at a time in the order of the sends, from the moment that both ends
               have posted it: the sender when it is made, the receiver `AHEAD` computes before its use, or earlier
               where a later message of the channel is used earlier
+    copy      to the host from the end of F on, and back from the place of `Fetch` on: one at a time in each direction
+              on a rank, beside all else; `Vacate` waits for the end of the way out, I for that of the way back
 
 Optimizer steps, reductions, memory and what posting costs are left out.
 
@@ -25,18 +27,29 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TypeAlias
 
-from lightning_pipe.core.program import Compute, ComputeKind, Edge, Layout, Order, Traffic
+from lightning_pipe.core.program import (
+    Compute,
+    ComputeKind,
+    CopyingOrder,
+    Edge,
+    Fetch,
+    Layout,
+    Order,
+    Traffic,
+    Vacate,
+)
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.lower.transfers import AHEAD
 from lightning_pipe.schedule.rules import Dataflow, halves
 
 Parcel: TypeAlias = tuple[int, int, int]  # source stage, target stage, micro-batch
+Work: TypeAlias = tuple[int, int]  # stage, micro-batch
 Channels: TypeAlias = dict[tuple[int, int], "_Channel"]  # by sender and receiver
 
 
-def chain_makespan(order: Order, layout: Layout, times: ChainTimes) -> float:
-    """Return the seconds from the first start to the last end of an order.
+def chain_makespan(order: CopyingOrder, layout: Layout, times: ChainTimes) -> float:
+    """Return the seconds from the first start to the last end of an order's computes.
 
     Raises:
         ProgramError: if a compute waits for one that does not come.
@@ -95,6 +108,53 @@ class _Channel:
 
 
 @dataclass
+class _Copies:
+    """The copies of one rank to its host and back.
+
+    Attributes:
+        before: by task, the places of copies before it.
+        leaving: stages and micro-batches that are copied.
+        clocks: by task so far, when the rank comes to it.
+        away: when each has left.
+        back: when each is back.
+        out_free: when the lane to the host is free.
+        back_free: when the lane back is free.
+    """
+
+    before: dict[int, list[Vacate | Fetch]] = field(default_factory=lambda: defaultdict(list))
+    leaving: set[Work] = field(default_factory=set)
+    clocks: list[float] = field(default_factory=list)
+    away: dict[Work, float] = field(default_factory=dict)
+    back: dict[Work, float] = field(default_factory=dict)
+    out_free: float = 0.0
+    back_free: float = 0.0
+
+    def put(self, copy: Vacate | Fetch, number: int) -> None:
+        """Place a copy before a task."""
+        self.before[number].append(copy)
+        self.leaving.add((copy.stage, copy.microbatch))
+
+    def clock(self, number: int, now: float, times: ChainTimes) -> float:
+        """Return when the rank, at `now` with the task before, comes to a task."""
+        if len(self.clocks) <= number:
+            for copy in self.before.get(number, ()):
+                work = (copy.stage, copy.microbatch)
+                if isinstance(copy, Vacate):
+                    now = max(now, self.away[work])
+                else:
+                    start = max(now, self.away[work], self.back_free)
+                    self.back[work] = self.back_free = start + times.copy_s[copy.stage]
+            self.clocks.append(now)
+        return self.clocks[number]
+
+    def leave(self, task: Compute, end: float, times: ChainTimes) -> None:
+        """Begin the way out behind an F."""
+        work = (task.stage, task.microbatch)
+        if task.kind == "F" and work in self.leaving:
+            self.away[work] = self.out_free = max(end, self.out_free) + times.copy_s[task.stage]
+
+
+@dataclass
 class _Line:
     """What one rank runs.
 
@@ -105,6 +165,7 @@ class _Line:
         gives: by task, the channels of the messages that it makes.
         starts: of the tasks so far.
         ends: of the tasks so far.
+        copies: to the host and back.
     """
 
     tasks: list[Compute] = field(default_factory=list)
@@ -113,15 +174,16 @@ class _Line:
     gives: list[list[_Channel]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    copies: _Copies = field(default_factory=_Copies)
 
 
-def _run(order: Order, layout: Layout, times: ChainTimes) -> list[_Line]:
+def _run(order: CopyingOrder, layout: Layout, times: ChainTimes) -> list[_Line]:
     """Run an order; return its lines with their starts and ends."""
     lines = _lines(order, layout, times)
     runnable = deque(range(len(lines)))
     while runnable:
         line = lines[runnable.popleft()]
-        while _is_unfinished(line) and (ready := _inputs_s(line)) is not None:
+        while _is_unfinished(line) and (ready := _inputs_s(line, times)) is not None:
             runnable.extend(_compute(line, ready, times))
     stuck = [f"{line.tasks[len(line.ends)]} on rank {r}" for r, line in enumerate(lines) if _is_unfinished(line)]
     if stuck:
@@ -129,10 +191,13 @@ def _run(order: Order, layout: Layout, times: ChainTimes) -> list[_Line]:
     return lines
 
 
-def _inputs_s(line: _Line) -> float | None:
+def _inputs_s(line: _Line, times: ChainTimes) -> float | None:
     """Return when the inputs of the next compute are there and its rank is free; None, and wait, if that is unknown."""
-    ready = line.ends[-1] if line.ends else 0.0
-    for channel, number in line.gets[len(line.ends)]:
+    n = len(line.ends)
+    ready = line.copies.clock(n, line.ends[-1] if line.ends else 0.0, times)
+    if line.tasks[n].kind == "I":
+        ready = max(ready, line.copies.back.get((line.tasks[n].stage, line.tasks[n].microbatch), ready))
+    for channel, number in line.gets[n]:
         arrival = channel.arrival(number, line)
         if arrival is None:
             channel.waiting = True
@@ -146,6 +211,7 @@ def _compute(line: _Line, start: float, times: ChainTimes) -> Iterator[int]:
     n = len(line.ends)
     line.starts.append(start)
     line.ends.append(start + times.compute_s(line.tasks[n]))
+    line.copies.leave(line.tasks[n], line.ends[n], times)
     for channel in line.gives[n]:
         channel.sent.append(line.ends[n])
         if channel.waiting:
@@ -157,7 +223,7 @@ def _is_unfinished(line: _Line) -> bool:
     return len(line.ends) < len(line.tasks)
 
 
-def _lines(order: Order, layout: Layout, times: ChainTimes) -> list[_Line]:
+def _lines(order: CopyingOrder, layout: Layout, times: ChainTimes) -> list[_Line]:
     """Return what the ranks run, with the channels between them."""
     wiring = _wiring(layout)
     channels: Channels = defaultdict(_Channel)
@@ -176,9 +242,13 @@ def _lines(order: Order, layout: Layout, times: ChainTimes) -> list[_Line]:
     return lines
 
 
-def _line(computes: Iterable[Compute], rank: int, wiring: _Wiring) -> _Line:
+def _line(computes: Iterable[Compute | Vacate | Fetch], rank: int, wiring: _Wiring) -> _Line:
     line, done = _Line(), set[Compute]()
     for compute in computes:
+        if isinstance(compute, (Vacate, Fetch)):
+            if not wiring.is_empty(Compute(compute.stage, "F", compute.microbatch), rank):
+                line.copies.put(compute, len(line.tasks))
+            continue
         line.firsts.append(len(line.tasks))
         for task in halves(compute):
             if wiring.is_empty(task, rank):

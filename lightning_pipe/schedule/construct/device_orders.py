@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from lightning_pipe.core.program import Compute, Order
+from lightning_pipe.core.program import Compute, CopyingOrder, Fetch, Order, Vacate
 from lightning_pipe.schedule.construct.layout_shapes import RowShape
+
+OrderedT = TypeVar("OrderedT", Compute, Compute | Vacate | Fetch)
 
 
 def order_of_devices(lines: Sequence[Sequence[Compute]], *, row: RowShape) -> Order:
@@ -14,13 +17,18 @@ def order_of_devices(lines: Sequence[Sequence[Compute]], *, row: RowShape) -> Or
     return tuple(by_rank.get(rank, ()) for rank in range(1 + max(by_rank)))
 
 
-def without_padding(lines: Iterable[Iterable[Compute]], microbatches: int) -> tuple[tuple[Compute, ...], ...]:
-    """Return lines without the computes of micro-batches that do not exist.
+def computes_only(order: CopyingOrder) -> Order:
+    """Return an order without the places of copies."""
+    return tuple(tuple(one for one in line if isinstance(one, Compute)) for line in order)
+
+
+def without_padding(lines: Iterable[Iterable[OrderedT]], microbatches: int) -> tuple[tuple[OrderedT, ...], ...]:
+    """Return lines without the computes, and the copies, of micro-batches that do not exist.
 
     Computes of different micro-batches do not need each other, so what is left can run in the same order. A schedule
     that is stated for multiples of a number is asked for the next multiple, and what is too much is left out.
     """
-    return tuple(tuple(compute for compute in line if compute.microbatch < microbatches) for line in lines)
+    return tuple(tuple(one for one in line if one.microbatch < microbatches) for line in lines)
 
 
 def padded(microbatches: int, multiple: int) -> int:

@@ -2,7 +2,7 @@
 
 For schedules that look at times. A device is a rank, or several that are replicas of each other and run one line. What
 a rank keeps is counted between its computes: F leaves `saved_bytes`, I takes these and leaves `kept_bytes`, W takes
-those.
+those. Of what F leaves, `copied_bytes` are on the host from `Vacate` to `Fetch`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_pipe.core.program import Compute, Layout, Order
+from lightning_pipe.core.program import Compute, CopyingOrder, Fetch, Layout, Vacate
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.schedule.construct.device_orders import OrderedT
 from lightning_pipe.schedule.construct.layout_shapes import Device
 from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.rules import halves
@@ -43,7 +44,7 @@ def stages_by_device(layout: Layout, *, schedule: str) -> dict[Device, tuple[int
     return {device: tuple(stages) for device, stages in found.items()}
 
 
-def order_of_lines(lines: Mapping[Device, Sequence[Compute]]) -> Order:
+def order_of_lines(lines: Mapping[Device, Sequence[OrderedT]]) -> tuple[tuple[OrderedT, ...], ...]:
     """Return the order in which every rank runs the line of its device."""
     by_rank = {rank: tuple(line) for device, line in lines.items() for rank in device}
     return tuple(by_rank.get(rank, ()) for rank in range(1 + max(by_rank)))
@@ -54,19 +55,25 @@ def room_of(device: Device, times: ChainTimes) -> float:
     return min(times.room_bytes[rank] for rank in device)
 
 
-def bytes_of(compute: Compute, times: ChainTimes) -> float:
-    """Return the bytes by which a compute changes what its rank keeps."""
+def bytes_of(compute: Compute | Vacate | Fetch, times: ChainTimes) -> float:
+    """Return the bytes by which a compute, or a copy to the host, changes what its rank keeps."""
+    if isinstance(compute, (Vacate, Fetch)):
+        return compute.effects.bytes * times.copied_bytes[compute.stage]
     saved, kept = times.saved_bytes[compute.stage], times.kept_bytes[compute.stage]
     return {"F": saved, "I": kept - saved, "W": -kept, "B": -saved}[compute.kind]
 
 
-def peak_bytes(line: Iterable[Compute], times: ChainTimes) -> float:
+def peak_bytes(line: Iterable[Compute | Vacate | Fetch], times: ChainTimes) -> float:
     """Return the most bytes that a rank keeps while it runs a line."""
-    changes = (bytes_of(half, times) for compute in line for half in halves(compute))
+    changes = (bytes_of(part, times) for one in line for part in _parts(one))
     return max(itertools.accumulate(changes), default=0.0)
 
 
-def fits(order: Order, times: ChainTimes) -> bool:
+def _parts(one: Compute | Vacate | Fetch) -> Iterable[Compute | Vacate | Fetch]:
+    return halves(one) if isinstance(one, Compute) else (one,)
+
+
+def fits(order: CopyingOrder, times: ChainTimes) -> bool:
     """Return whether no rank keeps more than it has room for."""
     peaks = (peak_bytes(line, times) for line in order)
     return all(peak <= room * (1 + ROUNDING) for peak, room in zip(peaks, times.room_bytes, strict=True))

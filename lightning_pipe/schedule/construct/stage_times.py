@@ -25,6 +25,8 @@ class ChainTimes:
         saved_bytes: what F leaves for I, by stage.
         kept_bytes: what I leaves for W, by stage.
         room_bytes: what a rank has for both, by rank; infinite where memory does not matter.
+        copied_bytes: what of `saved_bytes` can be on the host between F and I, by stage; () if nothing can.
+        copy_s: seconds of copying that there, and of copying it back, by stage.
     """
 
     forward_s: tuple[float, ...]
@@ -35,6 +37,8 @@ class ChainTimes:
     saved_bytes: tuple[float, ...]
     kept_bytes: tuple[float, ...]
     room_bytes: tuple[float, ...]
+    copied_bytes: tuple[float, ...] = ()
+    copy_s: tuple[float, ...] = ()
 
     def compute_s(self, compute: Compute) -> float:
         """Return the seconds of a compute."""

@@ -30,12 +30,13 @@ from lightning_pipe.core.program import (
     Bucket,
     Compute,
     ComputeKind,
+    CopyingOrder,
     Edge,
+    Fetch,
     Instruction,
     Joined,
     Layout,
     Message,
-    Order,
     Pass,
     Program,
     Recv,
@@ -44,6 +45,7 @@ from lightning_pipe.core.program import (
     Send,
     Step,
     Traffic,
+    Vacate,
 )
 from lightning_pipe.errors import PlanError, ProgramError
 
@@ -97,25 +99,35 @@ def _milestone(code: str) -> type[Milestone]:
     return MILESTONES[code]
 
 
-def format_order(order: Order) -> tuple[str, ...]:
+def format_order(order: CopyingOrder) -> tuple[str, ...]:
     """Return an order as text, a line per rank."""
     return tuple(" ".join(map(str, line)) for line in order)
 
 
-def parse_order(lines: Sequence[str]) -> Order:
+def parse_order(lines: Sequence[str]) -> CopyingOrder:
     """Return the order of which `format_order` makes these lines.
 
     Raises:
-        PlanError: if something in them is no compute.
+        PlanError: if something in them is no compute, and no place of a copy to the host.
     """
-    return tuple(tuple(_parse_compute(text, rank) for text in line.split()) for rank, line in enumerate(lines))
+    return tuple(tuple(_parse_ordered(text, rank) for text in line.split()) for rank, line in enumerate(lines))
 
 
-def _parse_compute(text: str, rank: int) -> Compute:
-    match = _FORMS[0][0].fullmatch(text)
+def _parse_ordered(text: str, rank: int) -> Compute | Vacate | Fetch:
+    match = _ORDERED.fullmatch(text)
     if match is None:
-        raise PlanError(f"found {text!r} in the order of rank {rank}; expected computes such as 2F0, 2B0, 2I0, 2W0")
-    return Compute(int(match[1]), cast(ComputeKind, match[2]), int(match[3]))
+        raise PlanError(
+            f"found {text!r} in the order of rank {rank}; expected computes such as 2F0, 2B0, 2I0, 2W0, and 2VACATE0 "
+            "and 2FETCH0 where a micro-batch is offloaded"
+        )
+    stage, kind, microbatch = int(match[1]), match[2], int(match[3])
+    if kind in _COPIES:
+        return _COPIES[kind](stage, microbatch)
+    return Compute(stage, cast(ComputeKind, kind), microbatch)
+
+
+_COPIES: Mapping[str, type[Vacate | Fetch]] = {kind.code: kind for kind in (Vacate, Fetch)}
+_ORDERED = re.compile(r"(\d+)([FBIW]|VACATE|FETCH)(\d+)")
 
 
 def _message(direction: str, source: str, target: str, microbatch: str, start: str, stop: str) -> Message:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_pipe.core.program import Layout, Order, Program, Traffic
+from lightning_pipe.core.program import CopyingOrder, Layout, Program, Traffic
 from lightning_pipe.schedule.lower.backward import split_backward
 from lightning_pipe.schedule.lower.gradients import add_reductions
 from lightning_pipe.schedule.lower.join import join_weight_halves
@@ -26,7 +26,7 @@ __all__ = ["lower"]
 
 
 def lower(
-    order: Order,
+    order: CopyingOrder,
     *,
     layout: Layout,
     sizes: tuple[int, ...],
@@ -43,7 +43,7 @@ def lower(
     """Return the program of an order.
 
     Args:
-        order: computes per rank.
+        order: computes per rank, and where copies to the host have their places (`add_swaps`).
         layout: ranks of each stage.
         sizes: samples of each micro-batch.
         traffic: what crosses between stages.

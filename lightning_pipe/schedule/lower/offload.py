@@ -5,12 +5,16 @@ Peng et al., Capuchin, ASPLOS 2020, which hides the copies of both directions be
 
     F0 EVICT0 F1 F2 VACATE0 F3 ...        two computes beside the way out; then its memory is given up
     ... FETCH0 F7 I3 W3 I0                 `AHEAD` computes beside the way back
+
+An order may decide for a stage which micro-batches are offloaded, and where `Vacate` and `Fetch` stand. The others of
+the stage are kept then, and only `Evict` is added. Of stages that do not offload, whose plan may have been made for
+another graph, such places are left out.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Instruction, Program, Send, Vacate
@@ -22,7 +26,7 @@ AHEAD = 3
 
 
 def add_swaps(program: Program, *, beside: Sequence[int | None] = ()) -> Program:
-    """Insert the three parts of an offload for every micro-batch of a stage that offloads.
+    """Insert the three parts of an offload for every micro-batch of a stage that offloads, where the order places none.
 
     `Evict` follows F, behind its sends. `Vacate` comes some computes of the rank later, and before I. `Fetch` comes
     `AHEAD` computes before I, but no sooner than `Evict`, so it follows right after where I comes soon after F. Runs
@@ -33,24 +37,41 @@ def add_swaps(program: Program, *, beside: Sequence[int | None] = ()) -> Program
         beside: by stage, the computes of a rank between F and `Vacate`; None, and where nothing is said, as many as
             there are before I.
     """
-    if not program.training or not program.traffic.offloads:
+    if not program.training:
         return program
-    counts = {stage: beside[stage] if stage < len(beside) else None for stage in program.traffic.offloads}
+    program = replace(program, ranks=tuple(tuple(_offloading(line, program)) for line in program.ranks))
+    placed = {x.stage for line in program.ranks for x in line if isinstance(x, (Vacate, Fetch))}
+    free = [stage for stage in program.traffic.offloads if stage not in placed]
+    counts = {stage: beside[stage] if stage < len(beside) else None for stage in free}
     return replace(program, ranks=tuple(_with_swaps(line, counts) for line in program.ranks))
 
 
-def _with_swaps(line: tuple[Instruction, ...], counts: Mapping[int, int | None]) -> tuple[Instruction, ...]:
+def _offloading(line: tuple[Instruction, ...], program: Program) -> Iterator[Instruction]:
+    """Yield a line without the copies of stages that do not offload."""
+    for x in line:
+        if not isinstance(x, (Vacate, Fetch)) or x.stage in program.traffic.offloads:
+            yield x
+
+
+def _with_swaps(whole: tuple[Instruction, ...], counts: Mapping[int, int | None]) -> tuple[Instruction, ...]:
+    """Return the line of a rank with copies; those that it has already come right before the next compute."""
+    line = tuple(x for x in whole if not isinstance(x, (Vacate, Fetch)))
+    placed = _placed(whole, line)
+    works = {(x.stage, x.microbatch) for copies in placed.values() for x in copies}
     computes = [(i, x) for i, x in enumerate(line) if isinstance(x, AnyCompute)]
     before: dict[int, list[Instruction]] = defaultdict(list)  # position -> what is posted before it
     evicted: dict[tuple[int, int], int] = {}
     backwards = {(x.stage, x.microbatches[0]): number for number, (_, x) in enumerate(computes) if x.direction == "B"}
     for number, (i, compute) in enumerate(computes):
-        if not isinstance(compute, Compute) or compute.stage not in counts:
+        if not isinstance(compute, Compute):
             continue
         work = (compute.stage, compute.microbatch)
-        if compute.kind == "F":
+        if compute.kind == "F" and (compute.stage in counts or work in works):
             evicted[work] = _behind_sends(line, i)
             before[evicted[work]].append(Evict(*work))
+        if compute.stage not in counts:
+            continue
+        if compute.kind == "F":
             count = counts[compute.stage]
             last = backwards.get(work, len(computes) - 1)
             behind = last if count is None else min(number + 1 + count, last)
@@ -58,7 +79,24 @@ def _with_swaps(line: tuple[Instruction, ...], counts: Mapping[int, int | None])
         elif compute.direction == "B":
             ahead = computes[max(0, number - AHEAD)][0]
             before[max(ahead, evicted.get(work, 0))].append(Fetch(*work))
+    for position, copies in placed.items():
+        before[position] += copies
     return tuple(out for i in range(len(line) + 1) for out in (*before.get(i, ()), *line[i : i + 1]))
+
+
+def _placed(whole: tuple[Instruction, ...], line: tuple[Instruction, ...]) -> dict[int, list[Vacate | Fetch]]:
+    """Return what is in `whole` but not in `line`, by the position in `line` of the compute that comes next."""
+    computes = (i for i, x in enumerate(line) if isinstance(x, AnyCompute))
+    found: dict[int, list[Vacate | Fetch]] = defaultdict(list)
+    waiting: list[Vacate | Fetch] = []
+    for x in whole:
+        if isinstance(x, (Vacate, Fetch)):
+            waiting.append(x)
+        elif isinstance(x, AnyCompute):
+            found[next(computes)] += waiting
+            waiting = []
+    found[len(line)] += waiting
+    return found
 
 
 def _behind_sends(line: tuple[Instruction, ...], position: int) -> int:

@@ -12,7 +12,8 @@ Laws (the name in the error text is the one in quotes):
     "channel"     sends and receives between two ranks are in the same order
     own work      (`core.effects`, each under a law of its own) once for every micro-batch of the stages that need
                   it, or at most once where none does; after what it follows, before the computes that wait for it
-        "offload"     after F, then before I (or B); of stages that offload, in no forward-only program
+        "offload"     after F, then before I (or B); of stages that offload, in no forward-only program; a micro-batch
+                      may do without all of it
         "free"        after the last compute and the last send of its stage and micro-batch
     "gradients"   every rank that holds a shared bucket reduces it once, after its last W or along with it, in ascending
                   bucket order; along with a W that no compute of the rank comes before, of the bucket's only stage
@@ -126,6 +127,7 @@ class _RankCheck:
         held = [s for s, ranks in enumerate(program.layout.stages) if self._rank in ranks]
         works = [(s, m) for s in held for m in range(len(program.sizes))]
         needing = {kind: frozenset(_stages_needing(kind, program)) for kind in OWN_WORK.values()}
+        there = {(effects_of(x).law, x.stage, x.microbatch) for x in self._line if isinstance(x, OwnWork)}
         for s, m in works:
             if not self._flow.samples(s, rank=self._rank, microbatch=m):
                 continue
@@ -133,6 +135,8 @@ class _RankCheck:
             demand.computes.update(computes)
             demand.open_work[s, m] = len(computes)
             for kind in (kind for kind, stages in needing.items() if s in stages):
+                if kind.effects.is_optional and (kind.effects.law, s, m) not in there:
+                    continue
                 demand.own_work.add(work := kind(s, m))
                 for waiting in kind.effects.before:
                     demand.gates.setdefault(Compute(s, cast(ComputeKind, waiting), m), []).append(work)

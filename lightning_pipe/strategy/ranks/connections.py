@@ -60,13 +60,18 @@ class Connections:
         """Release everything but the watch. On all ranks, with nothing under way; after a failure, with whatever is.
 
         A group of gloo that still waits for another rank cannot be destroyed before torch's own time-out, so after a
-        failure a thread does that, which nobody waits for longer than a moment.
+        failure a thread does that, which nobody waits for longer than a moment. Where there is no memory for a thread,
+        groups stay open until the process ends, so that the failure itself is what the user reads.
         """
         if healthy:
             self._close()
             return
         closing = threading.Thread(target=self._close, name="closing", daemon=True)
-        closing.start()
+        try:
+            closing.start()
+        except RuntimeError as error:
+            log.warning("Connections to other ranks stay open until this process ends: %s.", error)
+            return
         closing.join(_CLOSE_S)
 
     def _close(self) -> None:

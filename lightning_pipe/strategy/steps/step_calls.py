@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from lightning_pipe.capture import Request, Structure
+from lightning_pipe.capture import Request, Structure, real_answers
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.lightning_names import Precision
 from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.strategy.lightning_private import on_host
 
 TRAINING = "training_step"
 
@@ -105,3 +110,32 @@ class StepResult:
     def is_skipped(self) -> bool:
         """Return whether a training step returned None."""
         return self.record.loss is None
+
+
+def step_contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
+    """Return the context of each step: the precision plug-in's, and no gradients in evaluation."""
+
+    def without_gradients(own: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+        @contextlib.contextmanager
+        def context() -> Any:
+            with torch.no_grad(), own():
+                yield
+
+        return context
+
+    return {
+        TRAINING: plugin.train_step_context,
+        "validation_step": without_gradients(plugin.val_step_context),
+        "test_step": without_gradients(plugin.test_step_context),
+        "predict_step": without_gradients(plugin.predict_step_context),
+    }
+
+
+def answers_on_host(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...]]:
+    """Answer the questions of a step by running it on this batch, on the host where the whole module still is."""
+
+    def answers(request: Request) -> tuple[bool, ...]:
+        with on_host(request.module):
+            return real_answers(request, [tensor.cpu() for tensor in tensors])
+
+    return answers

@@ -1,0 +1,265 @@
+"""Plan of a fit, from its first step: captured on all ranks, planned on rank 0, checked, placed, ready to run.
+
+Everything here is called on all ranks together.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.cluster import limited
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.serial import to_yaml
+from lightning_pipe.errors import CaptureError, PlanError
+from lightning_pipe.lightning_names import pl, rank_zero_warn
+from lightning_pipe.planner.evaluation.evaluate import Judged
+from lightning_pipe.planner.evaluation.resolve import resolve
+from lightning_pipe.planner.problem import Problem
+from lightning_pipe.strategy.plans.plan_costs import PlanCosts
+from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
+from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
+from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
+from lightning_pipe.strategy.start.stopwatch import Stopwatch
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.check import check_captured
+from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
+from lightning_pipe.strategy.steps.step_runtime import agree, slices
+from lightning_pipe.strategy.steps.whole_batch import (
+    cut_by_numbers,
+    fewest_samples,
+    kept_by_replicas,
+    warn_of_buffers_by_parts,
+    warn_of_fewer_parts,
+    warn_of_shared_samples,
+    warn_of_unknown_role,
+)
+
+log = logging.getLogger(__name__)
+
+
+class _WrongCapture(CaptureError):
+    """The captured graph of a step does not compute what the step computes."""
+
+
+class _SlicesDiffer(Exception):  # no error: another plan follows
+    """Replicas would share the samples of micro-batches, but slices of them do not give what the whole gives."""
+
+
+class _ReplicasKeep(Exception):  # no error: another plan follows
+    """Replicas would change buffers for their own samples, whose mean is not what one device has."""
+
+
+class PlanMaker:
+    """Make the plan of one module.
+
+    Args:
+        preparation: prepares its steps.
+        stopwatch: measures how long the start takes.
+
+    Attributes:
+        proposal: the plan with what it was made for, on rank 0; None before there is one.
+        foreseen: the memory that the plan foresees, by rank; () before there is one.
+    """
+
+    def __init__(self, preparation: Preparation, *, stopwatch: Stopwatch) -> None:
+        self._preparation, self._stopwatch = preparation, stopwatch
+        self._config, self._links = preparation.config, preparation.links
+        self._cuts = preparation.cuts
+        self._costs = PlanCosts(preparation.config, preparation.links, device=preparation.device, host=preparation.host)
+        self.proposal: Planned | None = None
+        self.foreseen: tuple[Foreseen, ...] = ()
+        self._seed = 0
+
+    def make_plan(self, call: StepRequest, *, optimizers: Sequence[Optimizer]) -> int:
+        """Make the plan for this call's step, place parameters by it, and make the step ready to run.
+
+        Args:
+            call: the call.
+            optimizers: what will step, if anything will.
+
+        Returns:
+            The seed that all ranks draw random numbers from.
+
+        Raises:
+            CaptureError: if the step cannot be captured.
+            PlanError: if a given plan does not fit, or no plan can be made.
+            BatchError: if the batch cannot be cut as the plan demands.
+        """
+        control, config = self._links.control, self._config
+        self._cuts.given = control.agreed(lambda: given_plan(config), source=0, what="the plan file")
+        mine = torch.initial_seed() if config.seed is None else config.seed
+        self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
+        self._stopwatch.lap("first batch")
+        captured = self._first_capture(call)
+        is_planned = False
+        while not is_planned:
+            try:
+                self._plan_by(call, captured, optimizers)
+                is_planned = True
+            except _SlicesDiffer:
+                warn_of_shared_samples(captured)
+                self._preparation.plan_by(None)
+                self._cuts.shares_samples, captured = False, captured.without_slices()
+            except _ReplicasKeep as kept:
+                self._preparation.plan_by(None)
+                self._preparation.whole, captured = str(kept), captured.left_whole(str(kept))
+            except _WrongCapture as wrong:
+                log.info("%s is replayed: %s", call.method, wrong)
+                captured = self._first_capture(call, reason=str(wrong))
+        return self._seed
+
+    def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
+        samples = self._cuts.first_slice(self._cuts.samples(call.structure))
+        return self._preparation.capture(call, samples, reason=reason)
+
+    def _plan_by(self, call: StepRequest, captured: Captured, optimizers: Sequence[Optimizer]) -> None:
+        """Make the plan for a captured step, and place parameters by it.
+
+        Raises:
+            _WrongCapture: on every rank, if the step is one graph that does not compute what the step computes, and
+                replay may be tried.
+            _SlicesDiffer, _ReplicasKeep: on every rank, if another plan is needed.
+        """
+        training = call.method == TRAINING
+        samples = self._cuts.samples(call.structure)
+        if training:
+            check_samples(self._cuts.wanted_microbatches, samples)
+        agree(self._links, {"captured graph": captured.capture.graph.fingerprint})
+        self._stopwatch.lap("capture")
+        problem = self._costs.problem(
+            captured.capture,
+            samples=samples if training else max(samples, self._cuts.wanted_microbatches),  # later ones may be larger
+            given=self._cuts.given,
+            optimizers=optimizers,
+            training=training,
+            takes_back=self._clips_by_norm,
+        )
+        self._stopwatch.lap("profile")
+        planned = self._agreed_plan(captured, problem)
+        self._stopwatch.lap("plan")
+        self._make_ready(call, captured, planned, samples)
+
+    def _agreed_plan(self, captured: Captured, problem: Problem | None) -> PlannedCuts:
+        """Plan on rank 0, and tell all ranks."""
+        control, graph = self._links.control, captured.capture.graph
+        candidates: list[Judged] = []  # on rank 0
+
+        def make() -> Plan:
+            nonlocal problem
+            assert problem is not None, "made on rank 0"
+            problem = replace(problem, cluster=limited(problem.cluster, self._config.memory_limits))
+            try:
+                wanted, replayed = self._wanted(captured), not captured.capture.saves_by_plan
+                candidates.extend(propose(problem, wanted, given=self._cuts.given, replayed=replayed))
+            except PlanError as error:
+                if graph.uncuttable and (kept := captured.capture.kept):
+                    method = captured.request.method
+                    raise PlanError(f"{error} {method} keeps state for its next call: {kept}.") from error
+                raise
+            return candidates[0].plan
+
+        plan = control.agreed(make, source=0, what="the plan")
+        cuts = resolve(plan, graph, ranks=control.ranks)
+        mine = () if problem is None else foreseen(problem, candidates[0])
+        self.foreseen = control.broadcast(mine, source=0, what="the memory that is foreseen")
+        planned = PlannedCuts(plan, graph, cuts)
+        self._preparation.plan_by(planned)
+        if problem is not None:
+            self.proposal = Planned(plan, cuts, problem, tuple(candidates), captured.capture.told())
+        versions = {
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+            "Lightning": vars(pl)["__version__"],
+        }
+        agree(self._links, {"plan": to_yaml(plan), **versions})
+        return planned
+
+    def _make_ready(self, call: StepRequest, captured: Captured, planned: PlannedCuts, samples: int) -> None:
+        """Check a captured step by numbers, place parameters, and have it among the steps that run."""
+        preparation, cuts, training = self._preparation, planned.cuts, call.method == TRAINING
+        if not self._cuts.sizes(captured.capture, samples):
+            captured = preparation.captured(call, samples)
+            cuts = preparation.cuts_of(captured.capture.graph)
+        if training:
+            self._leave_whole_for_replicas(captured, cuts)
+        if training and self._config.check:
+            captured = self._checked(captured, call, samples)
+            self._stopwatch.lap("check")
+        if training and preparation.role is None and len(self._cuts.parts(captured.capture, samples)) > 1:
+            warn_of_unknown_role(captured)
+        preparation.warn_of_logs(captured, samples)
+        step = preparation.built(captured, cuts)
+        if training:
+            warn_of_buffers_by_parts(captured, count=len(self._cuts.sizes(captured.capture, samples)))
+        shard = planned.plan.shard_optimizer
+        preparation.weights.place(step.split, planned.plan.layout, device=preparation.device, shard_optimizer=shard)
+        preparation.known.put(call, step)
+        preparation.note_placed(step.split)
+        self._stopwatch.lap("stages")
+
+    def _leave_whole_for_replicas(self, captured: Captured, cuts: tuple[int, ...]) -> None:
+        """Look whether replicas would keep what the samples of the others have no part in.
+
+        Raises:
+            _ReplicasKeep: with the reason why batches are not cut, if they would.
+        """
+        if captured.capture.whole or not captured.capture.averaged_buffers():
+            return
+        if names := kept_by_replicas(captured, self._preparation.split(captured, cuts), self._cuts.planned.layout):
+            raise _ReplicasKeep(f"what it keeps in the buffer {', '.join(names)} depends on the samples")
+
+    def _wanted(self, captured: Captured) -> DappleConfig:
+        """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
+        whole = captured.capture.whole
+        if not whole:
+            return self._config
+        rank_zero_warn(
+            f"{captured.request.method} takes whole batches, as one micro-batch each, since {whole}. So ranks work one "
+            "after another; a step that keeps nothing that depends on the samples is faster."
+        )
+        return replace(self._config, microbatches=1) if self._cuts.given is None else self._config
+
+    def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
+        """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
+        control, weights = self._links.control, self._preparation.weights
+        if refusal := control.broadcast(weights.too_large(), source=0, what="what rank 0 has room for"):
+            log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
+            return captured
+        with weights.whole():
+            if len(wanted := self._cuts.parts(captured.capture, samples)) > 1:
+                self._cuts.fewest = fewest_samples(captured, call, control=control)
+                count = len(self._cuts.parts(captured.capture, samples))
+                warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
+            first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
+            try:
+                seconds = check_captured(captured, call, samples=first, control=control, seed=self._seed)
+            except CaptureError as error:
+                if self._config.capture != "auto" or not captured.capture.fallback:
+                    raise
+                self._preparation.plan_by(None)
+                raise _WrongCapture(str(error)) from error
+            return self._weighed(captured, call, seconds=seconds)
+
+    def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
+        """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
+        sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
+        parts = self._cuts.parts(captured.capture, sum(sizes))
+        if len(parts) > 1:
+            control = self._links.control
+            cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
+            if cut is not None and cut.slices_differ:
+                raise _SlicesDiffer
+            self._preparation.role = None if cut is None else cut.role
+        return captured.with_role(self._preparation.role)
+
+    @property
+    def _clips_by_norm(self) -> bool:
+        trainer = self._preparation.module.trainer
+        return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")

@@ -1,0 +1,100 @@
+"""Cutting of batches into micro-batches: as the plan says; before there is one, as the plan file or the options say."""
+
+from __future__ import annotations
+
+from lightning_pipe.capture import Route, Structure
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.plan import Plan, microbatch_sizes
+from lightning_pipe.errors import BatchError
+from lightning_pipe.strategy.steps.step_runtime import pieces, slices
+
+
+class BatchCuts:
+    """Know how many samples a batch has, and how it is cut.
+
+    Args:
+        config: options.
+
+    Attributes:
+        given: the plan of the user's file; None without one.
+        plan: the plan; None until there is one.
+        shares_samples: whether replicas may share the samples of a micro-batch.
+        fewest: samples that a part of a batch needs.
+    """
+
+    def __init__(self, config: DappleConfig) -> None:
+        self._config = config
+        self.given: Plan | None = None
+        self.plan: Plan | None = None
+        self.shares_samples = True
+        self.fewest = 1
+
+    @property
+    def planned(self) -> Plan:
+        """Return the plan, once there is one."""
+        assert self.plan is not None, "planned before anything is run"
+        return self.plan
+
+    @property
+    def wanted_microbatches(self) -> int:
+        """Return how many micro-batches the user wants, in the plan's file or else as an option; 1 if that is open."""
+        wanted = self.given.microbatches if self.given is not None else self._config.microbatches
+        return wanted or 1
+
+    def samples(self, structure: Structure) -> int:
+        """Return the number of samples of a batch; that of its first tensor if it cannot be cut.
+
+        Raises:
+            BatchError: if its tensors disagree, or it is empty.
+        """
+        dim = self._config.batch_dim
+        if self.can_cut(structure):
+            if samples := structure.samples(dim):
+                return samples
+            raise BatchError("The batch has no samples. Set drop_last, or let the sampler skip empty batches.")
+        return next((leaf.shape[dim] for leaf in structure.leaves if len(leaf.shape) > dim), 1)
+
+    def can_cut(self, structure: Structure) -> bool:
+        """Return whether batches like this can be cut; others are left whole where nobody asks to cut them."""
+        if not self._leaves_batches_whole:
+            return True
+        try:
+            structure.samples(self._config.batch_dim)
+        except BatchError:
+            return False
+        return True
+
+    def leaves_cut(self, structure: Structure) -> tuple[bool, ...]:
+        """Return which tensors of a batch are cut into samples."""
+        return structure.cut(self._config.batch_dim) if self.can_cut(structure) else (False,) * len(structure.leaves)
+
+    def sizes(self, capture: Route, samples: int) -> tuple[int, ...]:
+        """Return the micro-batches of a batch: as many as planned, fewer where the graph needs it; () if none fit."""
+        plan = self.planned
+        for count in range(min(samples, 1 if capture.whole else plan.microbatches), 0, -1):
+            sizes = microbatch_sizes(samples, count)
+            parts = slices(plan.layout, sizes)
+            if (count == 1 or min(parts) >= self.fewest) and not any(capture.misfit(size) for size in parts):
+                return sizes
+        return ()
+
+    def parts(self, capture: Route, samples: int) -> tuple[int, ...]:
+        """Return the samples of the smallest parts in which a batch is computed."""
+        sizes = self.sizes(capture, samples)
+        return pieces(self.planned.layout, sizes) if self.shares_samples and sizes else sizes
+
+    def largest_slice(self, samples: int) -> int:
+        """Return the most samples that a compute has of a batch."""
+        plan = self.planned
+        return max(slices(plan.layout, microbatch_sizes(samples, plan.microbatches)))
+
+    def first_slice(self, samples: int) -> int:
+        """Guess the size of a micro-batch before there is a plan."""
+        return max(microbatch_sizes(samples, self.wanted_microbatches))
+
+    @property
+    def _leaves_batches_whole(self) -> bool:
+        plan = self.given if self.plan is None else self.plan
+        if plan is not None:
+            return plan.microbatches == 1 and all(len(stage.ranks) == 1 for stage in plan.stages)
+        return self._config.microbatches == 1 and set(self._config.replicas or (1,)) == {1}

@@ -1,0 +1,267 @@
+"""Preparation of captured steps on this rank: a call is captured, cut by the plan, and becomes a step that runs.
+
+    captured = preparation.captured(call, samples)    so that a batch of this size can be cut
+    step = preparation.built(captured)                stages and an executor on this rank
+
+Everything here is called on all ranks together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipe.capture.graphs.lengths import Lengths
+from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.plan import Plan, keeps_all
+from lightning_pipe.errors import BatchError, CaptureError
+from lightning_pipe.lightning_names import pl, rank_zero_warn
+from lightning_pipe.runtime.activations.host import host_of
+from lightning_pipe.strategy.gradients.post_validation import PostValidation
+from lightning_pipe.strategy.known_steps import KnownSteps
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
+from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.refusals import check_written
+from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
+from lightning_pipe.strategy.steps.step_capture import Contexts, StepCapture
+from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
+from lightning_pipe.strategy.steps.whole_batch import Role, warn_of_mixed_logs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlannedCuts:
+    """The plan, and the graph that it was made for with its cuts."""
+
+    plan: Plan
+    graph: Graph
+    cuts: tuple[int, ...]
+
+
+class Preparation:
+    """Prepare the steps of one module on one rank.
+
+    Args:
+        module: the user's module.
+        config: options.
+        links: to the other ranks.
+        weights: where parameters live.
+        contexts: step method -> context that the step runs in (autocast, no_grad).
+        device: where this rank computes.
+        later: looks whether optimizer steps were right; None where ranks wait for each other.
+
+    Attributes:
+        module, config, links, weights, device, later: as given.
+        cuts: how batches are cut.
+        known: the steps that were prepared.
+        host: where this rank offloads to.
+        role: how losses of micro-batches are combined, as numbers have shown; None before that.
+        whole: why batches are not cut, though the step may be one graph; "" if they may be.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        config: DappleConfig,
+        links: Connections,
+        weights: Weights,
+        contexts: Contexts,
+        device: torch.device,
+        later: PostValidation | None,
+    ) -> None:
+        self.module, self.config, self.links, self.weights = module, config, links, weights
+        self.device, self.later = device, later
+        self.cuts = BatchCuts(config)
+        self.known = KnownSteps(module, cuts=self.cuts, batch_dim=config.batch_dim)
+        self.host = host_of(device)
+        self.role: Role | None = None
+        self.whole = ""
+        self._capture = StepCapture(
+            module, config=config, links=links, weights=weights, contexts=contexts, device=device
+        )
+        self._planned: PlannedCuts | None = None
+        self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
+        self._shapes = ShapesCaptured()
+        self._warned_logs: set[tuple[str, str]] = set()  # name and line
+
+    @property
+    def planned(self) -> PlannedCuts | None:
+        """Return the plan and its graph, once there are any."""
+        return self._planned
+
+    def plan_by(self, planned: PlannedCuts | None) -> None:
+        """Cut by this plan from now on; None: there is none any more."""
+        self._planned = planned
+        self.cuts.plan = None if planned is None else planned.plan
+        self._capture.may_skip = planned is not None
+
+    def note_placed(self, split: Split) -> None:
+        """Remember which stages hold parameters, as they were placed."""
+        for program in split.stages:
+            for name in {*program.parameters.values(), *program.gradients.values()}:
+                self._held.setdefault(name, set()).add(program.stage)
+
+    def capture(
+        self,
+        call: StepRequest,
+        samples: int,
+        *,
+        symbolic: bool = True,
+        lengths: Lengths = frozenset(),
+        reason: str = "",
+        answered: tuple[bool, ...] = (),
+    ) -> Captured:
+        """Capture a step with this many samples; arguments as of `StepCapture.capture`.
+
+        Raises:
+            CaptureError: if it cannot be captured.
+        """
+        if self.later is not None:
+            self.later.settle()
+        traced = (max(2, samples) if symbolic else samples) if self.cuts.can_cut(call.structure) else None
+        captured = self._capture.capture(
+            call, traced, symbolic=symbolic, lengths=lengths, reason=reason, answered=answered
+        )
+        return self._as_measured(captured)
+
+    def captured(self, call: StepRequest, samples: int) -> Captured:
+        """Capture a step so that a batch of this size can be cut.
+
+        Raises:
+            CaptureError: if it cannot be captured.
+            BatchError: if there is no way to cut the batch.
+        """
+        layout = self.cuts.planned.layout
+        relatives = self.known.relatives(call)
+        for step in different_traces(relatives):
+            other = step.for_lengths(call)
+            if other is not None and self.cuts.sizes(other.capture, samples):
+                return self._as_measured(other)
+        begin = time.perf_counter()
+        lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self.config.batch_dim)
+        found = self.capture(call, self.cuts.largest_slice(samples), lengths=lengths)
+        self._shapes.note(call, time.perf_counter() - begin)
+        if self.cuts.sizes(found.capture, samples):
+            return found
+        whole = max(slices(layout, (samples,)))  # a symbolic graph may demand more than one sample, say
+        fixed = self.capture(call, whole, symbolic=False)
+        if self.cuts.sizes(fixed.capture, samples):
+            return fixed
+        raise BatchError(
+            f"A batch of {samples} samples cannot be cut for this step and layout {layout.stages}: "
+            f"{found.capture.misfit(whole) or fixed.capture.misfit(whole)}. Use batches that replicas can share "
+            "equally, or one rank per stage."
+        )
+
+    def prepared(self, call: StepRequest, samples: int) -> RankStep:
+        """Capture a step for batches of this size, and make it ready to run."""
+        captured = self.captured(call, samples)
+        self.warn_of_logs(captured, samples)
+        return self._built_later(captured)
+
+    def _built_later(self, captured: Captured) -> RankStep:
+        """Return a step that was captured when parameters were placed already.
+
+        Raises:
+            PlanError: if it trains a parameter in a stage that does not hold it.
+        """
+        step = self.built(captured)
+        if captured.request.method == TRAINING:
+            step.refuse_borrowed()
+            self.weights.adopt(step.split, self.cuts.planned.layout)
+            self.note_placed(step.split)
+        return step
+
+    def skipping(self, call: StepRequest, samples: int, answers: tuple[bool, ...]) -> RankStep | None:
+        """Make a step ready to run as it is with these answers to its first questions, if it gives no loss then."""
+        try:
+            captured = self.capture(call, self.cuts.largest_slice(samples), answered=answers)
+        except CaptureError:
+            return None
+        if captured.capture.record.loss is not None:
+            return None
+        step = self._built_later(captured)
+        self.known.put(call, step, answers=answers)
+        return step
+
+    def replayed(self, call: StepRequest, samples: int, reason: str) -> RankStep:
+        """Make a step ready to run by replay, in the place of how it was captured before."""
+        log.info("%s is replayed from now on: %s.", call.method, reason)
+        step = self._built_later(self.capture(call, self.cuts.largest_slice(samples), reason=reason))
+        self.known.put(call, step)
+        return step
+
+    def note_varying(self, steps: list[RankStep]) -> None:
+        """Remember the numbers that steps have read and that have become other numbers."""
+        for step in steps:
+            self._capture.note_varying(step.varying())
+
+    def warn_of_logs(self, captured: Captured, samples: int) -> None:
+        """Warn once of each logged number that micro-batches change."""
+        if len(self.cuts.parts(captured.capture, samples)) > 1:
+            self._warned_logs |= warn_of_mixed_logs(captured, known=self._warned_logs)
+
+    def built(self, captured: Captured, cuts: tuple[int, ...] | None = None) -> RankStep:
+        """Make a captured step ready to run.
+
+        Args:
+            captured: the step.
+            cuts: of its graph; None for those that correspond to the plan's.
+        """
+        plan, graph = self.cuts.planned, captured.capture.graph
+        cuts = self.cuts_of(graph) if cuts is None else cuts
+        agree(self.links, {"captured graph": graph.fingerprint})
+        if captured.request.method == TRAINING:
+            check_written(captured.capture, self.module, microbatches=plan.microbatches)
+        return RankStep(
+            captured,
+            self.split(captured, cuts),
+            plan=plan if captured.capture.is_sliceable else in_turns(plan),
+            links=self.links,
+            weights=self.weights,
+            device=self.device,
+            host=self.host,
+            early=self.later is not None and captured.request.method == TRAINING and captured.capture.can_run_ahead,
+        )
+
+    def cuts_of(self, graph: Graph) -> tuple[int, ...]:
+        """Return the cuts of a graph that correspond to those of the planned one."""
+        assert self._planned is not None, "planned before anything is run"
+        return cut_other(graph, planned=self._planned.graph, cuts=self._planned.cuts)
+
+    def _as_measured(self, captured: Captured) -> Captured:
+        """Return a captured step with what the numbers of the first one said."""
+        if captured.request.method != TRAINING:
+            return captured
+        captured = captured if self.cuts.shares_samples else captured.without_slices()
+        return (captured.left_whole(self.whole) if self.whole else captured).with_role(self.role)
+
+    def split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
+        """Cut a captured step, whose stages do with what they save what the plan says."""
+        assert self._planned is not None, "planned before anything is run"
+        capture, plan, exact_ties = captured.capture, self._planned.plan, self.config.exact_ties
+        if not capture.saves_by_plan:
+            if capture.graph.gradients and not all(keeps_all(stage) for stage in plan.stages):
+                rank_zero_warn(
+                    f"{captured.request.method} is replayed, and keeps all that its modules save, although the plan "
+                    "recomputes or offloads; it may need more memory."
+                )
+            return capture.split(cuts, exact_ties=exact_ties, held=self._held)
+        policies, missing = policies_for(plan, capture.graph, cuts, planned=self._planned.graph)
+        if missing:
+            rank_zero_warn(
+                f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
+                f"that the plan says. It keeps {missing}, and may need more memory."
+            )
+        return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held)

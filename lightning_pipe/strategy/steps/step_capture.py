@@ -1,0 +1,146 @@
+"""Capture of a step on all ranks together: its request, the batch that rank 0 traces with, its answers and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture import Request, Route
+from lightning_pipe.capture.graphs.lengths import Lengths
+from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.recording.unit_trace import trace_units
+from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.lightning_names import pl
+from lightning_pipe.strategy.lightning_private import on_host
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.steps.capture_route import captured_by
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.step_calls import StepRequest
+from lightning_pipe.strategy.steps.string_fields import StringReads
+
+Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
+
+
+class StepCapture:
+    """Capture the steps of a module.
+
+    Args:
+        module: the user's module.
+        config: options.
+        links: to the other ranks.
+        weights: where parameters live.
+        contexts: step method -> context that the step runs in (autocast, no_grad).
+        device: where this rank computes.
+
+    Attributes:
+        may_skip: whether a training step may return None, which the first one may not.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        config: DappleConfig,
+        links: Connections,
+        weights: Weights,
+        contexts: Contexts,
+        device: torch.device,
+    ) -> None:
+        self._module, self._config, self._links, self._weights = module, config, links, weights
+        self._contexts, self._device = contexts, device
+        self._varying: dict[Any, Place] = {}
+        self.may_skip = False
+
+    def note_varying(self, slots: tuple[Place, ...]) -> None:
+        """Remember places of numbers that change from step to step: graphs read them from now on."""
+        self._varying.update((slot.place, slot) for slot in slots)
+
+    def capture(
+        self,
+        call: StepRequest,
+        samples: int | None,
+        *,
+        symbolic: bool = True,
+        lengths: Lengths = frozenset(),
+        reason: str = "",
+        answered: tuple[bool, ...] = (),
+    ) -> Captured:
+        """Capture a step; by replay if there is a reason.
+
+        Args:
+            call: a call of it.
+            samples: number of samples to trace with; None for a batch that is not cut.
+            symbolic: whether the number of samples is a symbol of the graph.
+            lengths: sizes that are symbols, too.
+            reason: why it is replayed; "" if it need not be.
+            answered: truth values of the first questions that the step asks, where they are known.
+
+        Raises:
+            CaptureError: if it cannot be captured.
+        """
+        reader = StringReads()
+        request = Request(
+            module=self._module,
+            method=call.method,
+            structure=replace(call.structure, template=reader.marked(call.structure.template)),
+            arguments=call.arguments,
+            samples=samples,
+            batch_dim=self._config.batch_dim,
+            device=self._device,
+            context=self._contexts[call.method],
+            symbolic=symbolic,
+            lengths=lengths,
+            varying=tuple(self._varying.values()),
+            may_skip=self.may_skip,
+            answered=answered,
+        )
+        request = replace(request, answers=self._agreed_answers(call, request))
+        with torch.inference_mode(False):
+            traced = partial(self._traced, call)
+            if reason:
+                found: Route = Replay(request, traced(request), reason=reason)
+            else:
+                found = captured_by(self._config.capture, request, traced=traced, refusals=self._refusals)
+        return Captured(found, replace(request, answers=None), reader, call.structure.template)
+
+    def _agreed_answers(self, call: StepRequest, asked: Request) -> Callable[[], tuple[bool, ...]] | None:
+        """Return what asks rank 0 for truth values, where the whole module is for that long."""
+        answers = call.answers
+        if answers is None:
+            return None
+
+        def agreed_answers() -> tuple[bool, ...]:
+            with self._weights.whole():
+                return self._links.control.agreed(
+                    lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
+                )
+
+        return agreed_answers
+
+    def _refusals(self, refuses: bool) -> tuple[int, int]:
+        """Return how many ranks refuse to make a graph of a step, and how many there are."""
+        control = self._links.control
+        told = control.sum(torch.tensor(float(refuses)), what="whether the step can be one graph")
+        return int(told), control.ranks
+
+    def _traced(self, call: StepRequest, request: Request) -> UnitTrace:
+        """Find the units of a step by a real run on rank 0, where the whole module is for that long."""
+        control = self._links.control
+        mine = None if call.tensors is None else [tensor.cpu() for tensor in call.tensors]
+        tensors = control.to_first(mine, source=call.holder, what="the batch that the step is traced with")
+
+        def trace() -> UnitTrace:
+            assert tensors is not None, "rank 0 was sent the batch"
+            with on_host(request.module):
+                return trace_units(request, tensors, parts=control.ranks)
+
+        with self._weights.whole():
+            return control.agreed(trace, source=0, what="the units of the step")
