@@ -22,7 +22,14 @@ from lightning_pipe.capture.graphs.gradient_nodes import split_input_and_weight_
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
 from lightning_pipe.capture.graphs.request import Request
-from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, UNKNOWN_MIXING, Flow, follow, size_function
+from lightning_pipe.capture.graphs.sample_flow import (
+    BATCH_STATISTICS,
+    UNKNOWN_MIXING,
+    Flow,
+    follow,
+    leading_to,
+    size_function,
+)
 from lightning_pipe.capture.graphs.sample_mixing import mixing_places
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.value_roles import Role
@@ -37,6 +44,7 @@ from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.stages.split import Splitter
+from lightning_pipe.capture.stages.state_once import is_statistics, state_averaged
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
@@ -63,7 +71,7 @@ class Capture:
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
         general: the traced graph with symbols for lengths; None where these are constants.
-        plays, ..., has_unweighed_terms: as for every `capture.route.Route`.
+        whole, ..., has_unweighed_terms: as for every `capture.route.Route`.
     """
 
     graph: Graph
@@ -76,17 +84,21 @@ class Capture:
     batch_dim: int = 0
     variants: Variants | None = None
     general: JointGraph | None = None
+    whole: str = ""
     plays: ClassVar[None] = None
     name: ClassVar[str] = "joint"
     fallback: ClassVar[str] = "replay"
     is_fixed: ClassVar[bool] = True
-    is_sliceable: ClassVar[bool] = True
     can_run_ahead: ClassVar[bool] = True
     saves_by_plan: ClassVar[bool] = True
-    whole: ClassVar[str] = ""
     kept: ClassVar[str] = ""
     is_random_in_python: ClassVar[bool] = False
     has_unweighed_terms: ClassVar[bool] = False
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Return whether replicas of a stage may share the samples of a micro-batch."""
+        return not self.whole
 
     @property
     def timing(self) -> Capture:
@@ -108,22 +120,30 @@ class Capture:
         """Return how losses of slices make that of the batch, "mixed" if operations do not tell."""
         return self.flow.loss
 
+    @property
+    def mixes_samples(self) -> bool:
+        """Return whether samples meet each other on the way to the loss, or lie where nobody has followed them."""
+        flow, leading = self.flow, leading_to([self.joint.loss], self.joint)
+        return any(name in flow.coupled or (flow.roles[name] == "cat" and name not in flow.samples) for name in leading)
+
     def averaged_buffers(self) -> tuple[str, ...]:
         """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
 
         The mean of the replicas is right for averages over samples, and is what batch statistics become.
         """
-        nodes = {node.name: node for node in self.joint.module.graph.nodes}
+        averaged = state_averaged(self.joint, self.flow)
+        return tuple(name for name in self._buffers_but(("same",)) if name not in averaged)
 
-        def is_statistics(new: str) -> bool:
-            sources = {new, *(node.name for node in nodes[new].all_input_nodes)}
-            return any(self.flow.coupled.get(name) == BATCH_STATISTICS for name in sources)
+    def buffers_by_parts(self) -> tuple[str, ...]:
+        """Name the buffers that micro-batches change one after another, to something else than the batch would."""
+        averaged = state_averaged(self.joint, self.flow)
+        return tuple(name for name in self._buffers_but(("same", "max", "min")) if name not in averaged)
 
-        return tuple(
-            state
-            for state, new in self.joint.mutations.items()
-            if self.flow.roles.get(new) not in ("same", "mean") and not is_statistics(new)
-        )
+    def _buffers_but(self, roles: tuple[Role, ...]) -> tuple[str, ...]:
+        """Name the buffers that are written with content of another role, but for batch statistics."""
+        joint, flow = self.joint, self.flow
+        written = ((state, new) for state, new in joint.mutations.items() if flow.roles.get(new) not in roles)
+        return tuple(state for state, new in written if not is_statistics(joint, flow, new))
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
@@ -268,6 +288,10 @@ class Capture:
         unknown = dict.fromkeys((name for name in self.kinds.placed if name not in self.flow.coupled), UNKNOWN_MIXING)
         flow = replace(self.flow, coupled={**self.flow.coupled, **unknown})
         return replace(self, flow=flow, graph=graph_of_nodes(self.joint, self.kinds, flow, self.aliases))
+
+    def left_whole(self, reason: str) -> Capture:
+        """Return the same step for batches that are not cut, for a reason."""
+        return replace(self, whole=reason)
 
     def changed(self, situation: Situation) -> str:
         """Return "" if what the step's Python read is as it was, else what has changed."""

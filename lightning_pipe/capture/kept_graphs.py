@@ -1,4 +1,4 @@
-"""Graphs kept on disk: what tracing a step has given, for a later process that sees the same step (`graphs.kept_traces`).
+"""Graphs kept on disk: what tracing a step has given, for a later process that sees the same step (`kept_traces`).
 
 One file holds one graph, in plain Python values. Its operations are those of torch by name; expressions over symbolic
 sizes are sympy's. Nothing else is read from a file, so that one can hold no code. Graphs with constants, or anything

@@ -219,7 +219,7 @@ _ROWS: dict[str, Operator] = {
         "slice_scatter _unsafe_index unsafe_split unfold constant_pad_nd "
         "reflection_pad1d im2col max_pool2d_with_indices avg_pool2d native_group_norm log_sigmoid_forward "
         "_prelu_kernel _scaled_dot_product_flash_attention_for_cpu _trilinear _cdist_forward "
-        "_weight_norm_interface norm linalg_vector_norm argmax argmin copy _assert_async".split(),
+        "_weight_norm_interface norm linalg_vector_norm argmax argmin copy lerp _assert_async".split(),
         Operator(),
     ),
 }

@@ -141,6 +141,11 @@ class Route(Protocol):
         ...
 
     @property
+    def mixes_samples(self) -> bool:
+        """Return whether samples may meet each other on the way to the loss, as far as operations tell."""
+        ...
+
+    @property
     def is_random_in_python(self) -> bool:
         """Return whether the step draws random numbers of Python or NumPy whenever it runs."""
         ...
@@ -157,6 +162,10 @@ class Route(Protocol):
 
     def averaged_buffers(self) -> tuple[str, ...]:
         """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has."""
+        ...
+
+    def buffers_by_parts(self) -> tuple[str, ...]:
+        """Name the buffers that every micro-batch changes for its samples, but for batch statistics."""
         ...
 
     def told(self) -> str:
@@ -206,6 +215,10 @@ class Route(Protocol):
 
     def without_slices(self) -> Route:
         """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
+        ...
+
+    def left_whole(self, reason: str) -> Route:
+        """Return the same step for batches that are not cut, for a reason (" since ...")."""
         ...
 
     def with_totals(

@@ -274,6 +274,13 @@ def argument_names(node: torch.fx.Node) -> list[str]:
     return [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
 
 
+def argument_defaults(node: torch.fx.Node) -> dict[str, Any]:
+    """Return the default values of the arguments of a node's operator, by name; none for a Python function."""
+    if not isinstance(node.target, OpOverload):
+        return {}
+    return {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+
+
 def aliased_input(node: torch.fx.Node) -> torch.fx.Node | None:
     """Return the input of which a schema calls a node's result a view (or a list of views), None if there is none."""
     if not isinstance(node.target, OpOverload):

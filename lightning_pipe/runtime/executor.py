@@ -297,7 +297,7 @@ class Executor:
         yield from self._gradients.finish()
         for stage in self.stages.values():
             stage.finish()
-        yield from self._gradients.synchronise_buffers()
+        yield from self._gradients.synchronise_buffers(self._exchange.sizes)
         started = recorder.mark()
         with _Named(self.rank, Step()):
             self._step()

@@ -52,11 +52,13 @@ class State:
     """Parameters and buffers that a rank owns, by canonical name, and the device they live on.
 
     A parameter that several stages of the rank use is one tensor, so that their gradients meet in its `.grad`.
+    `sparse` names the parameters whose gradients are sparse tensors of some of their rows, alike on all ranks.
     """
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     device: torch.device
+    sparse: frozenset[str] = frozenset()
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a buffer or parameter by name."""
@@ -103,6 +105,7 @@ class Stage:
         self._results: dict[int, dict[str, Content]] = {}
         self._pending: dict[int, tuple[Half, ...]] = {}
         self._later: dict[str, torch.Tensor] = {}
+        self._averaged: dict[str, int] = {}  # samples that are in the mean so far
         self._away: dict[int, Away] = {}
         self._handed_out: set[int] = set()  # memory of results, which stays to the end of the batch
         self._sends: Sends = Counter()
@@ -118,7 +121,7 @@ class Stage:
         self._results.clear()
         self._handed_out.clear()
         self._pending.clear()
-        self._later.clear()
+        self._forget_later()
         for away in self._away.values():
             away.parcel.discard()
         self._away.clear()
@@ -253,7 +256,7 @@ class Stage:
         self._pending[microbatch] = tuple(half for half in halves if half is not None)
         held = self._held[microbatch]
         self._run(program.forward, self._inputs(program.forward, held), held, slice_)
-        self._update_buffers(microbatch)
+        self._update_buffers(microbatch, slice_.samples)
         own = self._storages() if program.results else frozenset()
         results = {name: _apart(self._input(name, held), own) for name in program.results}
         self._results[microbatch] = results
@@ -332,22 +335,35 @@ class Stage:
         names = {*self.program.buffers.values(), *self.program.mutations}
         return self._storages_of_parameters.union([storage_of(self._state.tensor(name)) for name in names])
 
-    def _update_buffers(self, microbatch: int) -> None:
+    def _update_buffers(self, microbatch: int, samples: int) -> None:
         """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
         for name, value in self.program.mutations.items():
             content = self._held[microbatch][value]
             assert isinstance(content, torch.Tensor)
             if name in self.program.once:
                 self._later[name] = content
+            elif name in self.program.averaged:
+                self._average(name, content, samples)
             else:
                 self._state.tensor(name).copy_(content)
+
+    def _average(self, name: str, content: torch.Tensor, samples: int) -> None:
+        """Take another content of a buffer into the mean over the samples so far."""
+        self._averaged[name] = self._averaged.get(name, 0) + samples
+        before, share = self._later.get(name), samples / self._averaged[name]
+        with torch.no_grad():
+            self._later[name] = content if before is None else before + (content - before) * share
 
     def finish(self) -> None:
         """Write the state that changes once per batch."""
         with torch.no_grad():
             for name, content in self._later.items():
                 self._state.tensor(name).copy_(content)
+        self._forget_later()
+
+    def _forget_later(self) -> None:
         self._later.clear()
+        self._averaged.clear()
 
     def _drop(self, microbatch: int) -> None:
         """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""

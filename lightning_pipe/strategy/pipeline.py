@@ -160,10 +160,12 @@ class Pipeline:
         begin = time.perf_counter()
         why = step.testimony(call)
         log.debug("The Python of %s was run again in %.3f s.", call.method, time.perf_counter() - begin)
-        differ = self._links.control.sum(torch.tensor([float(bool(why))]), what="whether the step is what was captured")
+        control = self._links.control
+        differ = control.sum(torch.tensor([float(bool(why))]), what="whether the step is what was captured")
         if not differ:
             return step, sizes
-        why = why or "another rank has seen that its Python does something else now"
+        said = [control.broadcast(why, source=rank, what="how the step differs") for rank in range(control.ranks)]
+        why = next(filter(None, said))
         if self._config.capture != "auto":
             raise CaptureError(f"{call.method} no longer does what was captured: {why}")
         return self._replayed(call, samples, why)

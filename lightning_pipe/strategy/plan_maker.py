@@ -34,7 +34,10 @@ from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_runtime import agree, slices
 from lightning_pipe.strategy.steps.whole_batch import (
     cut_by_numbers,
-    warn_of_averages,
+    fewest_samples,
+    kept_by_replicas,
+    warn_of_buffers_by_parts,
+    warn_of_fewer_parts,
     warn_of_shared_samples,
     warn_of_unknown_role,
 )
@@ -48,6 +51,10 @@ class _WrongCapture(CaptureError):
 
 class _SlicesDiffer(Exception):  # no error: another plan follows
     """Replicas would share the samples of micro-batches, but slices of them do not give what the whole gives."""
+
+
+class _ReplicasKeep(Exception):  # no error: another plan follows
+    """Replicas would change buffers for their own samples, whose mean is not what one device has."""
 
 
 class PlanMaker:
@@ -99,17 +106,21 @@ class PlanMaker:
     def _capture_and_plan(self, call: StepRequest, optimizers: Sequence[Optimizer]) -> None:
         """Capture a step, and make the plan for it; by replay where its graph turns out to be wrong."""
         captured = self._first_capture(call)
-        try:
+        is_planned = False
+        while not is_planned:
             try:
                 self._plan_by(call, captured, optimizers)
+                is_planned = True
             except _SlicesDiffer:
                 warn_of_shared_samples(captured)
                 self._preparation.plan_by(None)
-                self._cuts.shares_samples = False
-                self._plan_by(call, captured.without_slices(), optimizers)
-        except _WrongCapture as wrong:
-            log.info("%s is replayed: %s", call.method, wrong)
-            self._plan_by(call, self._first_capture(call, reason=str(wrong)), optimizers)
+                self._cuts.shares_samples, captured = False, captured.without_slices()
+            except _ReplicasKeep as kept:
+                self._preparation.plan_by(None)
+                self._preparation.whole, captured = str(kept), captured.left_whole(str(kept))
+            except _WrongCapture as wrong:
+                log.info("%s is replayed: %s", call.method, wrong)
+                captured = self._first_capture(call, reason=str(wrong))
 
     def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
@@ -121,6 +132,7 @@ class PlanMaker:
         Raises:
             _WrongCapture: on every rank, if the step is one graph that does not compute what the step computes, and
                 replay may be tried.
+            _SlicesDiffer, _ReplicasKeep: on every rank, if another plan is needed.
         """
         training = call.method == TRAINING
         samples = self._cuts.samples(call.structure)
@@ -182,6 +194,8 @@ class PlanMaker:
         if not self._cuts.sizes(captured.capture, samples):
             captured = preparation.captured(call, samples)
             cuts = preparation.cuts_of(captured.capture.graph)
+        if training:
+            self._leave_whole_for_replicas(captured, cuts)
         if training and self._config.check:
             captured = self._checked(captured, call, samples)
             self._stopwatch.lap("check")
@@ -190,12 +204,23 @@ class PlanMaker:
         preparation.warn_of_logs(captured, samples)
         step = preparation.built(captured, cuts)
         if training:
-            warn_of_averages(captured, step.split, planned.plan.layout)
+            warn_of_buffers_by_parts(captured, count=len(self._cuts.sizes(captured.capture, samples)))
         shard = planned.plan.shard_optimizer
         self._setup.weights.place(step.split, planned.plan.layout, device=self._setup.device, shard_optimizer=shard)
         preparation.known.put(call, step)
         preparation.note_placed(step.split)
         self._stopwatch.lap("stages")
+
+    def _leave_whole_for_replicas(self, captured: Captured, cuts: tuple[int, ...]) -> None:
+        """Look whether replicas would keep what the samples of the others have no part in.
+
+        Raises:
+            _ReplicasKeep: with the reason why batches are not cut, if they would.
+        """
+        if captured.capture.whole or not captured.capture.averaged_buffers():
+            return
+        if names := kept_by_replicas(captured, self._preparation.split(captured, cuts), self._cuts.planned.layout):
+            raise _ReplicasKeep(f"what it keeps in the buffer {', '.join(names)} depends on the samples")
 
     def _wanted(self, captured: Captured) -> DappleConfig:
         """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
@@ -210,13 +235,17 @@ class PlanMaker:
 
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
-        first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
         control, weights = self._links.control, self._setup.weights
         if refusal := control.broadcast(weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
         try:
             with weights.whole():
+                if len(wanted := self._cuts.parts(captured.capture, samples)) > 1:
+                    self._cuts.fewest = fewest_samples(captured, call, control=control)
+                    count = len(self._cuts.parts(captured.capture, samples))
+                    warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
+                first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
                 seconds = self._compared(captured, call, samples=first)
                 return self._weighed(captured, call, seconds=seconds)
         finally:

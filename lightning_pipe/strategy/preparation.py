@@ -56,6 +56,7 @@ class Preparation:
         known: the steps that were prepared.
         host: where this rank offloads to.
         role: how losses of micro-batches are combined, as numbers have shown; None before that.
+        whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
 
     def __init__(self, setup: RankSetup, *, later: PostValidation | None) -> None:
@@ -64,6 +65,7 @@ class Preparation:
         self.known = KnownSteps(setup.module, cuts=self.cuts, batch_dim=setup.config.batch_dim)
         self.host = host_of(setup.device)
         self.role: Role | None = None
+        self.whole = ""
         self._capture = StepCapture(setup)
         self._planned: PlannedCuts | None = None
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
@@ -143,9 +145,19 @@ class Preparation:
         """Capture a step for batches of this size, and make it ready to run."""
         captured = self.captured(call, samples)
         self.warn_of_logs(captured, samples)
+        return self._built_later(captured)
+
+    def _built_later(self, captured: Captured) -> RankStep:
+        """Return a step that was captured when parameters were placed already.
+
+        Raises:
+            PlanError: if it trains a parameter in a stage that does not hold it.
+        """
         step = self.built(captured)
-        if call.method == TRAINING:
+        if captured.request.method == TRAINING:
             step.refuse_borrowed()
+            self.setup.weights.adopt(step.split, self.cuts.planned.layout)
+            self.note_placed(step.split)
         return step
 
     def skipping(self, call: StepRequest, samples: int, answers: tuple[bool, ...]) -> RankStep | None:
@@ -156,14 +168,14 @@ class Preparation:
             return None
         if captured.capture.record.loss is not None:
             return None
-        step = self.built(captured)
+        step = self._built_later(captured)
         self.known.put(call, step, answers=answers)
         return step
 
     def replayed(self, call: StepRequest, samples: int, reason: str) -> RankStep:
         """Make a step ready to run by replay, in the place of how it was captured before."""
         log.info("%s is replayed from now on: %s.", call.method, reason)
-        step = self.built(self.capture(call, self.cuts.largest_slice(samples), reason=reason))
+        step = self._built_later(self.capture(call, self.cuts.largest_slice(samples), reason=reason))
         self.known.put(call, step)
         return step
 
@@ -191,7 +203,7 @@ class Preparation:
             check_written(captured.capture, self.setup.module, microbatches=plan.microbatches)
         return RankStep(
             captured,
-            self._split(captured, cuts),
+            self.split(captured, cuts),
             plan=plan if captured.capture.is_sliceable else in_turns(plan),
             links=self.setup.links,
             weights=self.setup.weights,
@@ -209,9 +221,10 @@ class Preparation:
         """Return a captured step with what the numbers of the first one said."""
         if captured.request.method != TRAINING:
             return captured
-        return (captured if self.cuts.shares_samples else captured.without_slices()).with_role(self.role)
+        captured = captured if self.cuts.shares_samples else captured.without_slices()
+        return (captured.left_whole(self.whole) if self.whole else captured).with_role(self.role)
 
-    def _split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
+    def split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
         """Cut a captured step, whose stages do with what they save what the plan says."""
         assert self._planned is not None, "planned before anything is run"
         capture, plan, exact_ties = captured.capture, self._planned.plan, self.setup.config.exact_ties

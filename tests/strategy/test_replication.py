@@ -108,11 +108,11 @@ def warnings_of(layout: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Bank(), DataLoader(data, batch_size=4))
-    return [str(one.message) for one in caught if "mean of the replicas" in str(one.message)]
+    return [str(one.message) for one in caught if "takes whole batches" in str(one.message)]
 
 
-def test_buffers_that_replicas_change_each_for_its_samples_are_named() -> None:
-    """Their mean was kept without a word: half of a memory bank's entry, half of a count."""
+def test_replicas_do_not_share_samples_of_which_buffers_keep_other_than_averages() -> None:
+    """The mean of theirs was kept: half of a memory bank's entry, half of a count."""
     (told,), _ = World(2).run(warnings_of, "2")
-    assert "changes entries, seen in stage 0" in told
+    assert "what it keeps in the buffer entries, seen depends on the samples" in told
     assert World(2).run(warnings_of, "1-1") == [[], []]

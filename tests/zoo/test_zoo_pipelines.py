@@ -20,7 +20,7 @@ from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.operators import is_known
 from lightning_pipe.capture.python.number_expressions import Situation
-from lightning_pipe.capture.stages.state_once import state_once
+from lightning_pipe.capture.stages.state_once import state_averaged, state_once
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
@@ -147,7 +147,7 @@ def check_joint(name: str, captured: Joint, *, counts: tuple[int, ...]) -> None:
     share = [1.0 if capture.flow.loss == "sum" else n / sum(sizes) for n in sizes]
     counted = [COUNTED[name](piece) for piece in pieces] if name in COUNTED else []
     weights = [count / sum(counted) for count in counted] or share
-    once = state_once(capture.joint, capture.flow)
+    once = state_once(capture.joint, capture.flow) | state_averaged(capture.joint, capture.flow)
     losses, expected = accumulate(module, pieces, weights=weights, seed=SEED, once=once)
     dice = random.Random(zlib.crc32(name.encode()))
     places = [k for k in range(1, len(capture.graph.nodes)) if k not in capture.graph.uncuttable]

@@ -136,6 +136,7 @@ def describe(
         CaptureError: if there is nothing to train.
     """
     graph = module.graph
+    _refuse_effects(graph)
     _drop_detaches(graph)
     _drop_unread_numbers(graph)
     _drop_copies_into_state(graph)
@@ -202,6 +203,18 @@ def joint_graph_of(
         recording=replace(step.recordings[-1], results=[]),
         **fields,
     )
+
+
+def _refuse_effects(graph: fx.Graph) -> None:
+    """Refuse operations that do something besides computing (raise an error for a singular matrix), in an order.
+
+    Raises:
+        CaptureError: naming the first one and its line.
+    """
+    for node in graph.nodes:
+        if private.operator_name(node) == "with_effects":
+            line = (node.meta.get("custom") or {}).get("line", "")
+            raise hazard(f"it calls {node.args[1]}, which does something besides computing", line)
 
 
 def without_gradient(line: str) -> CaptureError:

@@ -26,7 +26,7 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_roles import LINEAR, Role, combined, reduced, sized_inputs
 from lightning_pipe.capture.operators import Trait, takes_batch_statistics, takes_output, traits
 from lightning_pipe.capture.steps.stage_program import Combine, Value
-from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
+from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
 
 BATCH_STATISTICS = "batch statistics"
 UNKNOWN_MIXING = "samples may be mixed"  # by some operation, as numbers show
@@ -267,7 +267,7 @@ def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples:
     reduced = [n for n in node.all_input_nodes if roles.get(n.name) in ("mean", "sum", "max", "min", "mixed")]
     if reduced:
         return "a value of all samples is used for each"
-    if Trait.ALONG in traits(node) and len(node.args) > 1:
+    if Trait.ALONG in traits(node):
         first = node.all_input_nodes[0]
         where, dims = samples.get(first.name), _dims_along(node)
         if where is not None and any(dim % len(_tensor_shape(first)) == where.dim for dim in dims):
@@ -278,13 +278,14 @@ def _coupling(node: fx.Node, joint: JointGraph, roles: dict[str, Role], samples:
 
 
 def _dims_along(node: fx.Node) -> list[int]:
-    """List the dimensions along which an operation runs that takes them by name or as its second argument."""
-    names = argument_names(node)
-    given: Any = node.args[1]
-    for name in ("dim", "dims"):
-        place = names.index(name) if name in names else len(node.args)
-        given = node.kwargs.get(name, node.args[place] if place < len(node.args) else given)
-    return [dim for dim in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(dim, int)]
+    """List the dimensions along which an operation runs: as it is told, or as it does if it is not told."""
+    names, defaults = argument_names(node), argument_defaults(node)
+    for place, name in enumerate(names):
+        if name in ("dim", "dims"):
+            given: Any = node.kwargs.get(name, node.args[place] if place < len(node.args) else defaults.get(name))
+            dims = [*given] if isinstance(given, (list, tuple)) else [given]
+            return [dim for dim in dims if isinstance(dim, int)] or [*range(len(_tensor_shape(node)))]  # `roll` of all
+    return []
 
 
 def _trains(node: fx.Node) -> bool:

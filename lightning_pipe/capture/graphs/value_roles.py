@@ -76,6 +76,8 @@ def combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
         return "sum"
     if Trait.ADDS in known and varying <= LINEAR:
         return _added(node, inputs)
+    if name == "lerp" and varying == {"mean"} and all(role == "same" for role in inputs[2:]):
+        return "mean"
     if Trait.BOUNDS in known:
         return _guarded(node, name, inputs)
     if Trait.KEEPS in known and len(varying) == 1:

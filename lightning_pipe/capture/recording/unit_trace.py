@@ -15,6 +15,7 @@ generators.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import pickle
@@ -77,6 +78,10 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
                     raise
                 fits = False  # what earlier calls have left is of so many samples; without it the step may run
                 others.append(runner.followed(chosen, kept, other=number))
+        once = _once([run, *others]) if others else frozenset[str]()
+        if once & {name for names in run.mutated.values() for name in names}:  # a maximum, say, may be reached already
+            with contextlib.suppress(CaptureError):
+                once &= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)])
         said = _said_of_parts(runner, steady) if count and fits and not drawn() else NOTHING_SAID
         steady.restore()
         in_python = drawn()
@@ -85,7 +90,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         _compare([seen.path for seen in run.seen], paths)
     trace = _described(request, run, others, [call.seconds for call in calls])
     whole = trace.whole if fits else "what it keeps from batch to batch is for one number of samples"
-    return replace(trace, is_random_in_python=in_python, whole=whole, said=said)
+    return replace(trace, is_random_in_python=in_python, whole=whole, once=once, said=said)
 
 
 def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
@@ -160,7 +165,6 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=frozenset(written & {*canonical_names(request.module)}),
         whole=_why_whole(runs) if others else "",
-        once=_once(runs) if others else frozenset(),
         keeping=_keeping(run),
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
@@ -179,8 +183,10 @@ def _why_whole(runs: Sequence[Run]) -> str:
     if writes := [change.name for change in first.changes if change.name not in first.buffers]:
         return f"it writes to the parameter {writes[0]}"
     for change in first.changes:
-        if change.name in first.buffers and not all(
-            same_content(first.buffers[change.name], other.buffers.get(change.name)) for other in others
+        is_made_of_samples = any(kind in ("leaf", "unit") for kind, _ in change.reads)  # if they say so now or not
+        if change.name in first.buffers and (
+            is_made_of_samples
+            or not all(same_content(first.buffers[change.name], other.buffers.get(change.name)) for other in others)
         ):
             return f"what it keeps in the buffer {change.name} depends on the samples"
     if hidden := next((left for left in first.left if not left.path), None):

@@ -134,9 +134,24 @@ class Replay:
         """Return whether the loss adds sums over samples to other terms."""
         return self.trace.has_terms
 
+    @property
+    def mixes_samples(self) -> bool:
+        """Return True: nobody follows what sub-modules do with samples."""
+        return True
+
     def averaged_buffers(self) -> tuple[str, ...]:
-        """Return (): a batch whose samples change buffers is not cut, so one replica has all of it."""
+        """Return (): replicas take whole micro-batches, and what several of them change is the mean by samples."""
         return ()
+
+    def buffers_by_parts(self) -> tuple[str, ...]:
+        """Name the buffers that units change for the samples of every micro-batch."""
+        changed = dict.fromkeys(name for unit in self.trace.units for name in unit.mutations)
+        return tuple(name for name in changed if name not in self.trace.once)
+
+    def left_whole(self, reason: str) -> Replay:
+        """Return this, which from now on does not cut batches, for a reason."""
+        self.leave_whole(reason)
+        return self
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""

@@ -126,6 +126,7 @@ class UnitSplitter:
             sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
             mutations={name: f"changed:{name}" for name in part.mutations},
             once=self._trace.once & set(part.mutations),
+            written=frozenset(self._aliases[name] for name in self._trace.writes) & part.parameters.keys(),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),
         )

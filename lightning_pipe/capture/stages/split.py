@@ -25,7 +25,7 @@ from lightning_pipe.capture.stages.assign import Kinds, assign, partial_sums
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.recomputing import recomputing_halves
-from lightning_pipe.capture.stages.state_once import state_once
+from lightning_pipe.capture.stages.state_once import state_averaged, state_once
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, Half, Split, StageProgram
 from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy
@@ -219,6 +219,7 @@ class Splitter:
             sends={edge: tuple(names) for edge, names in own.sends.items()},
             mutations=mutations,
             once=state_once(joint, self._flow) & mutations.keys(),
+            averaged=state_averaged(joint, self._flow) & mutations.keys(),
             gradients=dict(own.gradients),
             results=tuple(own.results),
             offloaded=frozenset(policy.offloaded),

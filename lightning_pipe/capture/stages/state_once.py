@@ -2,26 +2,48 @@
 
 A step that counts its calls in a buffer, or takes a step of a power iteration on a weight, does so once per batch on
 one device. Its new content is the same for every micro-batch that begins with the old one, so it is written once, after
-all of them. Content that depends on the samples (statistics of BatchNorm) goes from micro-batch to micro-batch, as with
-gradient accumulation, and so does what it is computed with.
+all of them. An average of activations is such a mean over samples too: that of the contents which micro-batches make
+of the old one. Other content that depends on the samples (a memory bank), and the statistics of BatchNorm, go from
+micro-batch to micro-batch, as with gradient accumulation, and so does what they are computed with.
 """
 
 from __future__ import annotations
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import Flow
+from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, leading_to
+from lightning_pipe.capture.graphs.value_roles import Role
 
 _COUNTS_STATISTICS = "num_batches_tracked"  # how often statistics beside it were updated
 
 
 def state_once(joint: JointGraph, flow: Flow) -> frozenset[str]:
     """Name the buffers and parameters whose new content depends on no sample, and on no state that does."""
+    return _apart(joint, flow, roles=("same",))
+
+
+def state_averaged(joint: JointGraph, flow: Flow) -> frozenset[str]:
+    """Name the buffers whose new content is a mean over samples, and is computed with no other state that is not."""
+    found = _apart(joint, flow, roles=("same", "mean")) - state_once(joint, flow)
+    return frozenset(s for s in found if leading_to([joint.mutations[s]], joint).isdisjoint(flow.assumed))
+
+
+def is_statistics(joint: JointGraph, flow: Flow, new: str) -> bool:
+    """Return whether the new content of a buffer is that of a batch norm."""
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    sources = {new, *(node.name for node in nodes[new].all_input_nodes)}
+    return any(flow.coupled.get(name) == BATCH_STATISTICS for name in sources)
+
+
+def _apart(joint: JointGraph, flow: Flow, *, roles: tuple[Role, ...]) -> frozenset[str]:
+    """Name the state whose new content has such a role, and is computed apart from all other state that is written."""
     places = {state: p for p, state in {**joint.parameters, **joint.buffers}.items() if state in joint.mutations}
     reads = _states_read(joint, places)
     once = {
         state
         for state, new in joint.mutations.items()
-        if flow.roles.get(new) == "same" and not state.endswith(_COUNTS_STATISTICS)
+        if flow.roles.get(new) in roles
+        and not state.endswith(_COUNTS_STATISTICS)
+        and not is_statistics(joint, flow, new)
     }
     while True:
         others = joint.mutations.keys() - once

@@ -94,7 +94,10 @@ class TracedNumber:
 
 _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 _EQUAL = (torch.equal, torch.Tensor.equal)
-_SIZES = (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min)  # tracing may call them once more or less
+_UNCOUNTED = (  # tracing, and what watches the step, may call them once more or less
+    *(torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min),
+    torch.Tensor.is_inference,
+)
 _CLOSE = (torch.allclose, torch.Tensor.allclose)
 _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
@@ -150,7 +153,7 @@ class Observer(TorchFunctionMode):
         if kwargs.get("generator") is not None:
             raise hazard("it draws random numbers from a generator of its own", line, self.module_path())
         name = getattr(func, "__name__", str(func))
-        if name != "__get__" and func not in _SIZES:
+        if name != "__get__" and func not in _UNCOUNTED:
             self.calls.append((_described(name, args, kwargs), line))
             self._note_constants(name, args, kwargs, line)
         tag_nodes(self.module_path(), line)

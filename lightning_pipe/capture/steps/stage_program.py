@@ -131,6 +131,9 @@ class StageProgram:
         mutations: buffer name -> value name of its new content after F.
         once: buffers whose new content does not depend on the samples: every micro-batch reads what was there before
             the batch, and the new content is written once, at its end, as by one device.
+        averaged: buffers whose new content is a mean over samples: written once, too, as the mean of the contents that
+            micro-batches make of what was there before.
+        written: names of the parameters that F writes to in place.
         gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
         results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
         offloaded: names of values whose memory is on the host between F and the backward.
@@ -150,6 +153,8 @@ class StageProgram:
     gradients: Mapping[str, str]
     results: tuple[str, ...]
     once: frozenset[str] = frozenset()
+    averaged: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
 
 

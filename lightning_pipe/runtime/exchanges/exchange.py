@@ -43,9 +43,10 @@ class Exchange:
         device: where values live.
 
     Attributes:
-        batch_samples: of the batch, once a program has begun.
+        sizes, batch_samples: samples of the micro-batches and of the batch, once a program has begun.
     """
 
+    sizes: tuple[int, ...]
     batch_samples: int
 
     def __init__(
@@ -81,7 +82,7 @@ class Exchange:
     def _prepare(self, program: Program) -> None:
         """Find what is the same whenever a program runs."""
         self._program = program
-        self.batch_samples = sum(program.sizes)
+        self.sizes, self.batch_samples = program.sizes, sum(program.sizes)
         layout, rank = program.layout, self._transport.rank
         self._local = {
             (stage, m): layout.samples(stage, layout.stages[stage].index(rank), m, size)

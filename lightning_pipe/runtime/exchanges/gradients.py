@@ -8,8 +8,9 @@ Whether a parameter takes part is decided from the split, alike on all ranks: a 
 differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`, and so
 does one of a replayed step of which no rank has made a gradient (an expert to which the batch sends nothing).
 
-Buffers that F mutates: floating ones become the mean over the replicas of their stage, in the proportions in which
-these share the samples; others, and those that change once per batch, are those of replica 0.
+Buffers that F mutates: floating ones become the mean over the replicas of their stage, in proportion to the samples
+that each has computed of this batch; others, those that change once per batch, and parameters that F writes to are
+those of replica 0, which computes the first micro-batch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lightning_pipe.runtime.waiting import Handle, Wait, Walk
 class _Piece:
     """Gradients on their way since `posted`: `flat` holds those of `parameters` one after another."""
 
+    names: tuple[str, ...]
     parameters: tuple[torch.Tensor, ...]
     flat: torch.Tensor
     handle: Handle
@@ -121,12 +123,23 @@ class Gradients:
     def _post(self, reduce: Reduce, names: tuple[str, ...]) -> None:
         parameters = tuple(self._state.parameters[name] for name in names)
         with torch.no_grad():
-            flat = torch.cat([*(_gradient(p).reshape(-1) for p in parameters), *self._presence(parameters)])
+            dense = [_gradient(parameter).reshape(-1) for parameter in parameters]
+            flat = torch.cat([*dense, *self._rows(names), *self._presence(parameters)])
         group = bucket_group(self._split.traffic.buckets[reduce.bucket], self._layout)
         handle = self._transport.all_reduce(flat, group=group)
-        if not self._split.may_lack_gradients:
+        if not self._split.may_lack_gradients and self._state.sparse.isdisjoint(names):
             _put(parameters, flat)  # so that there is one copy
-        self._under_way.append(_Piece(parameters, flat, handle, reduce, self._recorder.mark()))
+        self._under_way.append(_Piece(names, parameters, flat, handle, reduce, self._recorder.mark()))
+
+    def _rows(self, names: tuple[str, ...]) -> Iterator[torch.Tensor]:
+        """Yield, for every parameter with sparse gradients, a number per row that is not zero where it has one."""
+        for name in names:
+            if name in self._state.sparse:
+                parameter = self._state.parameters[name]
+                rows = torch.zeros(len(parameter), dtype=parameter.dtype, device=parameter.device)
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    rows[parameter.grad.coalesce().indices()[0]] = 1.0
+                yield rows
 
     def _pieces_of(self, bucket: int) -> list[tuple[str, ...]]:
         """Return the parameters of each piece of a bucket, in order."""
@@ -152,32 +165,47 @@ class Gradients:
             yield Wait(piece.handle, piece.reduce)
             self._recorder.add(piece.reduce, piece.posted)
             _put(piece.parameters, piece.flat)
-            present = piece.flat[sum(parameter.numel() for parameter in piece.parameters) :].tolist()
+            behind = piece.flat[sum(parameter.numel() for parameter in piece.parameters) :]
+            for parameter in (self._state.parameters[n] for n in piece.names if n in self._state.sparse):
+                parameter.grad = _of_rows(parameter.grad, behind[: len(parameter)].nonzero())
+                behind = behind[len(parameter) :]
+            present = behind.tolist() if self._split.may_lack_gradients else []
             for parameter, count in zip(piece.parameters, present, strict=False):
                 parameter.grad = parameter.grad if count else None
         self._under_way.clear()
 
-    def synchronise_buffers(self) -> Walk[None]:
-        """Make the buffers that F mutates equal on all replicas of their stage."""
+    def synchronise_buffers(self, sizes: Sequence[int]) -> Walk[None]:
+        """Make what F writes to equal on all replicas of its stage.
+
+        Args:
+            sizes: samples of the micro-batches of the batch.
+        """
         for program in self._split.stages:
             replicas = self._layout.stages[program.stage]
             if self._transport.rank not in replicas or len(replicas) == 1:
                 continue
-            for name in sorted(program.mutations):
-                yield from self._synchronise(name, program.stage, equal=name in program.once)
+            computed = [
+                sum(len(self._layout.samples(program.stage, replica, m, size)) for m, size in enumerate(sizes))
+                for replica in range(len(replicas))
+            ]
+            for name in sorted({*program.mutations, *program.written}):
+                equal = name in program.once or name in program.written
+                yield from self._synchronise(name, program.stage, shares=None if equal else computed)
 
-    def _synchronise(self, name: str, stage: int, *, equal: bool) -> Walk[None]:
-        replicas, shares = self._layout.stages[stage], self._layout.shares(stage)
-        group, buffer = stage_group(stage, self._layout), self._state.tensor(name)
-        is_mean = buffer.is_floating_point() and not equal
-        if is_mean:
-            content = buffer.contiguous() * shares[replicas.index(self._transport.rank)]
+    def _synchronise(self, name: str, stage: int, *, shares: Sequence[int] | None) -> Walk[None]:
+        """Make a tensor equal on all replicas: the mean in these shares, or else that of replica 0."""
+        replicas = self._layout.stages[stage]
+        group, buffer = stage_group(stage, self._layout), self._state.tensor(name).detach()
+        is_mean = shares is not None and buffer.is_floating_point()
+        if shares is not None and is_mean:
+            share = shares[replicas.index(self._transport.rank)]
+            content = buffer.contiguous() * share if share else torch.zeros_like(buffer).contiguous()
             handle = self._transport.all_reduce(content, group=group)
         else:
             content = buffer.contiguous()
             handle = self._transport.broadcast(content, source=replicas[0], group=group)
         yield Wait(handle, f"buffer {name}")
-        buffer.copy_(content / sum(shares) if is_mean else content)
+        buffer.copy_(content / sum(shares) if shares is not None and is_mean else content)
 
 
 def flat_runs(tensors: Iterable[torch.Tensor], *, most_bytes: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -192,6 +220,17 @@ def _put(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     sizes = [parameter.numel() for parameter in parameters]
     for parameter, part in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
         parameter.grad = part.view_as(parameter)
+
+
+def _of_rows(dense: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """Return the sparse tensor of some rows of a dense one.
+
+    Args:
+        dense: (rows, ...).
+        rows: (n, 1) numbers of the rows, rising.
+    """
+    assert dense is not None, "it was put there"
+    return torch.sparse_coo_tensor(rows.T, dense[rows[:, 0]], dense.shape, is_coalesced=True, check_invariants=False)
 
 
 def _making_order(program: StageProgram) -> dict[str, int]:

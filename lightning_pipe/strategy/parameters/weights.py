@@ -122,6 +122,21 @@ class Weights:
         self._vacate(self._elsewhere())
         self._hide_buffers()
 
+    def adopt(self, split: Split, layout: Layout) -> None:
+        """Let the stages of a step that was captured later hold what no stage has held so far, and it trains.
+
+        All ranks have the values until then; the others give them up, since only these stages get its gradients.
+        """
+        if self._whole_on:
+            return
+        found: dict[str, set[int]] = {}
+        for program in split.stages:
+            for name in {*program.parameters.values(), *program.gradients.values()} - self._holders.keys():
+                found.setdefault(name, set()).update(layout.stages[program.stage])
+        holders = self._holders | {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+        self._holders = {name: holders[name] for name in self._real if name in holders}
+        self._vacate(name for name in self._elsewhere() if name in found)
+
     def follow(self, other: Weights, *, device: torch.device) -> None:
         """Keep on this rank what it keeps of another module with the same names, on a device."""
         before, self._holders, self._moving = self._holders, dict(other._holders), dict(other._moving)

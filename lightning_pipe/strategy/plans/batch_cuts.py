@@ -19,6 +19,7 @@ class BatchCuts:
         given: the plan of the user's file; None without one.
         plan: the plan; None until there is one.
         shares_samples: whether replicas may share the samples of a micro-batch.
+        fewest: samples that a part of a batch needs.
     """
 
     def __init__(self, config: DappleConfig) -> None:
@@ -26,6 +27,7 @@ class BatchCuts:
         self.given: Plan | None = None
         self.plan: Plan | None = None
         self.shares_samples = True
+        self.fewest = 1
 
     @property
     def planned(self) -> Plan:
@@ -71,7 +73,8 @@ class BatchCuts:
         plan = self.planned
         for count in range(min(samples, 1 if capture.whole else plan.microbatches), 0, -1):
             sizes = microbatch_sizes(samples, count)
-            if not any(capture.misfit(size) for size in slices(plan.layout, sizes)):
+            parts = slices(plan.layout, sizes)
+            if (count == 1 or min(parts) >= self.fewest) and not any(capture.misfit(size) for size in parts):
                 return sizes
         return ()
 

@@ -29,6 +29,10 @@ class Captured:
         """Return the same with every node taken for one that may mix samples, so that replicas share none."""
         return replace(self, capture=self.capture.without_slices())
 
+    def left_whole(self, reason: str) -> Captured:
+        """Return the same for batches that are not cut, for a reason."""
+        return replace(self, capture=self.capture.left_whole(reason))
+
     def with_role(self, role: Literal["mean", "sum"] | None) -> Captured:
         """Return the same with losses of micro-batches combined in this way; None leaves that as it is."""
         if role is None or self.capture.record.loss is None:

@@ -107,7 +107,7 @@ class StepCapture:
             varying=tuple(self._varying.values()),
             may_skip=self.may_skip,
             answered=answered,
-            kept=None if self._config.cache_dir is None else self._config.cache_dir / "graphs",
+            kept=None if self._setup.config.cache_dir is None else self._setup.config.cache_dir / "graphs",
         )
         request = replace(request, answers=self._agreed_answers(call, request))
         with torch.inference_mode(False):

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from lightning_pipe.capture.python.number_expressions import MOST_INPUTS
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.stages.split import check_slices
 from lightning_pipe.capture.steps.batch import contents
+from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.plan import Plan
@@ -88,6 +90,7 @@ class RankStep:
             parameters=ChainMap(self._lent, weights.parameters),  # type: ignore[arg-type]
             buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),  # type: ignore[arg-type]
             device=device,
+            sparse=_sparse(captured.request.module),
         )
         self.buffers = state.buffers
         transport = links.transport
@@ -216,6 +219,13 @@ class RankStep:
             for name in [*program.parameters.values(), *program.buffers.values()]:
                 if not self._weights.held_by(name, ranks):
                     yield name, program.stage
+
+
+def _sparse(module: nn.Module) -> frozenset[str]:
+    """Name the parameters of a module whose gradients are sparse."""
+    names = canonical_names(module)
+    tables = ((path, m) for path, m in module.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    return frozenset(names[f"{path}.weight".removeprefix(".")] for path, table in tables if table.sparse)
 
 
 _LONGEST = 24  # characters of a text that is said itself, not its hash

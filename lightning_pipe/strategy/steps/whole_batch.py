@@ -29,11 +29,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence, Set
+import warnings
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from lightning_pipe.capture import Request, Route
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
@@ -150,6 +152,55 @@ def cut_by_numbers(
     return control.agreed(decide, source=0, what="what micro-batches change")
 
 
+def fewest_samples(captured: Captured, call: StepRequest, *, control: ControlPlane) -> int:
+    """Return how many samples a part of a batch needs, as far as two samples tell: 1 or 2; on all ranks together.
+
+    Of a single sample there is no variance, and batch statistics are refused: a loss that is a number for two samples
+    and none for each of them needs parts of two.
+
+    Args:
+        captured: the step.
+        call: what was captured; the module of rank 0 is whole, and rank 0 has the tensors of the batch.
+        control: to the other ranks.
+    """
+
+    def decide() -> int:
+        assert call.tensors is not None, "rank 0 has looked at the batch"
+        capture, request = captured.capture, captured.request
+        if request.samples is None or _is_proven(capture) or capture.misfit(1) or capture.misfit(2):
+            return 1
+        with contextlib.suppress(Incomparable):
+            tensors = _first_samples(call.tensors, request, 2)
+            if _is_finite(capture, request, tensors, (2,)) and not _is_finite(capture, request, tensors, (1, 1)):
+                return 2
+        return 1
+
+    return control.agreed(decide, source=0, what="how many samples a micro-batch needs")
+
+
+def _is_finite(captured: Route, request: Request, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> bool:
+    """Return whether micro-batches of these sizes have a loss and gradients, and these are numbers."""
+    no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+    with on_one_device(request) as prepare, no_randomness, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a variance of one number
+        try:
+            ran = run_captured(captured, request, prepare(tensors), sizes=sizes, key=RandomKey(0, 0, 0))
+        except CaptureError:
+            return False
+    _, gradients, loss = ran
+    found = (t if t.layout == torch.strided else t.to_dense() for t in (loss, *gradients.values()))
+    return all(bool(tensor.isfinite().all()) for tensor in found)
+
+
+def warn_of_fewer_parts(captured: Captured, least: int, *, wanted: int, count: int) -> None:
+    """Warn that a batch is cut into fewer micro-batches than wanted, since a single sample has no loss."""
+    if count < wanted:
+        rank_zero_warn(
+            f"A batch is cut into {count} micro-batches, not {wanted}: {captured.request.method} has no loss or no "
+            f"gradient for a single sample (a variance, batch statistics), so that each has at least {least}."
+        )
+
+
 def warn_of_shared_samples(captured: Captured) -> None:
     """Warn that replicas do not share samples, as they would have."""
     rank_zero_warn(
@@ -197,16 +248,26 @@ def warn_of_mixed_logs(captured: Captured, *, known: Set[tuple[str, str]]) -> se
     return {*new.items()}
 
 
-def warn_of_averages(captured: Captured, split: Split, layout: Layout) -> None:
-    """Warn of buffers that replicas change for their own samples, and whose mean is not what one device has."""
+def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[str]:
+    """Name the buffers that replicas would change for their own samples, and whose mean no device would have."""
     averaged = set(captured.capture.averaged_buffers())
-    stages = {p.stage: sorted(averaged & {*p.mutations}) for p in split.stages if len(layout.stages[p.stage]) > 1}
-    for stage, names in ((stage, names) for stage, names in stages.items() if names):
+    replicated = (program for program in split.stages if len(layout.stages[program.stage]) > 1)
+    return sorted(averaged & {name for program in replicated for name in program.mutations})
+
+
+def warn_of_buffers_by_parts(captured: Captured, *, count: int) -> None:
+    """Warn of buffers that each of several micro-batches changes, but for those of batch norms, which all know of."""
+    module = captured.request.module
+
+    def is_norm(name: str) -> bool:
+        return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._NormBase)
+
+    names = [name for name in captured.capture.buffers_by_parts() if not is_norm(name)]
+    if names and count > 1:
         rank_zero_warn(
-            f"{captured.request.method} changes {', '.join(names)} in stage {stage}, each of whose "
-            f"{len(layout.stages[stage])} replicas does so for its own samples. After every batch the mean of the "
-            "replicas is kept (of whole numbers, what the first one has), which is not what one device would have. "
-            "Give this stage one rank by `layout`."
+            f"{captured.request.method} changes {', '.join(names)} for the samples that it is given: {count} times per "
+            "batch, once for every micro-batch, as with gradient accumulation, and not once as on one device. "
+            "microbatches=1 has no such difference."
         )
 
 
@@ -247,19 +308,32 @@ def measure(
 
         if not (found := cut(tensors, role)).agrees:
             found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)
-        ordered = None
-        if found.agrees and not _is_proven(captured):
-            along = request.structure.cut(request.batch_dim)
-            ordered = sorted_samples(tensors, along, request.batch_dim)
-        if ordered is not None:
+        for ordered in _other_orders(tensors, request) if found.agrees and not _is_proven(captured) else ():
             with contextlib.suppress(Incomparable, CaptureError):  # nobody said that this order of samples can be run
                 again = replace(cut(ordered, found.role), is_sorted=True)
                 found = found if again.agrees else again
     return found
 
 
+def _other_orders(tensors: Sequence[torch.Tensor], request: Request) -> Iterator[list[torch.Tensor]]:
+    """Yield the batch with its samples in other orders: by class or mask, and every second one first.
+
+    Neighbours, which are in one micro-batch, are others then: what happens to be right for some (that as many of the
+    hardest samples are in each micro-batch) is not so for all.
+    """
+    along = request.structure.cut(request.batch_dim)
+    if (by_kind := sorted_samples(tensors, along, request.batch_dim)) is not None:
+        yield by_kind
+    count = next((t.shape[request.batch_dim] for t, c in zip(tensors, along, strict=True) if c), 0)
+    every_second = torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
+    yield [
+        t.index_select(request.batch_dim, every_second.to(t.device)) if c else t
+        for t, c in zip(tensors, along, strict=True)
+    ]
+
+
 def _is_proven(captured: Route) -> bool:
-    return captured.plays is None and captured.loss_role in ("mean", "sum")
+    return captured.plays is None and captured.loss_role in ("mean", "sum") and not captured.mixes_samples
 
 
 def _role_of(captured: Route) -> Role:
