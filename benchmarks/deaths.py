@@ -75,7 +75,8 @@ class Job:
     def pid(self, rank: int) -> int | None:
         """Return the process of a rank, once it runs the script."""
         file = self.folder / f"pid{rank}"
-        return int(file.read_text()) if file.exists() else None
+        text = file.read_text() if file.exists() else ""
+        return int(text) if text.endswith("\n") else None  # else it is being written
 
     def members(self) -> list[int]:
         """List all processes of the job, whoever started them."""
@@ -297,24 +298,29 @@ def main() -> None:
     parser.add_argument("--stops", type=int, default=4, help="per way, in turns of ranks")
     parser.add_argument("--cuts", type=int, default=4)
     parser.add_argument("--deadline", type=float, default=20.0)
+    parser.add_argument("--whole", type=float, help="processor seconds of a rank, if they are known")
+    parser.add_argument(
+        "--part", default="0/1", help="which moments of each sweep: 1/4 is every fourth, from the second"
+    )
     parser.add_argument("--train", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
         train(options.train)
         return
+    part, parts = map(int, options.part.split("/"))
     for way in options.ways:
-        whole = seconds_of(way, options.deadline)
+        whole = options.whole or seconds_of(way, options.deadline)
         print(f"{way}: a rank takes {whole:.1f} processor seconds; deadline_s={options.deadline:g}", flush=True)
         for number, count in ((signal.SIGKILL, options.kills), (signal.SIGSTOP, options.stops)):
             first = 0.0 if number == signal.SIGKILL else IN_FIT
             moments = [1.03 * whole * (first + (1 - first) * (k + 0.5) / count) for k in range(count)]
             if count:
                 print(number.name)
-                cases = enumerate(moments)
+                cases = list(enumerate(moments))[part::parts]
                 tell(hurt(way, number, rank=k % RANKS, at_s=at, deadline_s=options.deadline) for k, at in cases)
     if options.cuts:
         print("cut networks")
-        whole = seconds_of("bare", options.deadline)
+        whole = options.whole or seconds_of("bare", options.deadline)
         tell(
             o
             for k in range(options.cuts)

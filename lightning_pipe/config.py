@@ -46,7 +46,8 @@ class DappleConfig:
         costs: what plans are judged by: "measured" times every operation and link once, "counted" counts operations
             and bytes and supposes equal devices.
         cluster: file or preset (`conf/cluster`) that says which devices and links there are; None measures them.
-        cache: directory where measured times are kept; None takes the user's cache directory, "off" keeps nothing.
+        cache: directory where measured times and captured graphs are kept; None takes the user's cache directory, "off"
+            keeps nothing.
         capture: route by which the step becomes stages: "joint" as one graph, "replay" by running its Python on every
             rank, "auto" the first that can.
         check: whether the captured step is compared with the plain one before training, on the first micro-batch.
@@ -189,7 +190,7 @@ class DappleConfig:
 
     @property
     def cache_dir(self) -> Path | None:
-        """Return where measured times are kept, None if nowhere."""
+        """Return where measured times and captured graphs are kept, None if nowhere."""
         if self.cache is not None:
             return None if self.cache == "off" else Path(self.cache)
         home = os.environ.get("XDG_CACHE_HOME")

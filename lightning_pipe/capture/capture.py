@@ -35,6 +35,7 @@ from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
+from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
@@ -108,6 +109,11 @@ class Capture:
     def writes(self) -> frozenset[str]:
         """Return the names of the parameters and buffers that the step writes to."""
         return frozenset(self.joint.mutations)
+
+    @property
+    def may_draw(self) -> bool:
+        """Return whether the step may draw random numbers of torch."""
+        return self.variants is not None or any(map(is_random, self.joint.module.graph.nodes))
 
     @property
     def loss_role(self) -> Role:

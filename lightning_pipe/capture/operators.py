@@ -181,6 +181,14 @@ _ROWS: dict[str, Operator] = {
     "roll": Operator(Trait.ALONG),
     "flip": Operator(Trait.ALONG),
     "_softmax": Operator(Trait.ALONG),
+    "_safe_softmax": Operator(Trait.ALONG),
+    "_fft_r2c": Operator(Trait.ALONG),
+    "_fft_c2r": Operator(Trait.ALONG),
+    "_fft_c2c": Operator(Trait.ALONG),
+    "gather": Operator(Trait.ALONG),
+    "scatter": Operator(Trait.ALONG),
+    "scatter_add": Operator(Trait.ALONG),
+    "index_add": Operator(Trait.ALONG),
     "_log_softmax": Operator(Trait.ALONG),
     "logsumexp": Operator(Trait.ALONG),
     "index": Operator(Trait.SELECTS),
@@ -208,9 +216,9 @@ _ROWS: dict[str, Operator] = {
     "_embedding_bag": Operator(Trait.COUNTS),
     # whose shapes tell all that is asked here: where the samples are, and whether they meet
     **dict.fromkeys(
-        "gather scatter scatter_add index_add slice_scatter _unsafe_index unsafe_split unfold constant_pad_nd "
+        "slice_scatter _unsafe_index unsafe_split unfold constant_pad_nd "
         "reflection_pad1d im2col max_pool2d_with_indices avg_pool2d native_group_norm log_sigmoid_forward "
-        "_prelu_kernel _safe_softmax _scaled_dot_product_flash_attention_for_cpu _trilinear _cdist_forward _fft_r2c "
+        "_prelu_kernel _scaled_dot_product_flash_attention_for_cpu _trilinear _cdist_forward "
         "_weight_norm_interface norm linalg_vector_norm argmax argmin copy lerp _assert_async".split(),
         Operator(),
     ),

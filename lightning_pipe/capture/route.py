@@ -151,6 +151,11 @@ class Route(Protocol):
         ...
 
     @property
+    def may_draw(self) -> bool:
+        """Return whether the step may draw random numbers of torch."""
+        ...
+
+    @property
     def has_unweighed_terms(self) -> bool:
         """Return whether the loss adds sums over samples to other terms, and this route cannot weigh them apart."""
         ...

@@ -7,7 +7,8 @@
 * `FunctionalTensor`: what tensors are while a joint graph is traced; `SymNode`, `_get_dispatch_mode` and
   `disable_proxy_modes_tracing`: the arithmetic of symbolic sizes, and whether a graph is made of it.
 * `FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`: tensors without data, symbolic sizes; `SymNode._expr` is the
-  symbol that a size was made with, `enable_python_dispatcher` lets every operator take symbolic sizes.
+  symbol that a size was made with, `ConstantSource` what it is named after, `ShapeEnv.create_symintnode` a size of an
+  expression; `enable_python_dispatcher` lets every operator take symbolic sizes.
 * `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
   the whole process, of symbolic sizes and sources that no later trace has.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
@@ -30,6 +31,7 @@
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `grad_mode._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
 * `Tensor._version`: counts how often a tensor was written to.
+* `autograd.function.BackwardCFunction`: a node of the graph of autograd that is Python.
 * `torch._C.DisableTorchFunctionSubclass`: run torch functions on subclasses of tensors as on plain ones;
   `torch._C.DisableTorchFunction`: and without modes that answer them.
 * `torch._C._swap_tensor_impl`: give the object of a tensor another tensor to be.
@@ -65,6 +67,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import OptimizedModule
+from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -89,6 +92,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "BufferAOTInput",
+    "ConstantSource",
     "DimDynamic",
     "FakeTensor",
     "FakeTensorMode",
@@ -121,6 +125,7 @@ __all__ = [
     "has_storage",
     "is_backward",
     "is_compiled",
+    "is_foreign_backward",
     "is_profiling",
     "is_real",
     "is_traced",
@@ -295,19 +300,27 @@ def written_by(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if operator in _UNDECLARED_WRITES:
         *_, mean, variance, training = args[:6]
         return [tensor for tensor in (mean, variance) if training and tensor is not None]
-    arguments = operator._schema.arguments
-    values = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments) if _is_written(a)]
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(operator)]
     flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
     return [item for item in flat if isinstance(item, torch.Tensor)]
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+@functools.cache
+def _written_arguments(operator: OpOverload) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(operator._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and bool(a.alias_info.is_write))
 
 
 def has_hooks_on_saved_tensors() -> bool:
     """Return whether autograd hands what it would keep to somebody, such as a checkpoint around this code."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_foreign_backward(node: Any) -> bool:
+    """Return whether a node of autograd's graph is no derivative of torch's own: Python, an extension, TorchScript."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return True
+    return any(kind in node.name() for kind in ("CppNode", "DifferentiableGraph"))
 
 
 _UNDECLARED_WRITES = frozenset({torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default})

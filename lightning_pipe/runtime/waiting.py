@@ -87,11 +87,15 @@ class Wait:
 
     Attributes:
         kind: whether it is part of a program, or an exchange of two ranks or all beside programs.
+        number: of the exchange, among those that all ranks begin in one order; 0 for none of them.
+        peer: the other rank of an exchange of two; -1 otherwise.
     """
 
     handle: Handle
     what: Instruction | str
     kind: int = MESSAGE
+    number: int = 0
+    peer: int = -1
 
 
 T = TypeVar("T")

@@ -20,24 +20,20 @@ from torch.optim import Optimizer
 from lightning_pipe.capture import Structure
 from lightning_pipe.capture.graphs.witness import is_due
 from lightning_pipe.capture.steps.record import AnswerGuard
-from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
-from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plan_maker import PlanMaker
 from lightning_pipe.strategy.plans.planning import Planned
 from lightning_pipe.strategy.preparation import Preparation
-from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.runner import Runner
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
-from lightning_pipe.strategy.steps.step_capture import Contexts
+from lightning_pipe.strategy.steps.step_capture import RankSetup
 from lightning_pipe.strategy.steps.step_runtime import RankStep
 
 log = logging.getLogger(__name__)
@@ -49,12 +45,7 @@ class Pipeline:
     """The steps of one module on one rank.
 
     Args:
-        module: the user's module.
-        config: options.
-        links: to the other ranks.
-        weights: where parameters live.
-        contexts: step method -> context that the step runs in (autocast, no_grad).
-        device: where this rank computes.
+        setup: of this rank.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
         stopwatch: measures how long the start takes.
 
@@ -62,26 +53,16 @@ class Pipeline:
         runner: runs captured steps.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        *,
-        config: DappleConfig,
-        links: Connections,
-        weights: Weights,
-        contexts: Contexts,
-        device: torch.device,
-        later: PostValidation | None = None,
-        stopwatch: Stopwatch,
-    ) -> None:
-        self._module, self._config, self._links, self._weights = module, config, links, weights
-        self._preparation = Preparation(
-            module, config=config, links=links, weights=weights, contexts=contexts, device=device, later=later
-        )
+    def __init__(self, setup: RankSetup, *, later: PostValidation | None = None, stopwatch: Stopwatch) -> None:
+        self._module, self._config, self._links = setup.module, setup.config, setup.links
+        self._weights = setup.weights
+        self._preparation = Preparation(setup, later=later)
         self._maker = PlanMaker(self._preparation, stopwatch=stopwatch)
         self._cuts, self._known = self._preparation.cuts, self._preparation.known
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
-        self.runner = Runner(links, weights=weights, later=later, batch_dim=config.batch_dim, device=device)
+        self.runner = Runner(
+            setup.links, weights=setup.weights, later=later, batch_dim=setup.config.batch_dim, device=setup.device
+        )
 
     @property
     def planned(self) -> tuple[Plan, Graph] | None:

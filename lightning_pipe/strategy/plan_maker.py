@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipe.collection import without_collection
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan
@@ -28,7 +29,7 @@ from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.check import check_captured
+from lightning_pipe.strategy.steps.check import check_captured, one_stage
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_runtime import agree, slices
 from lightning_pipe.strategy.steps.whole_batch import (
@@ -70,9 +71,10 @@ class PlanMaker:
 
     def __init__(self, preparation: Preparation, *, stopwatch: Stopwatch) -> None:
         self._preparation, self._stopwatch = preparation, stopwatch
-        self._config, self._links = preparation.config, preparation.links
+        setup = self._setup = preparation.setup
+        self._config, self._links = setup.config, setup.links
         self._cuts = preparation.cuts
-        self._costs = PlanCosts(preparation.config, preparation.links, device=preparation.device, host=preparation.host)
+        self._costs = PlanCosts(setup.config, setup.links, device=setup.device, host=preparation.host)
         self.proposal: Planned | None = None
         self.foreseen: tuple[Foreseen, ...] = ()
         self._seed = 0
@@ -97,6 +99,12 @@ class PlanMaker:
         mine = torch.initial_seed() if config.seed is None else config.seed
         self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
         self._stopwatch.lap("first batch")
+        with without_collection():
+            self._capture_and_plan(call, optimizers)
+        return self._seed
+
+    def _capture_and_plan(self, call: StepRequest, optimizers: Sequence[Optimizer]) -> None:
+        """Capture a step, and make the plan for it; by replay where its graph turns out to be wrong."""
         captured = self._first_capture(call)
         is_planned = False
         while not is_planned:
@@ -113,7 +121,6 @@ class PlanMaker:
             except _WrongCapture as wrong:
                 log.info("%s is replayed: %s", call.method, wrong)
                 captured = self._first_capture(call, reason=str(wrong))
-        return self._seed
 
     def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
@@ -199,7 +206,7 @@ class PlanMaker:
         if training:
             warn_of_buffers_by_parts(captured, count=len(self._cuts.sizes(captured.capture, samples)))
         shard = planned.plan.shard_optimizer
-        preparation.weights.place(step.split, planned.plan.layout, device=preparation.device, shard_optimizer=shard)
+        self._setup.weights.place(step.split, planned.plan.layout, device=self._setup.device, shard_optimizer=shard)
         preparation.known.put(call, step)
         preparation.note_placed(step.split)
         self._stopwatch.lap("stages")
@@ -228,24 +235,31 @@ class PlanMaker:
 
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
-        control, weights = self._links.control, self._preparation.weights
+        control, weights = self._links.control, self._setup.weights
         if refusal := control.broadcast(weights.too_large(), source=0, what="what rank 0 has room for"):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
-        with weights.whole():
-            if len(wanted := self._cuts.parts(captured.capture, samples)) > 1:
-                self._cuts.fewest = fewest_samples(captured, call, control=control)
-                count = len(self._cuts.parts(captured.capture, samples))
-                warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
-            first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
-            try:
-                seconds = check_captured(captured, call, samples=first, control=control, seed=self._seed)
-            except CaptureError as error:
-                if self._config.capture != "auto" or not captured.capture.fallback:
-                    raise
-                self._preparation.plan_by(None)
-                raise _WrongCapture(str(error)) from error
-            return self._weighed(captured, call, seconds=seconds)
+        try:
+            with weights.whole():
+                if len(wanted := self._cuts.parts(captured.capture, samples)) > 1:
+                    self._cuts.fewest = fewest_samples(captured, call, control=control)
+                    count = len(self._cuts.parts(captured.capture, samples))
+                    warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
+                first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
+                seconds = self._compared(captured, call, samples=first)
+                return self._weighed(captured, call, seconds=seconds)
+        finally:
+            one_stage.forget(captured.capture)
+
+    def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> float:
+        """Compare a captured step with the plain one; return the seconds that it took."""
+        try:
+            return check_captured(captured, call, samples=samples, control=self._links.control, seed=self._seed)
+        except CaptureError as error:
+            if self._config.capture != "auto" or not captured.capture.fallback:
+                raise
+            self._preparation.plan_by(None)
+            raise _WrongCapture(str(error)) from error
 
     def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
         """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
@@ -261,5 +275,5 @@ class PlanMaker:
 
     @property
     def _clips_by_norm(self) -> bool:
-        trainer = self._preparation.module.trainer
+        trainer = self._setup.module.trainer
         return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")

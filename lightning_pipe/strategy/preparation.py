@@ -12,27 +12,22 @@ import logging
 import time
 from dataclasses import dataclass
 
-import torch
-
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.steps.stage_program import Split
-from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.errors import BatchError, CaptureError
-from lightning_pipe.lightning_names import pl, rank_zero_warn
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
-from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
-from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
-from lightning_pipe.strategy.steps.step_capture import Contexts, StepCapture
+from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
 from lightning_pipe.strategy.steps.whole_batch import Role, warn_of_mixed_logs
 
@@ -52,16 +47,11 @@ class Preparation:
     """Prepare the steps of one module on one rank.
 
     Args:
-        module: the user's module.
-        config: options.
-        links: to the other ranks.
-        weights: where parameters live.
-        contexts: step method -> context that the step runs in (autocast, no_grad).
-        device: where this rank computes.
+        setup: of this rank.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
 
     Attributes:
-        module, config, links, weights, device, later: as given.
+        setup: as given.
         cuts: how batches are cut.
         known: the steps that were prepared.
         host: where this rank offloads to.
@@ -69,27 +59,14 @@ class Preparation:
         whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        *,
-        config: DappleConfig,
-        links: Connections,
-        weights: Weights,
-        contexts: Contexts,
-        device: torch.device,
-        later: PostValidation | None,
-    ) -> None:
-        self.module, self.config, self.links, self.weights = module, config, links, weights
-        self.device, self.later = device, later
-        self.cuts = BatchCuts(config)
-        self.known = KnownSteps(module, cuts=self.cuts, batch_dim=config.batch_dim)
-        self.host = host_of(device)
+    def __init__(self, setup: RankSetup, *, later: PostValidation | None) -> None:
+        self.setup, self._later = setup, later
+        self.cuts = BatchCuts(setup.config)
+        self.known = KnownSteps(setup.module, cuts=self.cuts, batch_dim=setup.config.batch_dim)
+        self.host = host_of(setup.device)
         self.role: Role | None = None
         self.whole = ""
-        self._capture = StepCapture(
-            module, config=config, links=links, weights=weights, contexts=contexts, device=device
-        )
+        self._capture = StepCapture(setup)
         self._planned: PlannedCuts | None = None
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._shapes = ShapesCaptured()
@@ -127,8 +104,8 @@ class Preparation:
         Raises:
             CaptureError: if it cannot be captured.
         """
-        if self.later is not None:
-            self.later.settle()
+        if self._later is not None:
+            self._later.settle()
         traced = (max(2, samples) if symbolic else samples) if self.cuts.can_cut(call.structure) else None
         captured = self._capture.capture(
             call, traced, symbolic=symbolic, lengths=lengths, reason=reason, answered=answered
@@ -149,7 +126,7 @@ class Preparation:
             if other is not None and self.cuts.sizes(other.capture, samples):
                 return self._as_measured(other)
         begin = time.perf_counter()
-        lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self.config.batch_dim)
+        lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self.setup.config.batch_dim)
         found = self.capture(call, self.cuts.largest_slice(samples), lengths=lengths)
         self._shapes.note(call, time.perf_counter() - begin)
         if self.cuts.sizes(found.capture, samples):
@@ -179,7 +156,7 @@ class Preparation:
         step = self.built(captured)
         if captured.request.method == TRAINING:
             step.refuse_borrowed()
-            self.weights.adopt(step.split, self.cuts.planned.layout)
+            self.setup.weights.adopt(step.split, self.cuts.planned.layout)
             self.note_placed(step.split)
         return step
 
@@ -221,18 +198,18 @@ class Preparation:
         """
         plan, graph = self.cuts.planned, captured.capture.graph
         cuts = self.cuts_of(graph) if cuts is None else cuts
-        agree(self.links, {"captured graph": graph.fingerprint})
+        agree(self.setup.links, {"captured graph": graph.fingerprint})
         if captured.request.method == TRAINING:
-            check_written(captured.capture, self.module, microbatches=plan.microbatches)
+            check_written(captured.capture, self.setup.module, microbatches=plan.microbatches)
         return RankStep(
             captured,
             self.split(captured, cuts),
             plan=plan if captured.capture.is_sliceable else in_turns(plan),
-            links=self.links,
-            weights=self.weights,
-            device=self.device,
+            links=self.setup.links,
+            weights=self.setup.weights,
+            device=self.setup.device,
             host=self.host,
-            early=self.later is not None and captured.request.method == TRAINING and captured.capture.can_run_ahead,
+            early=self._later is not None and captured.request.method == TRAINING and captured.capture.can_run_ahead,
         )
 
     def cuts_of(self, graph: Graph) -> tuple[int, ...]:
@@ -250,7 +227,7 @@ class Preparation:
     def split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
         """Cut a captured step, whose stages do with what they save what the plan says."""
         assert self._planned is not None, "planned before anything is run"
-        capture, plan, exact_ties = captured.capture, self._planned.plan, self.config.exact_ties
+        capture, plan, exact_ties = captured.capture, self._planned.plan, self.setup.config.exact_ties
         if not capture.saves_by_plan:
             if capture.graph.gradients and not all(keeps_all(stage) for stage in plan.stages):
                 rank_zero_warn(

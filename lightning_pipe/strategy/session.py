@@ -61,6 +61,7 @@ from lightning_pipe.strategy.steps.step_calls import (
     answers_on_host,
     step_contexts,
 )
+from lightning_pipe.strategy.steps.step_capture import RankSetup
 
 _AFTER_BACKWARD = "on_after_backward"
 
@@ -110,16 +111,8 @@ class Session:
         self._clippers: list[Clipper] = []
         self._hooks = GradientHooks(self.weights, device=device)
         self._readers: tuple[str, ...] = ()
-        self._pipeline = Pipeline(
-            module,
-            config=config,
-            links=links,
-            weights=self.weights,
-            contexts=self._contexts,
-            device=device,
-            later=self._later,
-            stopwatch=stopwatch,
-        )
+        setup = RankSetup(module, config, links, self.weights, self._contexts, device)
+        self._pipeline = Pipeline(setup, later=self._later, stopwatch=stopwatch)
         self._planned: Plan | None = None
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)

@@ -38,6 +38,7 @@ from lightning_pipe.lightning_names import (
     TorchCheckpointIO,
     TrainerFn,
     callbacks_of,
+    is_overridden,
     pl,
     rank_zero_only,
     rank_zero_warn,
@@ -48,7 +49,11 @@ from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.checkpoints.after_exception import save_where_all_meet, saves_at_exception
+from lightning_pipe.strategy.checkpoints.after_exception import (
+    save_where_all_meet,
+    saves_at_exception,
+    tell_where_it_raises,
+)
 from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
 from lightning_pipe.strategy.checkpoints.saving import load, save_plain, save_sharded
@@ -312,6 +317,8 @@ class DappleStrategy(ParallelStrategy):
                 self._undo.append(private.copy_on_host(callback, module))
             if saves_at_exception(callback):
                 self._undo.append(save_where_all_meet(callback, lambda: self._watch))
+            if is_overridden("on_exception", callback, pl.Callback):
+                self._undo.append(tell_where_it_raises(callback, self.on_exception))
 
     def _connect(self) -> Connections:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
@@ -697,7 +704,11 @@ class DappleStrategy(ParallelStrategy):
             undo.callback(self._disconnect)
             undo.callback(self._restore_trainer)
             if self._session is not None:
-                self._session.end(healthy=not self._failed)
+                try:
+                    self._session.end(healthy=not self._failed)
+                except BaseException as error:  # Lightning tells of it when the connections are closed
+                    self.on_exception(error)
+                    raise
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
         module = self.lightning_module
         with contextlib.suppress(*impossible), bare(module.parameters() if module is not None else ()):

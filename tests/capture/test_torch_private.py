@@ -396,3 +396,33 @@ def test_norms_of_several_tensors_are_those_of_each(norm_type):
     norms = private.norms_of_each(tensors, norm_type)
     assert [float(norm) for norm in norms] == [float(torch.linalg.vector_norm(t, norm_type)) for t in tensors]
     assert [norm.dtype for norm in norms] == [t.dtype for t in tensors]
+
+
+def test_a_symbol_is_named_after_its_source_and_a_size_can_be_made_of_its_expression():
+    def sizes(name: str) -> tuple[object, object]:
+        mode = private.FakeTensorMode(shape_env=private.ShapeEnv())
+        context = private.StatelessSymbolicContext(dynamic_sizes=[private.DimDynamic.DUCK])
+        fake = mode.from_tensor(torch.empty(5), source=private.ConstantSource(name), symbolic_context=context)
+        size = fake.shape[0]
+        made = mode.shape_env.create_symintnode(2 * size.node.expr, hint=10)
+        with mode:
+            assert torch.empty(made).shape[0].node.expr == (2 * size).node.expr
+        return size.node.expr, made.node.hint
+
+    assert sizes("leaf_0") == sizes("leaf_0")
+    assert sizes("leaf_0")[0] != sizes("leaf_1")[0]
+
+
+def test_a_derivative_in_python_is_told_from_those_of_torch():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    x = torch.ones(2, requires_grad=True)
+    assert private.is_foreign_backward(Doubled.apply(x).grad_fn)
+    assert not private.is_foreign_backward((x * 2).grad_fn)

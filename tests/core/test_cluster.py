@@ -195,7 +195,7 @@ def test_the_configurations_of_dapple_have_the_bandwidths_of_its_authors(
 
 def test_the_document_shows_a_cluster_and_all_presets() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    (shown,) = re.findall(r"^```yaml cluster\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     cluster = cluster_from_text(shown)
     assert cluster_from_text(cluster_to_text(cluster)) == cluster
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)

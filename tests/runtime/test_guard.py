@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from lightning_pipe.core.program import Compute, Message, Recv, Reduce, Samples
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import INSIDE, MESSAGE, OUTSIDE, PAIR, TOGETHER, Failure, GuardedState
-from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch, never_meet
+from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch, in_circle, never_meet
 from lightning_pipe.runtime.guard.hub import MOMENT_S, GuardHub
 from lightning_pipe.runtime.guard.page import SharedPage
+from lightning_pipe.runtime.guard.pids import ending
 from lightning_pipe.runtime.guard.watch import MismatchError, Patience, PeerFailure
 from lightning_pipe.runtime.waiting import Done, Wait
 
@@ -113,8 +116,10 @@ def test_a_guard_that_is_gone_or_silent_is_a_failure_with_what_its_rank_did(sile
 def test_a_page_is_read_as_it_was_written_whatever_the_length_of_its_texts():
     page = SharedPage()
     page.write(INSIDE, 12, b"x" * 1000, limit=5.0)
-    page.wait(TOGETHER, b"the others", count=3, limit=4.0)
-    assert page.state == GuardedState(INSIDE, 12, "x" * 300, TOGETHER, "the others", 3) and page.limit == 4.0
+    page.wait(TOGETHER, b"the others", count=3, number=8, peer=-1, limit=4.0)
+    page.begun(5, 6)
+    expected = GuardedState(INSIDE, 12, "x" * 300, TOGETHER, "the others", 3, 8, -1, 5, 6)
+    assert page.state == expected and page.limit == 4.0
     page.beat()
     assert SharedPage(page.descriptor).beats == 1
 
@@ -136,6 +141,34 @@ def waiting(*waits: tuple[int, str]) -> list[GuardedState]:
 )
 def test_ranks_never_meet_where_no_exchange_has_all_that_it_needs(states: Sequence[GuardedState], expected: bool):
     assert never_meet(list(states)) is expected
+
+
+def waiter(kind: int, **fields: int) -> GuardedState:
+    return GuardedState(INSIDE if kind == MESSAGE else OUTSIDE, waits=kind, **fields)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ((waiter(MESSAGE, peer=1, programs=2, exchanges=3), waiter(TOGETHER, number=4, programs=1, exchanges=4)), True),
+        ((waiter(MESSAGE, peer=1, programs=2, exchanges=3), waiter(PAIR, peer=0, number=4, programs=1)), True),
+        ((waiter(MESSAGE, peer=1, programs=2, exchanges=4), waiter(PAIR, peer=0, number=4, programs=1)), False),
+        ((waiter(MESSAGE, peer=1, programs=2, exchanges=3), waiter(TOGETHER, number=4, programs=2)), False),
+        ((waiter(MESSAGE, peer=1, programs=2, exchanges=3), waiter(0, programs=1)), False),
+        ((waiter(MESSAGE, programs=2, peer=1), waiter(MESSAGE, programs=1, peer=0)), False),
+        (
+            (
+                waiter(MESSAGE, peer=1, programs=2, exchanges=3),
+                waiter(MESSAGE, peer=2, programs=2, exchanges=3),
+                waiter(TOGETHER, number=4, programs=1, exchanges=4),
+            ),
+            True,
+        ),
+    ],
+    ids=["behind", "not sent", "under way", "has begun it", "computes", "no exchange", "three"],
+)
+def test_ranks_wait_in_a_circle_only_for_what_has_not_begun(states: Sequence[GuardedState], expected: bool):
+    assert in_circle(dict(enumerate(states))) is expected
 
 
 class Told:
@@ -325,3 +358,20 @@ def test_a_rank_that_waits_for_ever_ends_without_any_other(what: str, code: int,
     assert done.returncode == code, done
     assert words in done.stderr and ("lightning_pipe" in done.stderr) is bool(words), done
     assert "without a word" not in done.stderr, done
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="how a process has ended is read in /proc")
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("os._exit(3)", "exit code 3"),
+        ("os.abort()", "by SIGABRT: a library"),
+        ("os.kill(os.getpid(), 9)", "by SIGKILL"),
+    ],
+)
+def test_how_a_process_has_ended_is_told_until_it_is_waited_for(code: str, expected: str):
+    child = subprocess.Popen([sys.executable, "-c", f"import os; {code}"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert expected in ending(child.pid)
+    child.wait()
+    assert ending(child.pid).endswith("or called os._exit")

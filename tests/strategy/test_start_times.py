@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -14,7 +16,8 @@ from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps import differences
 from lightning_pipe.strategy.steps.differences import compared
 from models.parity import make_loader, make_module
-from strategy.fits import dapple, make_trainer
+from ranks.world import World
+from strategy.fits import Losses, dapple, make_trainer
 
 PHASES = ("processes", "module", "values", "capture", "profile", "plan", "check", "stages", "placing", "first step")
 
@@ -67,3 +70,24 @@ def test_pieces_find_the_difference_that_the_whole_has(monkeypatch: pytest.Monke
     assert (worst.captured, worst.plain) == (float(captured["p40"][31, 3]), float(plain["p40"][31, 3]))
     captured["strided"][0, 0] = torch.inf
     assert compared(reference, torch.tensor(2.5), captured)[1].relative == torch.inf
+
+
+def fit_twice(folder: str) -> tuple[list[list[float]], list[str]]:
+    """Fit without a cache, and twice with one, on all ranks of this world; return losses and files; a worker."""
+    found = []
+    for cache in ("off", folder, folder):
+        pl.seed_everything(0, verbose=False)
+        losses = Losses()
+        strategy = dapple(layout="1-1", microbatches=2, capture="joint", cache=cache)
+        make_trainer(strategy, max_steps=3, callbacks=[losses]).fit(
+            make_module("gpt_tied").train(), make_loader("gpt_tied")
+        )
+        found.append(losses.losses)
+    return found, sorted(path.name for path in Path(folder, "graphs").iterdir())
+
+
+def test_a_start_that_finds_its_graph_trains_as_one_that_captures(tmp_path: Path) -> None:
+    for (plain, first, second), files in World(2).run(fit_twice, str(tmp_path)):
+        assert plain == first == second
+        assert len(plain) == 3
+        assert len(files) == 1, "both ranks, and both starts, have the same graph"

@@ -155,7 +155,7 @@ def describe(
     if has_loss and not gradients:
         raise without_gradient(_detached_at(step))
     return JointGraph(
-        module=module,
+        module=_with_new_names(module),
         parameters={n: _named_by(d) for n, d in inputs.items() if isinstance(d, private.ParamAOTInput)},
         buffers={n: _named_by(d) for n, d in inputs.items() if isinstance(d, private.BufferAOTInput)},
         leaves={n: d.idx for n, d in inputs.items() if isinstance(d, private.PlainAOTInput)},
@@ -185,6 +185,36 @@ def _refuse_effects(graph: fx.Graph) -> None:
         if private.operator_name(node) == "with_effects":
             line = (node.meta.get("custom") or {}).get("line", "")
             raise hazard(f"it calls {node.args[1]}, which does something besides computing", line)
+
+
+def _with_new_names(module: fx.GraphModule) -> fx.GraphModule:
+    """Copy a graph, so that names of nodes that are inserted later do not depend on nodes that were removed before."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
+        assert copies[node].name == node.name, "a name is free in a new graph"
+    return fx.GraphModule(module, graph)
+
+
+def joint_graph_of(
+    module: fx.GraphModule, fields: Mapping[str, Any], step: StepFunction, *, guards: PythonGuards
+) -> JointGraph:
+    """Return the joint graph of a step that has run, from a graph that was traced before.
+
+    Args:
+        module: the graph.
+        fields: what a tracer has found, by name.
+        step: the step, whose last run is what the graph holds.
+        guards: what it read, which must not change.
+    """
+    return JointGraph(
+        module=module,
+        record=_record(step, fields["loss"], fields["results"]),
+        guards=guards,
+        calls=step.observers[-1].calls,
+        recording=replace(step.recordings[-1], results=[]),
+        **fields,
+    )
 
 
 def without_gradient(line: str) -> CaptureError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Request:
         varying: places of numbers that are known to change from step to step.
         may_skip: whether a training step may return None, and so skip its batch.
         answered: truth values of the first questions that the step asks of its tensors, where they are known.
+        kept: folder of graphs that were traced before (`capture.kept_graphs`); None if none are kept.
     """
 
     module: pl.LightningModule
@@ -54,6 +56,7 @@ class Request:
     varying: tuple[Place, ...] = ()
     may_skip: bool = False
     answered: tuple[bool, ...] = ()
+    kept: Path | None = None
 
     @property
     def count(self) -> int:

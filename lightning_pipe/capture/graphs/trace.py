@@ -18,7 +18,9 @@ from torch import nn
 
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, describe
+from lightning_pipe.capture.graphs.kept_traces import KeptTraces, Known, rebuilt
 from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
 from lightning_pipe.capture.steps.collectives import no_collectives
@@ -144,6 +146,8 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             step(*leaves)
         return found[0] if found else ""
 
+    traces = None if request.kept is None else KeptTraces(request.kept, step, _asked(request, answers))
+    known: KeptGraph | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(tables_restored(request.module))
         stack.enter_context(no_random_numbers(run_again))
@@ -153,15 +157,22 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             if step.sizes_read and request.lengths:
                 raise _SizeDependent("The step reads sizes as Python floats.")
             _follow_sizes(step, leaves, request.count)
+        except Known as found:
+            known = found.kept
         except (CaptureError, Question):
             raise
         except Exception as error:
             _compare_runs(step)
             raise _explain(error, step) from error
+    if known is not None and traces is not None:
+        if (joint := rebuilt(known, step, mode=mode, guards=_guards(step, request))) is not None:
+            return joint
+        traces.forget()
+        return _export(request, answers)
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
     _compare_runs(step)
     guards = _guards(step, request)
-    return describe(
+    joint = describe(
         module,
         step,
         samples=request.count,
@@ -170,6 +181,16 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         env=mode.shape_env,
         guards=guards,
     )
+    if traces is not None:
+        traces.keep(joint)
+    return joint
+
+
+def _asked(request: Request, answers: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Return what a request asks for, beside the module, as plain values."""
+    leaves = [(tuple(leaf.shape), leaf.dtype) for leaf in request.structure.leaves]
+    counts = (request.samples, request.batch_dim, request.symbolic, request.may_skip, sorted(request.lengths))
+    return (request.method, leaves, request.arguments[1:], *counts, request.device, answers)
 
 
 def _guards(step: StepFunction, request: Request) -> PythonGuards:
@@ -241,7 +262,7 @@ def _fake_leaves(request: Request, mode: Any) -> tuple[torch.Tensor, ...]:
                 dynamic[dim] = private.DimDynamic.DYNAMIC
         tensor = torch.empty(shape, dtype=leaf.dtype, device="meta")
         context: Any = private.StatelessSymbolicContext(dynamic_sizes=dynamic)
-        fake = mode.from_tensor(tensor, symbolic_context=context)
+        fake = mode.from_tensor(tensor, source=private.ConstantSource(f"leaf_{i}"), symbolic_context=context)
         leaves.append(_on(fake, request.device, mode))
     return tuple(leaves)
 

@@ -43,7 +43,7 @@ class PythonGuards:
         for tensor, version, line in self.constants:
             if version_of(tensor) != version:
                 return f"a tensor that is no parameter and no buffer, read at {line}, was written to"
-        for name, now in _settings().items():
+        for name, now in settings().items():
             if now != self.settings[name]:
                 return f"torch's {name} was {self.settings[name]} and is {now} now"
         return self.numbers.broken(situation)
@@ -77,10 +77,11 @@ def guards_of(
     left_out = {slot.place for slot in (*varying, *unread)}
     read = Snapshot((slot for slot in slots if slot.place not in left_out), tree=module, ignored=(*varying, *unread))
     versions = tuple((t, version_of(t), line) for t, line in constants if not t.is_inference())
-    return PythonGuards(numbers, read, versions, _settings())
+    return PythonGuards(numbers, read, versions, settings())
 
 
-def _settings() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
+    """Return settings of torch that a trace depends on, by name."""
     return {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),

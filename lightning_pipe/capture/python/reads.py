@@ -78,6 +78,11 @@ class Reads:
                 stack.enter_context(self.following_code())
             yield
 
+    @property
+    def codes(self) -> tuple[types.CodeType, ...]:
+        """Return the code that was seen to run."""
+        return tuple(self._codes)
+
     def is_fresh(self, slot: Place) -> bool:
         """Return whether the step gave a module's attribute a value before it read it, if it did."""
         return (id(slot.container), slot.key) in self._written_first or (

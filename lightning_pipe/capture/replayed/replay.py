@@ -125,6 +125,11 @@ class Replay:
         return self.trace.is_random_in_python
 
     @property
+    def may_draw(self) -> bool:
+        """Return True: nobody knows what the Python of the step draws."""
+        return True
+
+    @property
     def has_unweighed_terms(self) -> bool:
         """Return whether the loss adds sums over samples to other terms."""
         return self.trace.has_terms

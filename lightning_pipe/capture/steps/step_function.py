@@ -25,6 +25,7 @@ from lightning_pipe.capture.python.number_expressions import MOST_INPUTS, Number
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.state_slots import optimizer_slots
+from lightning_pipe.capture.python.step_identity import StepIdentity
 from lightning_pipe.capture.python.tracked_number import is_tracked, tracked, tracking_mathematics
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
 from lightning_pipe.capture.steps.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
@@ -108,6 +109,11 @@ class StepFunction(nn.Module):
         context: entered again around every run (autocast; its cache of casts must not outlive a run).
         varying: places of numbers that are known to change from step to step, and are tracked therefore.
         may_skip: whether a training step may return None.
+
+    Attributes:
+        identity: writes down the first run; None where nobody asks.
+        identified: called with it when that run has ended.
+        has_python_backward: whether Python ran in a backward.
     """
 
     def __init__(
@@ -142,6 +148,9 @@ class StepFunction(nn.Module):
         self.has_loss = False
         self.observers: list[Observer] = []
         self.recordings: list[StepRecording] = []
+        self.identity: StepIdentity | None = None
+        self.identified: Callable[[StepIdentity], None] = _nothing
+        self.has_python_backward = False
         self._twins = twin_buffers(module)
         self._vector: torch.Tensor | None = None  # of tracked numbers, as the last run has seen it
         self._buffer_names = frozenset({NUMBERS, *(f"model.{name}" for name, _ in module.named_buffers())})
@@ -173,6 +182,9 @@ class StepFunction(nn.Module):
         recording = StepRecording()
         state = self.state = StepState(module, self.reads)
         self.current = observer
+        identity = self.identity if self.runs == 1 else None
+        if identity is not None:
+            identity.begin(self._inputs(leaves))
         with (
             self._varying_numbers(),
             state.around(),
@@ -184,6 +196,7 @@ class StepFunction(nn.Module):
             path.following(),
             self.context(),
             observer,
+            contextlib.nullcontext() if identity is None else identity,
         ):
             output = getattr(module, self.method)(self._batch(leaves), *self._arguments())
             output = with_loss(self.method, output)
@@ -195,7 +208,16 @@ class StepFunction(nn.Module):
         recording.kept = [replace(kept, value=recording.lift(kept.value, loss)) for kept in state.kept]
         guards = [wrong for wrong, _, _ in observer.guards]
         results = [*recording.results, *guards]
+        if identity is not None:
+            identity.end(results, loss)
+            self.identified(identity)
         return (*([] if loss is None else [loss]), *(tensor.detach().clone() for tensor in results))
+
+    def _inputs(self, leaves: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors that a run is given, by name; what hangs in several places by each of them."""
+        yield from self.named_parameters(remove_duplicate=False)
+        yield from super().named_buffers(remove_duplicate=False)
+        yield from ((f"leaf {index}", leaf) for index, leaf in enumerate(leaves))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -206,6 +228,7 @@ class StepFunction(nn.Module):
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         """Watch the code and the torch calls of Python of the step that runs after it; inside of `reading`."""
+        self.has_python_backward = True
         with self.reads.following_code(), Observer((), lambda: "", numbers=self._vector):
             yield
 
@@ -299,6 +322,10 @@ def _counter(trainer: Any, name: str, _: Situation | None = None) -> int:
         return 0
     own = _GLOBAL_STEP if name == "global_step" else _CURRENT_EPOCH
     return int(own.fget(trainer) if isinstance(trainer, pl.Trainer) else getattr(trainer, name))
+
+
+def _nothing(_: Any) -> None:
+    """Do nothing."""
 
 
 def _put_back(slot: Place, number: Any, value: Any) -> None:

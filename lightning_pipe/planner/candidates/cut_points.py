@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.program import Pass
+from lightning_pipe.once import OncePerObject
 from lightning_pipe.planner.problem import Problem
 
 MOST_POSITIONS = 400
@@ -42,8 +43,7 @@ class Crossing:
         return float(self.per_sample[position] * samples + self.fixed[position])
 
 
-def crossing(graph: Graph) -> dict[Pass, Crossing]:
-    """Return what crosses every position 0..len(nodes): activations forward, gradients backward."""
+def _crossing(graph: Graph) -> dict[Pass, Crossing]:
     size = len(graph.nodes) + 1
     places = [max(0, graph.operations[t.maker].at) if t.maker >= 0 else 0 for t in graph.tensors]
     spans = [[place, place] for place in places]
@@ -59,6 +59,10 @@ def crossing(graph: Graph) -> dict[Pass, Crossing]:
     place = np.array(places, dtype=int)[is_made_once]
     first, last = np.array(spans, dtype=int)[is_made_once].T
     return {"F": _between(amounts, place, last, size), "B": _between(amounts, first, place, size)}
+
+
+crossing = OncePerObject(_crossing)
+"""Return what crosses every position 0..len(nodes) of a graph: activations forward, gradients backward."""
 
 
 def _between(amounts: NDArray[np.float64], begin: NDArray[np.int64], end: NDArray[np.int64], size: int) -> Crossing:

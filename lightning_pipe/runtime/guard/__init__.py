@@ -11,6 +11,7 @@ that does not end by itself once any rank has failed. No thread of a rank has to
     failure.py     what went wrong first
     hub.py         who decides that, in the guard of rank 0
     process.py     the loop of a guard
+    pids.py        how a process has ended, and how it is ended
     client.py      the rank's side: start a guard, talk with it
 
 The guard's side imports the standard library only: it is started without site-packages.

@@ -23,6 +23,10 @@ class GuardedState:
         waits: `NO_WAIT`, `MESSAGE`, `PAIR` or `TOGETHER`.
         waiting: what it waits for.
         count: of its waits outside of programs.
+        number: of the exchange that it waits for, among those that all ranks begin in one order; 0 for none.
+        peer: the rank that it waits for, where it is one; -1 otherwise.
+        programs: that it has begun.
+        exchanges: that it has begun, of those that all ranks begin in one order.
     """
 
     mode: int = IDLE
@@ -31,6 +35,10 @@ class GuardedState:
     waits: int = NO_WAIT
     waiting: str = ""
     count: int = 0
+    number: int = 0
+    peer: int = -1
+    programs: int = 0
+    exchanges: int = 0
 
     def __str__(self) -> str:
         waiting = f", waiting for {self.waiting}" if self.waits else ""

@@ -4,7 +4,8 @@
     heard       the guard tells of failures; a waiting rank looks up every 0.2 s, and raises the first one, whoever's it
                 is, instead of the consequence it sees itself ("Connection closed by peer")
     deadline    a wait that is too long is an error that says what the other rank does
-    meetings    two ranks that wait for different things which all ranks do together will never meet: said at once
+    meetings    ranks that wait for different things which all ranks do together will never meet, nor will ranks that
+                wait in a circle for what has not begun (a program here, an exchange there): said at once
 
 A rank that cannot look up, because it waits inside a device or a library, is ended by its guard.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from lightning_pipe.errors import OutOfMemoryError, PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import (
     INSIDE,
+    MESSAGE,
     NO_WAIT,
     OUTSIDE,
     PAIR,
@@ -65,7 +67,9 @@ class GuardedWatch:
     ) -> None:
         self.guard, self.rank, self.ranks, self.patience = guard, rank, ranks, patience
         self._depth, self._step, self._at = 0, -1, NOWHERE.encode()
-        self._met = 0  # exchanges beside programs
+        self._met = 0  # waits beside programs
+        self._programs = self._exchanges = 0  # begun
+        guard.page.begun(0, 0)
         self._words: dict[int, tuple[object, bytes]] = {}
 
     @contextmanager
@@ -73,6 +77,8 @@ class GuardedWatch:
         """Surround one program; may be nested."""
         self._depth += 1
         self._step = step
+        self._programs += 1
+        self.guard.page.begun(self._programs, self._exchanges)
         self._note()
         try:
             self.raise_failure()
@@ -129,7 +135,10 @@ class GuardedWatch:
         start = time.monotonic()
         end, look = start + self.patience.deadline_s, start + _LOOK_S
         page = self.guard.page
-        page.wait(wait.kind, self._word(wait.what), count=self._met, limit=end + _MARGIN_S)
+        peer = wait.what.peer if isinstance(wait.what, (Recv, Send)) else wait.peer
+        page.wait(
+            wait.kind, self._word(wait.what), count=self._met, number=wait.number, peer=peer, limit=end + _MARGIN_S
+        )
         before: dict[int, GuardedState] = {}
         try:
             while not wait.handle.wait(POLL_S):
@@ -144,6 +153,11 @@ class GuardedWatch:
         except RuntimeError as error:
             raise self._disconnected(wait, error) from None
         page.wait(NO_WAIT)
+
+    def exchange(self, number: int) -> None:
+        """Note that an exchange begins which all ranks begin in one order."""
+        self._exchanges = number
+        self.guard.page.begun(self._programs, number)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks of a failure of this one, unless one has failed before."""
@@ -255,7 +269,7 @@ class GuardedWatch:
         now = self.guard.where(self._others)
         if now == before and len(now) == len(self._others):
             states = {**now, self.rank: self.guard.page.state}
-            if never_meet(list(states.values())):
+            if never_meet(list(states.values())) or in_circle(states):
                 waits = ", ".join(f"rank {rank} for {states[rank].waiting}" for rank in sorted(states))
                 raise MismatchError.of(waits)
         return now
@@ -267,6 +281,29 @@ def never_meet(states: Sequence[GuardedState]) -> bool:
         return False
     pairs = Counter(state.waiting for state in states if state.waits == PAIR)
     return len({state.waiting for state in states}) > 1 and max(pairs.values(), default=0) < 2
+
+
+def in_circle(states: Mapping[int, GuardedState]) -> bool:
+    """Return whether ranks wait in a circle, each for what another has not begun: messages may be under way otherwise.
+
+    Args:
+        states: of all ranks.
+    """
+    left = {rank: _late_for(state, states) for rank, state in states.items()}
+    while ends := [rank for rank, late in left.items() if not any(peer in left for peer in late)]:
+        for rank in ends:
+            del left[rank]
+    return bool(left)
+
+
+def _late_for(state: GuardedState, states: Mapping[int, GuardedState]) -> list[int]:
+    """List the ranks that have not begun what a rank waits for."""
+    others = {rank: other for rank, other in states.items() if state.peer in (rank, -1) and other is not state}
+    if state.waits in (PAIR, TOGETHER):
+        return [rank for rank, other in others.items() if other.exchanges < state.number]
+    if state.waits == MESSAGE and state.mode == INSIDE and state.peer >= 0:
+        return [rank for rank, other in others.items() if other.programs < state.programs]
+    return []
 
 
 def _is_of_connection(error: BaseException) -> bool:

@@ -16,9 +16,11 @@ from lightning_pipe.runtime.guard.failure import GuardedState
 _SIZE = 4096
 _BEATS = struct.Struct("<Q")
 _STATE = struct.Struct("<BqdH300s")  # mode, step, limit, length and text of the instruction
-_WAIT = struct.Struct("<BIdH300s")  # kind, count, limit, length and text of what is waited for
+_WAIT = struct.Struct("<BIIidH300s")  # kind, count, number, peer, limit, length and text of what is waited for
+_BEGUN = struct.Struct("<II")  # programs, exchanges
 _AT = _BEATS.size
 _WAITING = _AT + _STATE.size
+_SO_FAR = _WAITING + _WAIT.size
 _LONGEST = 300  # bytes of a text
 
 
@@ -59,22 +61,29 @@ class SharedPage:
         """
         _STATE.pack_into(self._memory, _AT, mode, step, limit, min(len(at), _LONGEST), at)
 
-    def wait(self, kind: int, what: bytes = b"", *, count: int = 0, limit: float = 0.0) -> None:
-        """Write what the rank waits for now, and until when, as `write` does."""
-        _WAIT.pack_into(self._memory, _WAITING, kind, count, limit, min(len(what), _LONGEST), what)
+    def wait(
+        self, kind: int, what: bytes = b"", *, count: int = 0, number: int = 0, peer: int = -1, limit: float = 0.0
+    ) -> None:
+        """Write what the rank waits for now, as `GuardedState` says, and until when, as `write` does."""
+        _WAIT.pack_into(self._memory, _WAITING, kind, count, number, peer, limit, min(len(what), _LONGEST), what)
+
+    def begun(self, programs: int, exchanges: int) -> None:
+        """Write how many programs the rank has begun, and how many exchanges."""
+        _BEGUN.pack_into(self._memory, _SO_FAR, programs, exchanges)
 
     @property
     def limit(self) -> float:
         """Return the time by which the rank must do something else; 0 for none."""
-        limits = (_STATE.unpack_from(self._memory, _AT)[2], _WAIT.unpack_from(self._memory, _WAITING)[2])
+        limits = (_STATE.unpack_from(self._memory, _AT)[2], _WAIT.unpack_from(self._memory, _WAITING)[4])
         return min((limit for limit in limits if limit), default=0.0)
 
     @property
     def state(self) -> GuardedState:
         """Return what the rank does."""
         mode, step, _, length, at = _STATE.unpack_from(self._memory, _AT)
-        waits, count, _, size, what = _WAIT.unpack_from(self._memory, _WAITING)
-        return GuardedState(mode, step, _text(at[:length]), waits, _text(what[:size]), count)
+        waits, count, number, peer, _, size, what = _WAIT.unpack_from(self._memory, _WAITING)
+        begun = _BEGUN.unpack_from(self._memory, _SO_FAR)
+        return GuardedState(mode, step, _text(at[:length]), waits, _text(what[:size]), count, number, peer, *begun)
 
     def close(self) -> None:
         """Release the memory."""

@@ -22,15 +22,12 @@ from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, LEAVING, Failure,
 from lightning_pipe.runtime.guard.hub import GuardHub
 from lightning_pipe.runtime.guard.lines import Lines, Message
 from lightning_pipe.runtime.guard.page import SharedPage
+from lightning_pipe.runtime.guard.pids import ending, is_stopped, kill, open_process, used_ns
 
 _TICK_S = 0.1
 _BEAT_S = 0.5
 _CONNECT_S = 3.0  # for one address of the hub
 _LAST_WORD_S = 1.0  # for a rank to end once it was told to, and for a hub to be heard
-_KILLED = (
-    "its process has ended without a word: it was killed (perhaps for want of memory), aborted by a library, or called "
-    "os._exit"
-)
 _ALL = "0.0.0.0"
 
 
@@ -72,7 +69,7 @@ class RankGuard:
         self._thread, self._used_ns, self._used_at = parent, 0, 0.0  # the rank's thread that fits, its processor time
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ, self._from_rank)
-        self._process = _open_process(parent)
+        self._process = open_process(parent)
         if self._process is not None:
             self._selector.register(self._process, selectors.EVENT_READ, self._end_of_rank)
 
@@ -119,7 +116,7 @@ class RankGuard:
         if beats != self._beats or state.mode == IDLE:
             self._beats, self._beaten_at = beats, self._awake
         limit = self._page.limit
-        if self._awake - self._beaten_at > stale_s and _is_stopped(self._parent):
+        if self._awake - self._beaten_at > stale_s and is_stopped(self._parent):
             self._declare(state, f"its process has been stopped (SIGSTOP) for {stale_s:g} s", late_s=stale_s)
         elif state.mode == INSIDE and self._awake - self._beaten_at > stale_s:
             self._declare(state, f"no sign of life for {stale_s:g} s; its interpreter is blocked", late_s=stale_s)
@@ -131,9 +128,9 @@ class RankGuard:
 
     def _look_whether_idle(self, state: GuardedState, *, has_limit: bool) -> None:
         """Find out whether the rank waits, where we have not made it wait: then all ranks may, so that nobody tells."""
-        used_ns, late_s = _used_ns(self._parent, self._thread), self._limits.deadline_s
-        if used_ns is None or used_ns != self._used_ns or has_limit or state.mode == IDLE:
-            self._used_ns, self._used_at = used_ns or 0, self._awake
+        used, late_s = used_ns(self._parent, self._thread), self._limits.deadline_s
+        if used is None or used != self._used_ns or has_limit or state.mode == IDLE:
+            self._used_ns, self._used_at = used or 0, self._awake
         elif self._awake - self._used_at > late_s:
             cause = f"its training thread has done nothing for {late_s:g} s: it waits for a thread, a lock or a process"
             self._declare(state, f"{cause}. If that takes so long, raise deadline_s", late_s=late_s)
@@ -149,7 +146,7 @@ class RankGuard:
             say(f"Rank {self._rank} is ended {self._page.state}. {failure}")
             self._channel.send({"say": "end"})
         elif self._awake - self._told_at > _LAST_WORD_S:
-            _kill(self._process, self._parent)
+            kill(self._process, self._parent)
 
     def _end_of_rank(self) -> None:
         if self._is_over:
@@ -165,13 +162,13 @@ class RankGuard:
                 for guest in self._guests.values():
                     guest.send({"say": "bye"})
         else:
-            self._declare(state, _KILLED, lasting=True, is_said=bool(self._told_at))
+            self._declare(state, ending(self._parent), lasting=True, is_said=bool(self._told_at))
         for ward in self._wards:
-            _kill(ward)
+            kill(ward)
         if self._failure is not None or state.mode != IDLE:
             for rank, child in self._children.items():
                 if self._hub is None or not self._hub.has_met(rank):
-                    _kill(child)
+                    kill(child)
 
     def _from_rank(self) -> None:
         messages = self._channel.read()
@@ -202,9 +199,9 @@ class RankGuard:
             case "wards":
                 for ward in self._wards:
                     os.close(ward)
-                self._wards = [d for pid in message["pids"] if (d := _open_process(pid)) is not None]
+                self._wards = [d for pid in message["pids"] if (d := open_process(pid)) is not None]
             case "children":
-                found = {int(rank): _open_process(pid) for rank, pid in message["pids"].items()}
+                found = {int(rank): open_process(pid) for rank, pid in message["pids"].items()}
                 self._children = {rank: d for rank, d in found.items() if d is not None}
 
     def _declare(
@@ -350,41 +347,6 @@ def say(text: str) -> None:
     """Show a text in the terminal of the job."""
     with contextlib.suppress(OSError):  # the terminal is gone
         os.write(2, f"lightning_pipe: {text}\n".encode())
-
-
-def _open_process(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process has ended; None where there are none."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
-
-
-def _kill(process: int | None, pid: int | None = None) -> None:
-    with contextlib.suppress(OSError):  # it has ended
-        if process is not None and hasattr(signal, "pidfd_send_signal"):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        elif pid is not None:
-            os.kill(pid, signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal (not by a debugger); False where that cannot be seen."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[0] == b"T"
-
-
-def _used_ns(pid: int, thread: int) -> int | None:
-    """Return the processor time of a thread of a process; None where that cannot be seen."""
-    try:
-        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_bytes().split()[0])
-    except (OSError, IndexError):
-        return None
 
 
 def main() -> None:

@@ -122,6 +122,7 @@ class MismatchError(PipelineError):
         return cls(
             f"Ranks wait for different things, so none of them can go on: {waits}. Something that all ranks must do "
             "together (trainer.save_checkpoint, trainer.strategy.barrier, a validation, setting trainer.should_stop) "
-            "was done on some of them only, as under `if trainer.is_global_zero:`. Do it on every rank; what is "
-            "written to files is written once."
+            "was done on some of them only, as under `if trainer.is_global_zero:`; or an epoch was left on some "
+            "only (a hook raised StopIteration, or returned -1). Do it on every rank; what is written to files is "
+            "written once."
         )

@@ -1,8 +1,10 @@
-"""Checkpoints of callbacks at an exception: saved where every rank comes to the exception between two programs.
+"""Hooks at an exception: checkpoints are saved where every rank comes to the exception between two programs.
 
 Then all weights are those after the same optimizer step, and the connections are free: a preemption (SIGTERM), an error
 of a hook that all ranks run, of a loader, of a check of losses. Where one rank alone has failed, or ranks stand at
 different steps, nothing is saved, and the reason is said.
+
+Lightning calls these hooks before it tells the strategy, and does not do so any more where one of them raises an error.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 
 log = logging.getLogger(__name__)
 
+_HOOK = "on_exception"
 _PATIENCE_S = 10.0  # for the other ranks, which get the results of a batch at the same time
 _SHARE = 3  # of the deadline, so that ranks which wait for this one hear its failure before
 
@@ -53,6 +56,26 @@ def save_where_all_meet(callback: pl.Callback, watch: Callable[[], GuardedWatch 
 
     vars(callback)["on_exception"] = on_exception
     return lambda: vars(callback).pop("on_exception", None)
+
+
+def tell_where_it_raises(callback: pl.Callback, tell: Callable[[BaseException], None]) -> Callable[[], Any]:
+    """Let other ranks hear of an exception also where a callback raises another one at it; return what undoes this.
+
+    Args:
+        callback: with a hook for exceptions.
+        tell: tells the other ranks.
+    """
+    usual, before = callback.on_exception, vars(callback).get(_HOOK)
+
+    def on_exception(trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        try:
+            usual(trainer, module, exception)
+        except BaseException:
+            tell(exception)
+            raise
+
+    vars(callback)[_HOOK] = on_exception
+    return lambda: vars(callback).pop(_HOOK, None) if before is None else vars(callback).update({_HOOK: before})
 
 
 def _patience_s(watch: GuardedWatch) -> float:

@@ -224,4 +224,5 @@ def connect_ranks(
         transport = process_group_transport(device, deadline_s=deadline_s)
         watch.guard.on_failure(transport.abort)
         host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)
-        return Connections(transport, ControlPlane(host, rank=rank, ranks=ranks, wait=watch.wait), watch)
+        control = ControlPlane(host, rank=rank, ranks=ranks, wait=watch.wait, begun=watch.exchange)
+        return Connections(transport, control, watch)

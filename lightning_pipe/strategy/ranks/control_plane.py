@@ -28,15 +28,24 @@ class ControlPlane:
         rank: this rank.
         ranks: number of ranks.
         wait: waits for a handle, with a deadline.
+        begun: told the number of every exchange that begins.
 
     Attributes:
         rank, ranks, wait: as given.
     """
 
-    def __init__(self, transport: Transport | None, *, rank: int, ranks: int, wait: Callable[[Wait], None]) -> None:
+    def __init__(
+        self,
+        transport: Transport | None,
+        *,
+        rank: int,
+        ranks: int,
+        wait: Callable[[Wait], None],
+        begun: Callable[[int], None] = lambda number: None,
+    ) -> None:
         self.rank, self.ranks = rank, ranks
         self._transport = transport
-        self.wait = wait
+        self.wait, self._begun, self._exchanges = wait, begun, 0
         self._everyone = tuple(range(ranks))
         self._leaving: list[Handle] = []
         if transport is not None:
@@ -76,7 +85,9 @@ class ControlPlane:
     def copy(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
         """Copy a contiguous host tensor of one rank into those of the others, in place, and return it."""
         if self._transport is not None and tensor.numel():
-            self.wait(Wait(self._transport.broadcast(tensor, source=source, group=self._everyone), what, TOGETHER))
+            number = self._begin()
+            handle = self._transport.broadcast(tensor, source=source, group=self._everyone)
+            self.wait(Wait(handle, what, TOGETHER, number))
         return tensor
 
     def tell(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
@@ -91,13 +102,14 @@ class ControlPlane:
         """Begin to do as `tell` does; a rank that waits has its copy."""
         if self._transport is None:
             return Wait(Done(), what)
+        number = self._begin()
         others = [rank for rank in self._everyone if rank != source]
         self._transport.open(channels=[(source, rank) for rank in others], groups=[])
         if self.rank == source:
             self._leaving = [handle for handle in self._leaving if not handle.landed()]
             self._leaving += [self._transport.send([tensor], peer=rank) for rank in others]
             return Wait(Done(), what)
-        return Wait(self._transport.receive([tensor], peer=source), what, PAIR)
+        return Wait(self._transport.receive([tensor], peer=source), what, PAIR, number, source)
 
     def sum(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """Add the host tensors of all ranks, in place, and return the sum."""
@@ -108,7 +120,8 @@ class ControlPlane:
         """Begin to add the host tensors of all ranks, in place; who waits has the sum."""
         if self._transport is None:
             return Wait(Done(), what)
-        return Wait(self._transport.all_reduce(tensor, group=self._everyone), what, TOGETHER)
+        number = self._begin()
+        return Wait(self._transport.all_reduce(tensor, group=self._everyone), what, TOGETHER, number)
 
     def to_first(self, value: T | None, *, source: int, what: str) -> T | None:
         """Bring an object of rank `source` to rank 0; the other ranks are not concerned and get None."""
@@ -122,6 +135,12 @@ class ControlPlane:
         """Release the transport. On all ranks, with nothing under way."""
         if self._transport is not None:
             self._transport.close()
+
+    def _begin(self) -> int:
+        """Return the number of an exchange that all ranks begin, from one on; others can see how far this rank is."""
+        self._exchanges += 1
+        self._begun(self._exchanges)
+        return self._exchanges
 
     def _send(self, packed: bytes, what: str) -> None:
         assert self._transport is not None, "only one of several ranks sends"

@@ -30,10 +30,11 @@ from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.eager_reference import EagerReference, run_plainly
 from lightning_pipe.capture.recording.unit_state import left_as_it_was
 from lightning_pipe.capture.steps.hazards import restored_generators
-from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.once import OncePerObject
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.strategy.lightning_private import located
@@ -47,6 +48,14 @@ from lightning_pipe.units import format_bytes
 log = logging.getLogger(__name__)
 
 _MOST_ON_HOST_BYTES = 4 * 2**30  # of parameters; a GPU says itself when its memory is full, a host ends the process
+
+
+def _one_stage(captured: Route) -> Split:
+    return captured.split(())
+
+
+one_stage = OncePerObject(_one_stage)
+"""Return a captured step as one stage; to be forgotten when the last comparison is made."""
 
 
 class Incomparable(Exception):
@@ -215,7 +224,7 @@ def run_captured(
     Returns:
         Results of the micro-batches, gradients by canonical name, and the loss of all samples.
     """
-    module, split = request.module, captured.split(())
+    module, split = request.module, one_stage(captured)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     numbers = captured.begin(request.arguments, request.structure.template)

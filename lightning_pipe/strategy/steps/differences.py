@@ -6,6 +6,7 @@ takes no memory besides them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -66,8 +67,10 @@ def _furthest(found: torch.Tensor | None, expected: torch.Tensor | None) -> tupl
     """Return the largest absolute difference, infinite where one is not a number, and the two numbers there."""
     furthest: tuple[float, float, float] | None = None
     for one, two in _pieces(found, expected):
-        apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs())
-        apart = apart.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        apart = (one - two).abs_()
+        if not math.isfinite(apart.max()):
+            apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, apart)
+            apart = apart.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         at = int(apart.argmax())
         if furthest is None or float(apart[at]) > furthest[0]:
             furthest = (float(apart[at]), float(one[at]), float(two[at]))
@@ -97,5 +100,7 @@ def _largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value; 0 where there is none that is finite."""
     numbers, largest = _numbers(tensor), 0.0
     for piece in numbers.split(_PIECE) if numbers.numel() else ():
-        largest = max(largest, float(piece.double().abs().nan_to_num_(nan=0.0, posinf=0.0).max()))
+        sizes = piece.double().abs()
+        most = float(sizes.max())
+        largest = max(largest, most if math.isfinite(most) else float(sizes.nan_to_num_(nan=0.0, posinf=0.0).max()))
     return largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,33 +29,39 @@ from lightning_pipe.strategy.steps.string_fields import StringReads
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 
 
-class StepCapture:
-    """Capture the steps of a module.
+@dataclass(frozen=True)
+class RankSetup:
+    """What the steps of a fit have on one rank.
 
-    Args:
+    Attributes:
         module: the user's module.
         config: options.
         links: to the other ranks.
         weights: where parameters live.
         contexts: step method -> context that the step runs in (autocast, no_grad).
         device: where this rank computes.
+    """
+
+    module: pl.LightningModule
+    config: DappleConfig
+    links: Connections
+    weights: Weights
+    contexts: Contexts
+    device: torch.device
+
+
+class StepCapture:
+    """Capture the steps of a module.
+
+    Args:
+        setup: of this rank.
 
     Attributes:
         may_skip: whether a training step may return None, which the first one may not.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        *,
-        config: DappleConfig,
-        links: Connections,
-        weights: Weights,
-        contexts: Contexts,
-        device: torch.device,
-    ) -> None:
-        self._module, self._config, self._links, self._weights = module, config, links, weights
-        self._contexts, self._device = contexts, device
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
         self._varying: dict[Any, Place] = {}
         self.may_skip = False
 
@@ -88,19 +94,20 @@ class StepCapture:
         """
         reader = StringReads()
         request = Request(
-            module=self._module,
+            module=self._setup.module,
             method=call.method,
             structure=replace(call.structure, template=reader.marked(call.structure.template)),
             arguments=call.arguments,
             samples=samples,
-            batch_dim=self._config.batch_dim,
-            device=self._device,
-            context=self._contexts[call.method],
+            batch_dim=self._setup.config.batch_dim,
+            device=self._setup.device,
+            context=self._setup.contexts[call.method],
             symbolic=symbolic,
             lengths=lengths,
             varying=tuple(self._varying.values()),
             may_skip=self.may_skip,
             answered=answered,
+            kept=None if self._setup.config.cache_dir is None else self._setup.config.cache_dir / "graphs",
         )
         request = replace(request, answers=self._agreed_answers(call, request))
         with torch.inference_mode(False):
@@ -108,7 +115,7 @@ class StepCapture:
             if reason:
                 found: Route = Replay(request, traced(request), reason=reason)
             else:
-                found = captured_by(self._config.capture, request, traced=traced, refusals=self._refusals)
+                found = captured_by(self._setup.config.capture, request, traced=traced, refusals=self._refusals)
         return Captured(found, replace(request, answers=None), reader, call.structure.template)
 
     def _agreed_answers(self, call: StepRequest, asked: Request) -> Callable[[], tuple[bool, ...]] | None:
@@ -118,8 +125,8 @@ class StepCapture:
             return None
 
         def agreed_answers() -> tuple[bool, ...]:
-            with self._weights.whole():
-                return self._links.control.agreed(
+            with self._setup.weights.whole():
+                return self._setup.links.control.agreed(
                     lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
                 )
 
@@ -127,13 +134,13 @@ class StepCapture:
 
     def _refusals(self, refuses: bool) -> tuple[int, int]:
         """Return how many ranks refuse to make a graph of a step, and how many there are."""
-        control = self._links.control
+        control = self._setup.links.control
         told = control.sum(torch.tensor(float(refuses)), what="whether the step can be one graph")
         return int(told), control.ranks
 
     def _traced(self, call: StepRequest, request: Request) -> UnitTrace:
         """Find the units of a step by a real run on rank 0, where the whole module is for that long."""
-        control = self._links.control
+        control = self._setup.links.control
         mine = None if call.tensors is None else [tensor.cpu() for tensor in call.tensors]
         tensors = control.to_first(mine, source=call.holder, what="the batch that the step is traced with")
 
@@ -142,5 +149,5 @@ class StepCapture:
             with on_host(request.module):
                 return trace_units(request, tensors, parts=control.ranks)
 
-        with self._weights.whole():
+        with self._setup.weights.whole():
             return control.agreed(trace, source=0, what="the units of the step")

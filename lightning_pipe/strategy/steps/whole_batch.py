@@ -295,7 +295,7 @@ def measure(
     _refuse_large(captured, request, sum(sizes))
     if captured.is_random_in_python:
         raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
-    no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+    no_randomness = NoRandomness() if captured.may_draw else contextlib.nullcontext()  # type: ignore[no-untyped-call]
     with on_one_device(request) as prepare, no_randomness:
         plain = plain_run(captured, request, prepare(tensors), key, matched=False)
 

@@ -1,0 +1,110 @@
+"""Kept traces: the joint graph of a step that was traced before, found by the first run of the step's Python.
+
+The tracer runs a step twice. After the first run its identity is known (`python.step_identity`): if a graph with that
+identity is kept on disk, tracing ends there. All that belongs to this process is of this run: what the Python of the
+step read and said, guards, questions and their lines. So nothing that Python does goes unseen, and what is not run is
+only what follows from it: the functional form of its operations, and their derivatives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lightning_pipe.capture import torch_private as private
+from lightning_pipe.capture.graphs.fingerprint import fingerprint
+from lightning_pipe.capture.graphs.joint_graph import JointGraph, joint_graph_of
+from lightning_pipe.capture.kept_graphs import KeptGraph, NotKept, Rebuilt, forget, load, rows_of, store
+from lightning_pipe.capture.python.guards import PythonGuards
+from lightning_pipe.capture.python.step_identity import StepIdentity, structure_of, surroundings, versions
+from lightning_pipe.capture.steps.step_function import StepFunction
+
+log = logging.getLogger(__name__)
+
+_FIELDS = (
+    "parameters buffers leaves tangents loss results mutations gradients symbol samples conditions lengths".split()
+)  # of a joint graph: what the tracer has found, in names and expressions
+
+
+class Known(Exception):  # no error: there is nothing left to trace
+    """A graph of this step is kept."""
+
+    def __init__(self, kept: KeptGraph) -> None:
+        super().__init__()
+        self.kept = kept
+
+
+class KeptTraces:
+    """Graphs of a folder, for one trace.
+
+    Args:
+        folder: where they are.
+        step: what is traced.
+        request: all that was asked for, as plain values.
+    """
+
+    def __init__(self, folder: Path, step: StepFunction, request: Iterable[Any]) -> None:
+        self._folder, self._step, self._request = folder, step, [*request, *versions()]
+        self._key = ""
+        step.identity, step.identified = StepIdentity(), self._look
+
+    def _look(self, identity: StepIdentity) -> None:
+        """Look for the graph of a step that has run once.
+
+        Raises:
+            Known: if it is kept.
+        """
+        step = self._step
+        identity.note(self._request, structure_of(step.model), surroundings())
+        identity.note_code(step.reads.codes)
+        identity.note_calls(step.observers[-1].calls)
+        recording = step.recordings[-1]
+        identity.note(recording.calls, recording.returned, recording.kept, step.has_loss)
+        if step.sizes_read:
+            return
+        if identity.refusal:
+            log.debug("The graph of %s is not kept: %s.", step.method, identity.refusal)
+            return
+        self._key = identity.hexdigest()
+        kept = load(self._folder, self._key)
+        if kept is not None:
+            log.debug("The graph of %s is known from an earlier start.", step.method)
+            raise Known(kept)
+
+    def forget(self) -> None:
+        """Remove the graph that was found, which cannot be used."""
+        forget(self._folder, self._key)
+
+    def keep(self, joint: JointGraph) -> None:
+        """Keep a graph that was traced, if it may be found again."""
+        if not self._key or self._step.has_python_backward:
+            return
+        try:
+            rows = rows_of(joint.module.graph)
+        except NotKept as reason:
+            log.debug("The graph of %s is not kept: %s.", self._step.method, reason)
+            return
+        fields = {name: getattr(joint, name) for name in _FIELDS}
+        store(self._folder, self._key, KeptGraph(rows, fields, fingerprint(joint)))
+
+
+def rebuilt(kept: KeptGraph, step: StepFunction, *, mode: Any, guards: PythonGuards) -> JointGraph | None:
+    """Return the joint graph of a step from what was kept; None if that is not what it was.
+
+    Args:
+        kept: from a file.
+        step: the step, which has run once.
+        mode: in which its fake tensors live.
+        guards: what the step read, which must not change.
+    """
+    try:
+        with private.quick_symbols():
+            module = Rebuilt(mode).module(kept.nodes)
+        joint = joint_graph_of(module, kept.fields, step, guards=guards)
+        is_same = fingerprint(joint) == kept.fingerprint
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        log.warning("A kept graph of %s cannot be used (%r); it is captured again.", step.method, error)
+        return None
+    return joint if is_same else None

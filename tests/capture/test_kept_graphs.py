@@ -1,0 +1,214 @@
+"""Graphs kept on disk are those that tracing gives, for whatever a step does; what nobody can know is not kept."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_pipe.capture import Capture, Request, capture_step, flatten
+from lightning_pipe.capture.graphs import kept_traces
+from lightning_pipe.capture.python.number_expressions import Situation
+from lightning_pipe.errors import CaptureError
+
+BATCH = (torch.randn(6, 4), torch.randn(6, 4))
+
+
+class Net(pl.LightningModule):
+    """Two layers of one form, and a body that says what is done with them."""
+
+    def __init__(self, body: Callable[[Net, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.body, self.scale, self.rate, self.layers = body, 2.0, 0.25, [0, 1]
+        self.outside, self.seen = torch.ones(4), None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body(self, *batch)
+
+
+class Doubled(torch.autograd.Function):
+    """A derivative in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def plain(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(net.two(torch.tanh(net.one(x))), y) * net.scale
+
+
+def logging(net: Net, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+    h = F.dropout(net.norm(net.one(x)), net.rate, training=net.training)
+    net.log("mean", h.mean())
+    net.log("samples", x.shape[0])
+    net.log("scale", net.scale)
+    net.seen = h.detach().mean()
+    return {"loss": (net.two(h) - y).square().sum() * 0.5 ** float(net.current_epoch), "h": h.detach()}
+
+
+def asking(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    h = net.one(x)
+    return h.square().mean() if bool(h.sum() > 1e9) else plain(net, h, y)
+
+
+def in_place(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    h = net.one(x).tanh().clone()
+    h[:, 0] = h[:, 1] * net.scale
+    h.add_(1.0)
+    with torch.no_grad():
+        target = net.two(y)
+    return (h - target).abs().mean()
+
+
+def captured(net: Net, folder: Path | None) -> Capture:
+    return capture_step(Request(net, "training_step", flatten(BATCH)[1], samples=3, kept=folder))
+
+
+def same(one: Capture, two: Capture) -> bool:
+    """Return whether two captured steps are the same to whoever runs and plans them."""
+    code = one.joint.module.code == two.joint.module.code and one.joint.results == two.joint.results
+    return one.graph == two.graph and one.kinds == two.kinds and code and one.loss_role == two.loss_role
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note, for every graph that is taken from a file, whether it could be used."""
+    noted: list[bool] = []
+    rebuild = kept_traces.rebuilt
+
+    def rebuilt(*args: Any, **options: Any) -> Any:
+        joint = rebuild(*args, **options)
+        noted.append(joint is not None)
+        return joint
+
+    monkeypatch.setattr("lightning_pipe.capture.graphs.trace.rebuilt", rebuilt)
+    return noted
+
+
+@pytest.mark.parametrize("body", [plain, logging, asking, in_place], ids=lambda body: body.__name__)
+def test_a_kept_graph_is_the_graph_that_tracing_gives(body: Any, tmp_path: Path, found: list[bool]) -> None:
+    net = Net(body)
+    traced = captured(net, None)
+    changed = said_of_another_scale(traced, net)
+    assert same(captured(Net(body), tmp_path), traced)
+    assert not found
+    net = Net(body)
+    again = captured(net, tmp_path)
+    assert found
+    assert all(found)
+    assert same(again, traced)
+    assert [call.line for call in again.record.calls] == [call.line for call in traced.record.calls]
+    assert not again.changed(Situation((0,)))
+    assert said_of_another_scale(again, net) == changed
+
+
+def said_of_another_scale(capture: Capture, net: Net) -> str:
+    """Return what a captured step says when the number that its Python may read is another one."""
+    net.scale = 3.0
+    said = capture.changed(Situation((0,)))
+    net.scale = 2.0
+    return said
+
+
+def varied(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One code for steps that differ in what they read, and in nothing that a list of their torch calls would show."""
+    first, second = (net.two, net.one) if net.kind == "other layers" else (net.one, net.two)
+    h, z = first(x), second(x)
+    if net.kind == "other operands":
+        h, z = z, h
+    if net.kind == "detached":
+        h = h.detach() + 0
+    with torch.set_grad_enabled(net.kind != "without gradients"):
+        z = torch.sub(h, z)
+    if net.kind == "other column":
+        return z[:, 1].square().mean()
+    return (z[:, 0] * (3.0 if net.kind == "other number" else 2.0)).square().mean() + 0 * h.sum()
+
+
+KINDS = ("as it is", "other layers", "other operands", "without gradients", "detached", "other column", "other number")
+
+
+def test_steps_that_differ_in_anything_share_no_graph(tmp_path: Path, found: list[bool]) -> None:
+    nets = {kind: Net(varied) for kind in (*KINDS, "frozen", "evaluating", "another form")}
+    for kind, net in nets.items():
+        net.kind = kind
+    nets["frozen"].one.weight.requires_grad_(False)
+    nets["evaluating"].norm.eval()
+    nets["another form"].one.weight = nn.Parameter(torch.randn(4, 4).t())
+    traced = {kind: captured(net, None) for kind, net in nets.items()}
+    assert all(same(captured(net, tmp_path), traced[kind]) for kind, net in nets.items())
+    assert not found
+    assert all(same(captured(net, tmp_path), traced[kind]) for kind, net in nets.items())
+    assert len(found) == len(nets)
+
+
+def custom(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(Doubled.apply(net.one(x)), y)
+
+
+def hooked(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    h = net.one(x)
+    h.register_hook(lambda gradient: gradient * net.scale)
+    return F.mse_loss(h, y)
+
+
+def with_constant(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(net.one(x) * net.outside, y)
+
+
+@pytest.mark.parametrize("body", [custom, hooked, with_constant], ids=lambda body: body.__name__)
+def test_what_a_run_of_the_forward_does_not_tell_is_not_kept(body: Any, tmp_path: Path) -> None:
+    assert same(captured(Net(body), tmp_path), captured(Net(body), None))
+    assert not [*tmp_path.iterdir()]
+
+
+def counting(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    net.log("calls", float(net.clock()))
+    return plain(net, x, y)
+
+
+def test_a_number_that_changes_from_call_to_call_is_refused_beside_kept_graphs(tmp_path: Path) -> None:
+    net = Net(counting)
+    net.clock = iter([1.0] * 8).__next__
+    captured(net, tmp_path)
+    net = Net(counting)
+    net.clock = iter(range(8)).__next__
+    with pytest.raises(CaptureError, match="changes from call to call"):
+        captured(net, tmp_path)
+
+
+class _Harm:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("harm"),))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"half", pickle.dumps(([_Harm()], {}, "")), pickle.dumps(([], {}, ""))],
+    ids=["nothing", "half", "harmful", "another"],
+)
+def test_a_file_that_is_no_graph_is_captured_again_and_runs_nothing(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "graphs"
+    captured(Net(plain), folder)
+    (file,) = folder.iterdir()
+    file.write_bytes(content)
+    captured(Net(plain), folder)
+    assert [*folder.iterdir()] == [file]
+    assert len(file.read_bytes()) > len(content), "kept again"
+    assert not (tmp_path / "harm").exists()
