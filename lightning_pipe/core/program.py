@@ -287,7 +287,8 @@ class Fetch(OwnWork):
 
 Instruction: TypeAlias = AnyCompute | Send | Recv | Reduce | Step | OwnWork | Milestone
 Order: TypeAlias = tuple[tuple[Compute, ...], ...]  # computes per rank
-CopyingOrder: TypeAlias = tuple[tuple[Compute | Vacate | Fetch, ...], ...]  # where copies to the host have places too
+HostCopy: TypeAlias = Vacate | Fetch  # the parts of an offload that have places in an order
+CopyingOrder: TypeAlias = tuple[tuple[Compute | HostCopy, ...], ...]  # where copies to the host have places too
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import CopyingOrder, Layout, Options, Order, Vacate
+from lightning_pipe.core.program import CopyingOrder, HostCopy, Layout, Options, Order
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.foreign_names import OLD_NAMES, set_twice
 from lightning_pipe.schedule.construct.device_orders import without_padding
@@ -238,7 +238,7 @@ def with_order(plan: Plan, times: ChainTimes) -> Plan:
     layout, count = plan.layout, plan.microbatches
     order = order_of(plan.schedule, layout=layout, microbatches=count, options=plan.options, times=times)
     if decides_copies(plan):
-        copied = {x.stage for line in order for x in line if isinstance(x, Vacate)}
+        copied = {x.stage for line in order for x in line if isinstance(x, HostCopy)}
         stages = tuple(stage if s in copied else replace(stage, offload=()) for s, stage in enumerate(plan.stages))
         plan = replace(plan, stages=stages)
     return replace(plan, order=format_order(order))
@@ -256,4 +256,4 @@ def stages_placed(plan: Plan) -> frozenset[int]:
     Raises:
         PlanError: if its order cannot be read.
     """
-    return frozenset(x.stage for line in parse_order(plan.order) for x in line if isinstance(x, Vacate))
+    return frozenset(x.stage for line in parse_order(plan.order) for x in line if isinstance(x, HostCopy))

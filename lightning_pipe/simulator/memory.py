@@ -3,7 +3,7 @@
     state       parameters, their gradients, optimizer state, buffers of the module: always
     held        saved, from the start of F to the end of I (or B); kept, from the end of I to Free; what own work holds
                 or gives up by its effects (`core.effects`), until the end of I (or B): offloaded bytes are away from
-                the end of Vacate until the rank's list posts Fetch, which allocates them
+                the end of VACATE until the rank's list posts FETCH, which allocates them
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; the largest piece

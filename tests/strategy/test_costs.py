@@ -226,7 +226,7 @@ def kept_times(folder: str, is_busy: bool) -> bool:
         patch.setattr(ProcessorTime, "is_short", lambda self, **_: is_busy and dist.get_rank() == 1)
         strategy = DappleStrategy(cache=str(cache), layout="1-1", microbatches=2)
         make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(make_module("frozen"), make_loader("frozen"))
-    return cache.is_dir() and any(cache.iterdir())
+    return any(cache.glob("*.json"))  # captured graphs are kept anyway
 
 
 def test_times_of_operations_are_kept_unless_other_work_took_processors_of_any_rank(tmp_path):

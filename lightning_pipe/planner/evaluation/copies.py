@@ -6,7 +6,7 @@ waits instead of holding more. Fewer computes beside a copy hold less, and let e
 (`tighter`).
 
     F0 |==|                          the copy ends while the third compute behind F0 runs: three computes are beside it,
-    copy   |-----------|             and `Vacate` comes before the fourth
+    copy   |-----------|             and `VACATE` comes before the fourth
     computes  |==| |==| |==| |==|
 """
 

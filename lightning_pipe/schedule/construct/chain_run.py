@@ -9,8 +9,8 @@ orders. The assumptions are those of lowering and of the simulator:
     channel   (sender, receiver) moves one message at a time in the order of the sends, from the moment that both ends
               have posted it: the sender when it is made, the receiver `AHEAD` computes before its use, or earlier
               where a later message of the channel is used earlier
-    copy      to the host from the end of F on, and back from the place of `Fetch` on: one at a time in each direction
-              on a rank, beside all else; `Vacate` waits for the end of the way out, I for that of the way back
+    copy      to the host from the end of F on, and back from the place of `FETCH` on: one at a time in each direction
+              on a rank, beside all else; `VACATE` waits for the end of the way out, I for that of the way back
 
 Optimizer steps, reductions, memory and what posting costs are left out.
 
@@ -32,11 +32,10 @@ from lightning_pipe.core.program import (
     ComputeKind,
     CopyingOrder,
     Edge,
-    Fetch,
+    HostCopy,
     Layout,
     Order,
     Traffic,
-    Vacate,
 )
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.construct.stage_times import ChainTimes
@@ -121,7 +120,7 @@ class _Copies:
         back_free: when the lane back is free.
     """
 
-    before: dict[int, list[Vacate | Fetch]] = field(default_factory=lambda: defaultdict(list))
+    before: dict[int, list[HostCopy]] = field(default_factory=lambda: defaultdict(list))
     leaving: set[Work] = field(default_factory=set)
     clocks: list[float] = field(default_factory=list)
     away: dict[Work, float] = field(default_factory=dict)
@@ -129,7 +128,7 @@ class _Copies:
     out_free: float = 0.0
     back_free: float = 0.0
 
-    def put(self, copy: Vacate | Fetch, number: int) -> None:
+    def put(self, copy: HostCopy, number: int) -> None:
         """Place a copy before a task."""
         self.before[number].append(copy)
         self.leaving.add((copy.stage, copy.microbatch))
@@ -139,7 +138,7 @@ class _Copies:
         if len(self.clocks) <= number:
             for copy in self.before.get(number, ()):
                 work = (copy.stage, copy.microbatch)
-                if isinstance(copy, Vacate):
+                if copy.effects.bytes < 0:
                     now = max(now, self.away[work])
                 else:
                     start = max(now, self.away[work], self.back_free)
@@ -242,10 +241,10 @@ def _lines(order: CopyingOrder, layout: Layout, times: ChainTimes) -> list[_Line
     return lines
 
 
-def _line(computes: Iterable[Compute | Vacate | Fetch], rank: int, wiring: _Wiring) -> _Line:
+def _line(computes: Iterable[Compute | HostCopy], rank: int, wiring: _Wiring) -> _Line:
     line, done = _Line(), set[Compute]()
     for compute in computes:
-        if isinstance(compute, (Vacate, Fetch)):
+        if isinstance(compute, HostCopy):
             if not wiring.is_empty(Compute(compute.stage, "F", compute.microbatch), rank):
                 line.copies.put(compute, len(line.tasks))
             continue

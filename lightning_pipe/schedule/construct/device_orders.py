@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from lightning_pipe.core.program import Compute, CopyingOrder, Fetch, Order, Vacate
+from lightning_pipe.core.program import Compute, CopyingOrder, HostCopy, Order
 from lightning_pipe.schedule.construct.layout_shapes import RowShape
 
-OrderedT = TypeVar("OrderedT", Compute, Compute | Vacate | Fetch)
+OrderedT = TypeVar("OrderedT", Compute, Compute | HostCopy)
 
 
 def order_of_devices(lines: Sequence[Sequence[Compute]], *, row: RowShape) -> Order:

@@ -2,7 +2,7 @@
 
 For schedules that look at times. A device is a rank, or several that are replicas of each other and run one line. What
 a rank keeps is counted between its computes: F leaves `saved_bytes`, I takes these and leaves `kept_bytes`, W takes
-those. Of what F leaves, `copied_bytes` are on the host from `Vacate` to `Fetch`.
+those. Of what F leaves, `copied_bytes` are on the host from `VACATE` to `FETCH`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_pipe.core.program import Compute, CopyingOrder, Fetch, Layout, Vacate
+from lightning_pipe.core.program import Compute, CopyingOrder, HostCopy, Layout
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule.construct.device_orders import OrderedT
 from lightning_pipe.schedule.construct.layout_shapes import Device
@@ -55,21 +55,21 @@ def room_of(device: Device, times: ChainTimes) -> float:
     return min(times.room_bytes[rank] for rank in device)
 
 
-def bytes_of(compute: Compute | Vacate | Fetch, times: ChainTimes) -> float:
+def bytes_of(compute: Compute | HostCopy, times: ChainTimes) -> float:
     """Return the bytes by which a compute, or a copy to the host, changes what its rank keeps."""
-    if isinstance(compute, (Vacate, Fetch)):
+    if isinstance(compute, HostCopy):
         return compute.effects.bytes * times.copied_bytes[compute.stage]
     saved, kept = times.saved_bytes[compute.stage], times.kept_bytes[compute.stage]
     return {"F": saved, "I": kept - saved, "W": -kept, "B": -saved}[compute.kind]
 
 
-def peak_bytes(line: Iterable[Compute | Vacate | Fetch], times: ChainTimes) -> float:
+def peak_bytes(line: Iterable[Compute | HostCopy], times: ChainTimes) -> float:
     """Return the most bytes that a rank keeps while it runs a line."""
     changes = (bytes_of(part, times) for one in line for part in _parts(one))
     return max(itertools.accumulate(changes), default=0.0)
 
 
-def _parts(one: Compute | Vacate | Fetch) -> Iterable[Compute | Vacate | Fetch]:
+def _parts(one: Compute | HostCopy) -> Iterable[Compute | HostCopy]:
     return halves(one) if isinstance(one, Compute) else (one,)
 
 

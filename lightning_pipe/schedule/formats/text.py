@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar, cast, get_args
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork
 from lightning_pipe.core.milestones import MILESTONES, Milestone
@@ -32,7 +32,7 @@ from lightning_pipe.core.program import (
     ComputeKind,
     CopyingOrder,
     Edge,
-    Fetch,
+    HostCopy,
     Instruction,
     Joined,
     Layout,
@@ -45,7 +45,6 @@ from lightning_pipe.core.program import (
     Send,
     Step,
     Traffic,
-    Vacate,
 )
 from lightning_pipe.errors import PlanError, ProgramError
 
@@ -113,7 +112,7 @@ def parse_order(lines: Sequence[str]) -> CopyingOrder:
     return tuple(tuple(_parse_ordered(text, rank) for text in line.split()) for rank, line in enumerate(lines))
 
 
-def _parse_ordered(text: str, rank: int) -> Compute | Vacate | Fetch:
+def _parse_ordered(text: str, rank: int) -> Compute | HostCopy:
     match = _ORDERED.fullmatch(text)
     if match is None:
         raise PlanError(
@@ -126,7 +125,7 @@ def _parse_ordered(text: str, rank: int) -> Compute | Vacate | Fetch:
     return Compute(stage, cast(ComputeKind, kind), microbatch)
 
 
-_COPIES: Mapping[str, type[Vacate | Fetch]] = {kind.code: kind for kind in (Vacate, Fetch)}
+_COPIES: Mapping[str, type[HostCopy]] = {kind.code: kind for kind in get_args(HostCopy)}
 _ORDERED = re.compile(r"(\d+)([FBIW]|VACATE|FETCH)(\d+)")
 
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, Instruction, Program, Send, Vacate
+from lightning_pipe.core.program import AnyCompute, Compute, Evict, Fetch, HostCopy, Instruction, Program, Send, Vacate
 
 # Computes between starting a fetch and using it: F, I and W of one micro-batch. Every micro-batch needs the way back
 # once, so copies that take longer than these together delay computes however early they start; starting earlier would
@@ -40,7 +40,7 @@ def add_swaps(program: Program, *, beside: Sequence[int | None] = ()) -> Program
     if not program.training:
         return program
     program = replace(program, ranks=tuple(tuple(_offloading(line, program)) for line in program.ranks))
-    placed = {x.stage for line in program.ranks for x in line if isinstance(x, (Vacate, Fetch))}
+    placed = {x.stage for line in program.ranks for x in line if isinstance(x, HostCopy)}
     free = [stage for stage in program.traffic.offloads if stage not in placed]
     counts = {stage: beside[stage] if stage < len(beside) else None for stage in free}
     return replace(program, ranks=tuple(_with_swaps(line, counts) for line in program.ranks))
@@ -49,13 +49,13 @@ def add_swaps(program: Program, *, beside: Sequence[int | None] = ()) -> Program
 def _offloading(line: tuple[Instruction, ...], program: Program) -> Iterator[Instruction]:
     """Yield a line without the copies of stages that do not offload."""
     for x in line:
-        if not isinstance(x, (Vacate, Fetch)) or x.stage in program.traffic.offloads:
+        if not isinstance(x, HostCopy) or x.stage in program.traffic.offloads:
             yield x
 
 
 def _with_swaps(whole: tuple[Instruction, ...], counts: Mapping[int, int | None]) -> tuple[Instruction, ...]:
     """Return the line of a rank with copies; those that it has already come right before the next compute."""
-    line = tuple(x for x in whole if not isinstance(x, (Vacate, Fetch)))
+    line = tuple(x for x in whole if not isinstance(x, HostCopy))
     placed = _placed(whole, line)
     works = {(x.stage, x.microbatch) for copies in placed.values() for x in copies}
     computes = [(i, x) for i, x in enumerate(line) if isinstance(x, AnyCompute)]
@@ -84,13 +84,13 @@ def _with_swaps(whole: tuple[Instruction, ...], counts: Mapping[int, int | None]
     return tuple(out for i in range(len(line) + 1) for out in (*before.get(i, ()), *line[i : i + 1]))
 
 
-def _placed(whole: tuple[Instruction, ...], line: tuple[Instruction, ...]) -> dict[int, list[Vacate | Fetch]]:
+def _placed(whole: tuple[Instruction, ...], line: tuple[Instruction, ...]) -> dict[int, list[HostCopy]]:
     """Return what is in `whole` but not in `line`, by the position in `line` of the compute that comes next."""
     computes = (i for i, x in enumerate(line) if isinstance(x, AnyCompute))
-    found: dict[int, list[Vacate | Fetch]] = defaultdict(list)
-    waiting: list[Vacate | Fetch] = []
+    found: dict[int, list[HostCopy]] = defaultdict(list)
+    waiting: list[HostCopy] = []
     for x in whole:
-        if isinstance(x, (Vacate, Fetch)):
+        if isinstance(x, HostCopy):
             waiting.append(x)
         elif isinstance(x, AnyCompute):
             found[next(computes)] += waiting

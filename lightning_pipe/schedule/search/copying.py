@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lightning_pipe.core.program import Compute, CopyingOrder, Fetch, Layout, Order, Vacate
+from lightning_pipe.core.program import Compute, CopyingOrder, Fetch, HostCopy, Layout, Order, Vacate
 from lightning_pipe.schedule.construct.devices import ROUNDING, bytes_of, peak_bytes
 from lightning_pipe.schedule.construct.stage_times import ChainTimes
 from lightning_pipe.schedule.lower.offload import AHEAD
@@ -21,7 +21,7 @@ from lightning_pipe.schedule.search.greedy import greedy
 
 _MORE = 4  # micro-batches by which there is more room, at most
 
-Placed = Compute | Vacate | Fetch
+Placed = Compute | HostCopy
 Work = tuple[int, int]  # stage, micro-batch
 
 

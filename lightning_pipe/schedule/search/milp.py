@@ -48,7 +48,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.core.program import Compute, ComputeKind, CopyingOrder, Fetch, Layout, Options, Vacate
+from lightning_pipe.core.program import Compute, ComputeKind, CopyingOrder, Fetch, HostCopy, Layout, Options, Vacate
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.schedule.construct.chain_run import chain_makespan
 from lightning_pipe.schedule.construct.devices import (
@@ -69,7 +69,7 @@ from lightning_pipe.schedule.search.time_windows import TimeWindows, computes_of
 
 GAIN = 1e-4  # share of the time by which an order must be better to be looked for
 MOST_PAIRS = 10_000  # of computes on one device with a choice; to state more takes longer than to solve pays
-Placed: TypeAlias = Compute | Vacate | Fetch
+Placed: TypeAlias = Compute | HostCopy
 Work: TypeAlias = tuple[int, int]  # stage, micro-batch
 
 
@@ -290,7 +290,7 @@ class _Model:
                 kept = [(-share[other], self._before[other, c]) for other in line if other != c]
                 self._state((1 + ROUNDING - share[c], ONE), *kept)
 
-    def _state_copies(self, copies: Sequence[Vacate | Fetch], line: Sequence[Placed]) -> None:
+    def _state_copies(self, copies: Sequence[HostCopy], line: Sequence[Placed]) -> None:
         for one in copies:
             start, moved, leaves = self._start[one], self._moved[one], (-self._copy_s(one), self._leaves[_work(one)])
             if isinstance(one, Vacate):
@@ -313,7 +313,7 @@ class _Model:
                 pairs = ((a, first), (first, second), (second, a))
                 self._state((2, ONE), *((-1, self._before[pair]) for pair in pairs))
 
-    def _state_lane(self, a: Vacate | Fetch, b: Vacate | Fetch) -> None:
+    def _state_lane(self, a: HostCopy, b: HostCopy) -> None:
         """Let two copies in one direction run one after the other, and have their places in this order."""
         kind: ComputeKind = "F" if isinstance(a, Vacate) else "I"
         y, leaves = self._before[_of(a, kind), _of(b, kind)], self._leaves[_work(a)]
@@ -324,7 +324,7 @@ class _Model:
         self._state(*gap, (most, ONE), (-most, y))
         self._state((1, self._before[a, b]), (-1, y), (-1, leaves), (-1, self._leaves[_work(b)]), (2, ONE))
 
-    def _copy_s(self, copy: Vacate | Fetch) -> float:
+    def _copy_s(self, copy: HostCopy) -> float:
         return self._times.copy_s[copy.stage] / self._unit
 
     def solved(self, seconds: float) -> CopyingOrder | None:
