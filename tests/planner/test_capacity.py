@@ -65,6 +65,7 @@ def test_nothing_fits_where_parameters_do_not():
         assert one.size == 0 and one.trial is None and one.reason
 
 
+@pytest.mark.slow
 def test_deeper_models_fit_where_less_is_kept():
     found = {
         one.policy: one
