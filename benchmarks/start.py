@@ -1,13 +1,14 @@
 """Start of training where no process can hold the whole module: memory, and what a crash leaves.
 
     python -m benchmarks.start large                      # 1.5 billion parameters on 4 ranks of 3 GiB each
-    python -m benchmarks.start large --width 256          # the same path, small
+    python -m benchmarks.start sibling --precision 64-true    # the same, small: losses beside those of one device
     python -m benchmarks.start large --folder DIR --parts train resume3    # some of its parts
     python -m benchmarks.start kill                       # SIGKILL at 20 random moments of a save, of both kinds
 
 `large` trains, saves a directory, is killed, resumes on fewer ranks, and makes the plain file. Every process has a
 limit on its private memory (RLIMIT_DATA). Peaks are those of the resident memory that is no file (RssAnon), looked at
-ten times a second. `benchmarks.start_phases` prints how long a start takes.
+ten times a second; no rank may need more than 1 GiB beside its own part: parameters, gradients and optimizer state.
+`benchmarks.start_phases` prints how long a start takes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from lightning_pipe.units import format_bytes, parse_bytes
 VOCABULARY, SAMPLES = 512, 4
 MOMENTS = 20
 PARTS = ("plain", "train", "resume2", "resume3", "consolidate")
+ALLOWED_BYTES = 2**30  # of a rank, beside its own part
+SIBLING = {"64-true": 1e-12, "bf16-true": 1e-2}  # by precision: how far losses may be apart, of themselves
 
 
 class Block(nn.Module):
@@ -94,7 +97,7 @@ class GPT(pl.LightningModule):
 
 
 class Told(pl.Callback):
-    """Note losses, the time of the first step, and the parameters of this rank."""
+    """Note losses, the time of the first step, and the bytes of this rank's own part."""
 
     def __init__(self) -> None:
         self.begun, self.first_s, self.losses, self.own_bytes = time.perf_counter(), 0.0, list[float](), 0
@@ -104,7 +107,10 @@ class Told(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.own_bytes = sum(p.nbytes for p in module.parameters() if type(p) is nn.Parameter)
+        here = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        self.own_bytes = sum(p.nbytes * (1 + p.requires_grad) for p in here) + sum(value.nbytes for value in kept)
 
 
 class Peaks:
@@ -238,11 +244,13 @@ def _trained(
     with (out / "errors").open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, start_new_session=True, stderr=errors)
         peaks = Peaks(process.pid)
-        while process.poll() is None and not (stay and (out / "saved").exists()):
-            peaks.look()
-            time.sleep(0.1)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            while process.poll() is None and not (stay and (out / "saved").exists()):
+                peaks.look()
+                time.sleep(0.1)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     said = (out / "errors").read_text(encoding="utf-8").strip().splitlines()[-1:]
     if code not in (0, -signal.SIGKILL) and not may_fail:
@@ -257,8 +265,25 @@ def _report(run: tuple[list[dict[str, Any]], str]) -> None:
     first_s = found[0]["first_s"]
     print(f"{len(found)} ranks, {ended}, first step after {first_s:.0f} s, losses {found[0]['losses']}", flush=True)
     for rank, one in enumerate(found):
-        own, peak = (format_bytes(one[name]) for name in ("own", "peak"))
-        print(f"  rank {rank}: own {own}, peak {peak}, over {format_bytes(one['peak'] - one['own'])}")
+        own, peak, more = (format_bytes(size) for size in (one["own"], one["peak"], one["peak"] - one["own"]))
+        verdict = "within" if one["peak"] <= one["own"] + ALLOWED_BYTES else "MORE THAN"
+        print(f"  rank {rank}: own part {own}, peak {peak}, {more} beside it: {verdict} {format_bytes(ALLOWED_BYTES)}")
+
+
+def sibling(options: argparse.Namespace) -> None:
+    """Take the way of `large` with a small model and without limits, and compare its losses with one device's."""
+    options.width, steps = 256, 5
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        ran, saved = partial(_trained, options, folder, limit=""), str(Path(folder, "saved.ckpt"))
+        (alone, *_), _ = ran(ranks=1, steps=steps)
+        first, _ = ran(ranks=options.ranks, steps=3, save=saved, stay=True)
+        resumed = [ran(ranks=ranks, steps=steps, resume=saved)[0] for ranks in (2, 3)]
+    expected = torch.tensor(alone["losses"], dtype=torch.float64)
+    found = [first[0]["losses"] + rest["losses"] for ranks in resumed for rest in ranks]
+    apart = float(((torch.tensor(found, dtype=torch.float64) - expected) / expected).abs().max())
+    verdict = "equal" if apart <= (allowed := SIBLING[options.precision]) else f"MORE THAN {allowed:.0e}"
+    print(f"{options.precision}, losses of one device: {alone['losses']}")
+    print(f"those of {options.ranks} ranks, and then of 2 or 3, are apart by at most {apart:.1e} of them: {verdict}")
 
 
 def kill(options: argparse.Namespace) -> None:
@@ -315,7 +340,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     every: dict[str, Callable[[argparse.Namespace], None]] = {
-        "large": large, "train": train, "kill": kill,
+        "large": large, "sibling": sibling, "train": train, "kill": kill,
     }  # fmt: skip
     for name in every:
         one = commands.add_parser(name)
@@ -334,6 +359,7 @@ def main() -> None:
             add(f"--{option}", default="")
         add("--stay", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what was started, too
     every[options.command](options)
     shutil.rmtree("lightning_logs", ignore_errors=True)
 

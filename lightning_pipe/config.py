@@ -46,11 +46,12 @@ class DappleConfig:
         costs: what plans are judged by: "measured" times every operation and link once, "counted" counts operations
             and bytes and supposes equal devices.
         cluster: file or preset (`conf/cluster`) that says which devices and links there are; None measures them.
-        cache: directory where measured times and captured graphs are kept; None takes the user's cache directory, "off"
-            keeps nothing.
+        cache: directory where measured times, captured graphs and passed checks are kept; None takes the user's cache
+            directory, "off" keeps nothing.
         capture: route by which the step becomes stages: "joint" as one graph, "replay" by running its Python on every
             rank, "auto" the first that can.
         check: whether the captured step is compared with the plain one before training, on the first micro-batch.
+        recheck: whether that is done at every start, even where an earlier one has compared the very same.
         witness: whether the Python of a captured step runs again now and then, on tensors that compute nothing, to see
             whether it still does what was captured.
         post_validation: whether a rank goes on to the next batch before the others have ended theirs, and looks later
@@ -92,6 +93,7 @@ class DappleConfig:
     cache: str | None = None
     capture: str = "auto"
     check: bool = True
+    recheck: bool = False
     witness: bool = True
     post_validation: bool = False
     batch_dim: int = 0
@@ -274,6 +276,7 @@ _RULES = {
     "cache": _Rule(str, "the path of a directory, or 'off'"),
     "capture": _choice(("auto", "joint", "replay")),
     "check": _Rule(bool, "true or false"),
+    "recheck": _Rule(bool, "true or false"),
     "witness": _Rule(bool, "true or false"),
     "post_validation": _Rule(bool, "true or false"),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),

@@ -96,6 +96,11 @@ class Capture:
     has_unweighed_terms: ClassVar[bool] = False
 
     @property
+    def identity(self) -> str:
+        """Return a hash of all that the graph was made from; "" if that is not known, or there are several graphs."""
+        return "" if self.variants is not None else self.joint.identity
+
+    @property
     def is_sliceable(self) -> bool:
         """Return whether replicas of a stage may share the samples of a micro-batch."""
         return not self.whole

@@ -101,6 +101,11 @@ class Route(Protocol):
         ...
 
     @property
+    def identity(self) -> str:
+        """Return a hash of all that the step is known to do, equal in every process; "" if that is not known."""
+        ...
+
+    @property
     def is_fixed(self) -> bool:
         """Return whether what the Python of the step did is fixed: then nothing that it read may change."""
         ...

@@ -120,8 +120,7 @@ def store_timings(directory: Path, device: torch.device, timings: Timings) -> No
     rows = {name: dataclasses.astuple(timing) for name, timing in sorted(both)}
     content = json.dumps({"device": conditions(device), "timings": rows}, indent=0)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _replace(path, content)
+        write_whole(path, content)
     except OSError as error:
         log.warning("Measured times cannot be kept in %s (%s); they will be measured again next time.", path, error)
 
@@ -135,8 +134,13 @@ def forget_timings(directory: Path, device: torch.device) -> bool:
     return True
 
 
-def _replace(path: Path, content: str) -> None:
-    """Write a file as a whole or not at all."""
+def write_whole(path: Path, content: str) -> None:
+    """Write a file as a whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -23,13 +23,14 @@ from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
+from lightning_pipe.strategy.plans.kept_checks import KeptCheck
 from lightning_pipe.strategy.plans.plan_costs import PlanCosts
 from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
 from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.check import check_captured, one_stage
+from lightning_pipe.strategy.steps.check import Checked, check_captured, one_stage
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_runtime import agree, slices
 from lightning_pipe.strategy.steps.whole_batch import (
@@ -241,18 +242,43 @@ class PlanMaker:
             return captured
         try:
             with weights.whole():
-                if len(wanted := self._cuts.parts(captured.capture, samples)) > 1:
-                    self._cuts.fewest = fewest_samples(captured, call, control=control)
-                    count = len(self._cuts.parts(captured.capture, samples))
-                    warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
-                first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
-                seconds = self._compared(captured, call, samples=first)
-                return self._weighed(captured, call, seconds=seconds)
+                self._compare_or_remember(captured, call, samples)
         finally:
             one_stage.forget(captured.capture)
+        return captured.with_role(self._preparation.role)
 
-    def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> float:
-        """Compare a captured step with the plain one; return the seconds that it took."""
+    def _compare_or_remember(self, captured: Captured, call: StepRequest, samples: int) -> None:
+        """Let numbers decide, or what they have decided at an earlier start where everything was the same."""
+        control, folder = self._links.control, self._config.cache_dir
+        folder = None if folder is None or control.rank > 0 else folder / "checks"
+        kept = KeptCheck(folder, captured, call, cuts=self._cuts, seed=self._seed)
+        looks = not self._config.recheck
+        known = control.agreed(lambda: kept.look() if looks else None, source=0, what="the check of an earlier start")
+        if known is not None:
+            self._cuts.fewest, self._preparation.role = known.fewest, known.role
+            log.info(
+                "%s as captured is not compared with the plain step again: step, cut, values, batch, seed and machine "
+                "are those of a check that passed on %s; recheck=true compares all the same.",
+                *(call.method, known.day),
+            )
+            return
+        if self._compare(captured, call, samples) and control.rank == 0:
+            kept.keep(fewest=self._cuts.fewest, role=self._preparation.role)
+
+    def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
+        """Compare a captured step with the plain one, whole and cut; return whether there was nothing to warn of."""
+        count = len(wanted := self._cuts.parts(captured.capture, samples))
+        if len(wanted) > 1:
+            self._cuts.fewest = fewest_samples(captured, call, control=self._links.control)
+            count = len(self._cuts.parts(captured.capture, samples))
+            warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
+        first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
+        checked = self._compared(captured, call, samples=first)
+        is_as_expected = self._weigh(captured, call, seconds=checked.seconds)
+        return checked.is_compared and is_as_expected and count == len(wanted)
+
+    def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> Checked:
+        """Compare a captured step with the plain one; return what came of it."""
         try:
             return check_captured(captured, call, samples=samples, control=self._links.control, seed=self._seed)
         except CaptureError as error:
@@ -261,17 +287,22 @@ class PlanMaker:
             self._preparation.plan_by(None)
             raise _WrongCapture(str(error)) from error
 
-    def _weighed(self, captured: Captured, call: StepRequest, *, seconds: float) -> Captured:
-        """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values."""
+    def _weigh(self, captured: Captured, call: StepRequest, *, seconds: float) -> bool:
+        """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values.
+
+        Returns:
+            Whether cutting changes nothing, and losses are combined as their operations say.
+        """
         sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
         parts = self._cuts.parts(captured.capture, sum(sizes))
-        if len(parts) > 1:
-            control = self._links.control
-            cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
-            if cut is not None and cut.slices_differ:
-                raise _SlicesDiffer
-            self._preparation.role = None if cut is None else cut.role
-        return captured.with_role(self._preparation.role)
+        if len(parts) <= 1:
+            return True
+        control = self._links.control
+        cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
+        if cut is not None and cut.slices_differ:
+            raise _SlicesDiffer
+        self._preparation.role = None if cut is None else cut.role
+        return cut is not None and cut.is_as_expected
 
     @property
     def _clips_by_norm(self) -> bool:

@@ -132,6 +132,7 @@ class DappleStrategy(ParallelStrategy):
         cache: str | os.PathLike[str] | None = None,
         capture: str = "auto",
         check: bool = True,
+        recheck: bool = False,
         witness: bool = True,
         post_validation: bool = False,
         batch_dim: int = 0,

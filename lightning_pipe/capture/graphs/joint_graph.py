@@ -63,6 +63,7 @@ class JointGraph:
         calls, recording: the torch calls of the step, with their lines, and what it said, as they were traced.
         totals: what is counted of the whole batch; None if nothing is.
         lengths: symbols for other sizes: (leaf, dimension) -> symbol (`lengths`); such a graph is not run.
+        identity: under which the graph is kept (`kept_traces`): a hash of all that it was made from; "" if it is not.
     """
 
     module: fx.GraphModule
@@ -83,6 +84,7 @@ class JointGraph:
     recording: StepRecording
     totals: Totals | None = None
     lengths: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
+    identity: str = ""
 
     @property
     def totals_buffers(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +78,22 @@ class KeptTraces:
         """Remove the graph that was found, which cannot be used."""
         forget(self._folder, self._key)
 
-    def keep(self, joint: JointGraph) -> None:
-        """Keep a graph that was traced, if it may be found again."""
+    def identified(self, joint: JointGraph) -> JointGraph:
+        """Return a graph that is kept, with its identity."""
+        return replace(joint, identity=self._key)
+
+    def keep(self, joint: JointGraph) -> JointGraph:
+        """Keep a graph that was traced, if it may be found again; return it, then with its identity."""
         if not self._key or self._step.has_python_backward:
-            return
+            return joint
         try:
             rows = rows_of(joint.module.graph)
         except NotKept as reason:
             log.debug("The graph of %s is not kept: %s.", self._step.method, reason)
-            return
+            return joint
         fields = {name: getattr(joint, name) for name in _FIELDS}
         store(self._folder, self._key, KeptGraph(rows, fields, fingerprint(joint)))
+        return self.identified(joint)
 
 
 def rebuilt(kept: KeptGraph, step: StepFunction, *, mode: Any, guards: PythonGuards) -> JointGraph | None:

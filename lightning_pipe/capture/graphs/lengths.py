@@ -67,9 +67,8 @@ def at_lengths(joint: JointGraph, leaves: Sequence[Leaf]) -> JointGraph | None:
         if now.free_symbols:
             conditions.append((now, origin))
     module = _module_at(joint, sizes)
-    return replace(
-        joint, module=module, conditions=tuple(conditions), record=_record_at(joint.record, sizes), lengths={}
-    )
+    record = _record_at(joint.record, sizes)
+    return replace(joint, module=module, conditions=tuple(conditions), record=record, lengths={}, identity="")
 
 
 def _constants_hold(joint: JointGraph, leaves: Sequence[Leaf]) -> bool:

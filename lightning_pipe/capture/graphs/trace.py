@@ -166,7 +166,7 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             raise _explain(error, step) from error
     if known is not None and traces is not None:
         if (joint := rebuilt(known, step, mode=mode, guards=_guards(step, request))) is not None:
-            return joint
+            return traces.identified(joint)
         traces.forget()
         return _export(request, answers)
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
@@ -181,9 +181,7 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
         env=mode.shape_env,
         guards=guards,
     )
-    if traces is not None:
-        traces.keep(joint)
-    return joint
+    return joint if traces is None else traces.keep(joint)
 
 
 def _asked(request: Request, answers: tuple[bool, ...]) -> tuple[Any, ...]:

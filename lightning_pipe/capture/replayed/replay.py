@@ -65,6 +65,7 @@ class Replay:
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"
     fallback: ClassVar[str] = ""
+    identity: ClassVar[str] = ""
     is_fixed: ClassVar[bool] = False
     is_sliceable: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = False

@@ -22,7 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,7 +62,20 @@ class Incomparable(Exception):
     """The two cannot be compared; the text says why."""
 
 
-def check_captured(captured: Captured, call: StepRequest, *, samples: int, control: ControlPlane, seed: int) -> float:
+@dataclass(frozen=True)
+class Checked:
+    """What came of a comparison that found no difference.
+
+    Attributes:
+        seconds: that it took.
+        is_compared: whether the two were compared at all.
+    """
+
+    seconds: float
+    is_compared: bool
+
+
+def check_captured(captured: Captured, call: StepRequest, *, samples: int, control: ControlPlane, seed: int) -> Checked:
     """Compare a captured training step with the plain one on the first samples of a batch; on all ranks together.
 
     Args:
@@ -72,14 +85,11 @@ def check_captured(captured: Captured, call: StepRequest, *, samples: int, contr
         control: to the other ranks.
         seed: seed of the random numbers.
 
-    Returns:
-        The seconds that it took.
-
     Raises:
         CaptureError: on every rank, if they differ, naming the worst parameter, and what to do.
     """
 
-    def check() -> float:
+    def check() -> Checked:
         assert call.tensors is not None, "rank 0 has looked at the batch"
         request = captured.request
         cut = request.structure.cut(request.batch_dim) if request.samples is not None else (False,) * len(call.tensors)
@@ -88,20 +98,20 @@ def check_captured(captured: Captured, call: StepRequest, *, samples: int, contr
             for tensor, along in zip(call.tensors, cut, strict=True)
         ]
         begin = time.perf_counter()
-        _check(captured.capture, request, first, samples=samples, seed=seed)
-        return time.perf_counter() - begin
+        is_compared = _check(captured.capture, request, first, samples=samples, seed=seed)
+        return Checked(time.perf_counter() - begin, is_compared)
 
     return control.agreed(check, source=0, what="whether the captured step is right")
 
 
-def _check(captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int) -> None:
-    """Compare, and log the result or raise."""
+def _check(captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int) -> bool:
+    """Compare, and log the result or raise; return whether the two could be compared."""
     begin = time.perf_counter()
     try:
         loss, worst = differences(captured, request, tensors, samples=samples, seed=seed)
     except Incomparable as reason:
         log.warning("%s as captured is not compared with the plain step: %s.", request.method, reason)
-        return
+        return False
     if not max(loss.relative, worst.relative) <= worst.allowed:
         raise CaptureError(_refusal(captured, request, samples, loss=loss, worst=worst))
     log.info(
@@ -110,6 +120,7 @@ def _check(captured: Route, request: Request, tensors: Sequence[torch.Tensor], *
         *(request.method, captured.name, samples, loss.relative, worst.relative, worst.allowed),
         *(_spelled(worst.dtype), time.perf_counter() - begin),
     )
+    return True
 
 
 def differences(

@@ -73,10 +73,12 @@ class Cut:
     Attributes:
         role: how losses of the parts are combined.
         slices_differ: whether slices of micro-batches do not give what micro-batches give.
+        is_as_expected: whether it changes nothing, and the loss is combined as its operations say.
     """
 
     role: Role
     slices_differ: bool = False
+    is_as_expected: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def cut_by_numbers(
         if parts != sizes and not found.agrees:
             return Cut(found.role, slices_differ=True)
         _tell(captured, found, known, len(parts), time.perf_counter() - begin)
-        return Cut(found.role)
+        return Cut(found.role, is_as_expected=found.agrees and found.role == known)
 
     return control.agreed(decide, source=0, what="what micro-batches change")
 
