@@ -4,8 +4,7 @@
 
 What draws random numbers, and what gives gradients away, stays as it is and stands between the pieces; all else of the
 function is compiled, a piece as one graph. Dropout is no such seam: its mask is drawn before the piece, with the
-numbers of the key, and applied in it. Gradients are given away at the end of a piece, which ends when 25 MiB of them are
-made.
+numbers of the key, and applied in it. Gradients are given away at the end of a piece, which ends when there are 25 MiB.
 
 The same function is returned, up to rounding. A compiled function is compared with the plain one when it first runs
 (`trial`).
