@@ -48,7 +48,9 @@ def runs(name: str, *, times: int):
         replica = copy.deepcopy(module)
         buffers = buffers_of(replica, capture)
         leaves, _ = capture.with_totals(own, cut=(False,) * len(own), sizes=(samples,), buffers=buffers)
+        before = torch.get_rng_state()
         results, gradients = run_stages(split, replica, leaves, key=KEY, weight=1.0, buffers=buffers)
+        assert torch.equal(torch.get_rng_state(), before)
         made.append((results[capture.record.loss], gradients, dict(replica.named_buffers())))
     return made
 

@@ -13,6 +13,7 @@ The same function is returned, up to rounding. A compiled function is compared w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.value_sizes import TensorSpec
 from lightning_pipe.capture.operators import Trait, takes_output, traits
-from lightning_pipe.capture.stages.emit import gives
+from lightning_pipe.capture.stages.emit import gives, undisturbed_run
 from lightning_pipe.capture.steps.keyed_random import drawn_operation
 from lightning_pipe.capture.steps.stage_program import Code, RandomKey
 from lightning_pipe.capture.torch_private import OpOverload, inductor
@@ -59,7 +60,8 @@ class _Compilation:
         self._made[samples] = self._samples
         for node in nodes:
             self._take(node)
-        return fx.GraphModule(self._code.module, self._outer, class_name="Compiled").forward
+        run = fx.GraphModule(self._code.module, self._outer, class_name="Compiled").forward
+        return partial(undisturbed_run, run, self._device) if any(map(_draws, nodes)) else run
 
     def _take(self, node: fx.Node) -> None:
         if node in self._made or node in self._piece:

@@ -115,7 +115,7 @@ class Emitter:
         module = fx.GraphModule(self._joint.module, graph, class_name="Stage")
         run: Callable[..., Any] = module.forward
         if any(name in self._random for name in names):
-            run = functools.partial(_undisturbed_run, run, self._device)
+            run = functools.partial(undisturbed_run, run, self._device)
         code = Code(module, self._form)
         if give is None:
             return Half(tuple(inputs), tuple(outputs), run, code=code)
@@ -180,7 +180,8 @@ def gives(node: fx.Node) -> bool:
     return node.target is _call
 
 
-def _undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+def undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    """Run a function that draws from the device's generator, and give the generator its state back."""
     with undisturbed(device):
         return run(*args)
 
