@@ -135,6 +135,7 @@ class DappleStrategy(ParallelStrategy):
         recheck: bool = False,
         witness: bool = True,
         post_validation: bool = False,
+        compile: bool = False,
         batch_dim: int = 0,
         seed: int | None = None,
         exact_ties: bool = False,
