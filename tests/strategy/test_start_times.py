@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_pipe.capture.eager_reference import EagerReference
+from lightning_pipe.strategy import plan_maker
 from lightning_pipe.strategy.start import stopwatch
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps import differences
@@ -72,22 +75,31 @@ def test_pieces_find_the_difference_that_the_whole_has(monkeypatch: pytest.Monke
     assert compared(reference, torch.tensor(2.5), captured)[1].relative == torch.inf
 
 
-def fit_twice(folder: str) -> tuple[list[list[float]], list[str]]:
-    """Fit without a cache, and twice with one, on all ranks of this world; return losses and files; a worker."""
-    found = []
+def fit_twice(folder: str) -> tuple[list[list[float]], list[list[str]], list[bool]]:
+    """Fit without a cache, and twice with one, on all ranks of this world; a worker.
+
+    Returns:
+        The losses of each fit, the files of graphs and of checks, and whether each fit has_checked its step.
+    """
+    vars(sys.modules["__main__"]).setdefault("__file__", __file__)  # as a script has it
+    found, has_checked = [], []
     for cache in ("off", folder, folder):
         pl.seed_everything(0, verbose=False)
         losses = Losses()
         strategy = dapple(layout="1-1", microbatches=2, capture="joint", cache=cache)
-        make_trainer(strategy, max_steps=3, callbacks=[losses]).fit(
-            make_module("gpt_tied").train(), make_loader("gpt_tied")
-        )
+        with patch.object(plan_maker, "check_captured", wraps=plan_maker.check_captured) as check:
+            make_trainer(strategy, max_steps=3, callbacks=[losses]).fit(
+                make_module("gpt_tied").train(), make_loader("gpt_tied")
+            )
         found.append(losses.losses)
-    return found, sorted(path.name for path in Path(folder, "graphs").iterdir())
+        has_checked.append(check.called)
+    files = [sorted(path.name for path in Path(folder, kind).iterdir()) for kind in ("graphs", "checks")]
+    return found, files, has_checked
 
 
 def test_a_start_that_finds_its_graph_trains_as_one_that_captures(tmp_path: Path) -> None:
-    for (plain, first, second), files in World(2).run(fit_twice, str(tmp_path)):
+    for (plain, first, second), files, has_checked in World(2).run(fit_twice, str(tmp_path)):
         assert plain == first == second
         assert len(plain) == 3
-        assert len(files) == 1, "both ranks, and both starts, have the same graph"
+        assert [len(names) for names in files] == [1, 1], "both ranks, and both starts, have the same graph and check"
+        assert has_checked == [True, True, False]
