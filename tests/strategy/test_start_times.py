@@ -79,15 +79,15 @@ def fit_twice(folder: str) -> tuple[list[list[float]], list[list[str]], list[boo
     """Fit without a cache, and twice with one, on all ranks of this world; a worker.
 
     Returns:
-        The losses of each fit, the files of graphs and of checks, and whether each fit has_checked its step.
+        The losses of each fit, the files of graphs and of checks, and whether each fit has compared its step.
     """
-    vars(sys.modules["__main__"]).setdefault("__file__", __file__)  # as a script has it
     found, has_checked = [], []
     for cache in ("off", folder, folder):
         pl.seed_everything(0, verbose=False)
         losses = Losses()
         strategy = dapple(layout="1-1", microbatches=2, capture="joint", cache=cache)
-        with patch.object(plan_maker, "check_captured", wraps=plan_maker.check_captured) as check:
+        as_script = patch.object(sys.modules["__main__"], "__file__", __file__, create=True)
+        with as_script, patch.object(plan_maker, "check_captured", wraps=plan_maker.check_captured) as check:
             make_trainer(strategy, max_steps=3, callbacks=[losses]).fit(
                 make_module("gpt_tied").train(), make_loader("gpt_tied")
             )
