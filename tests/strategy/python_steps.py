@@ -726,6 +726,44 @@ class Collects(Net):
         return loss
 
 
+class CollectsByValue(Net):
+    """A dict by what a tensor says: its keys were stand-ins, and the graph was used for a batch."""
+
+    KEPT = ("seen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {}
+
+    def training_step(self, batch, batch_idx):
+        loss = self.error(batch)
+        for kind in batch["y"].tolist():
+            self.seen[kind] = loss.item()
+        return loss
+
+
+class CollectsTexts(Net):
+    """Texts of values said "nan"."""
+
+    KEPT = ("texts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.error(batch)
+        self.texts.append(f"{loss.item():.3f} and {loss.detach():.2f}")
+        return loss
+
+
+class LogsByText(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.error(batch)
+        self.log(f"loss of class {batch['y'][0].item()}", loss.detach())
+        return loss
+
+
 class CollectsInValidation(Net):
     KEPT = ("outputs", "means")
 
