@@ -649,6 +649,19 @@ class NoneInBatch(Net):
         return loss if batch["weight"] is None else loss + (self.out(batch).pow(2).mean(1) * batch["weight"]).mean()
 
 
+class KeysThatComeAndGo(Net):
+    @staticmethod
+    def extra(number):
+        side = torch.full((SAMPLES, 16), 0.5, dtype=torch.float64)
+        return ({}, {"side": side}, {"side": None, "has_side": False}, {"side": side, "has_side": True})[number]
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.one(batch["x"])
+        if batch.get("side") is not None:
+            hidden = hidden + (2.0 if batch.get("has_side") else 1.0) * batch["side"]
+        return F.cross_entropy(self.two(torch.tanh(hidden)), batch["y"])
+
+
 class TextInBatch(Net):
     @staticmethod
     def extra(number):
