@@ -7,7 +7,7 @@ function is compiled, a piece as one graph. Dropout is no such seam: its mask is
 numbers of the key, and applied in it. Gradients are given away at the end of a piece, which ends when there are 25 MiB.
 
 The same function is returned, up to rounding. A compiled function is compared with the plain one when it first runs
-(`trial`).
+(`compiled_stages`).
 """
 
 from __future__ import annotations
