@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from lightning_pipe.core.program import Instruction, Message, Recv, Send
-from lightning_pipe.errors import OutOfMemoryError, PipelineError
+from lightning_pipe.errors import OutOfMemoryError, PipeError, PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import (
     INSIDE,
@@ -163,7 +163,8 @@ class GuardedWatch:
         """Tell the other ranks of a failure of this one, unless one has failed before."""
         if self.guard.failure is not None:
             return
-        root = error if isinstance(error, OutOfMemoryError) else error.__cause__ or error
+        wraps = isinstance(error, PipeError) and not isinstance(error, OutOfMemoryError)  # else it says best itself
+        root = (error.__cause__ if wraps else None) or error
         if isinstance(root, RuntimeError) and not isinstance(root, PipelineError):
             self.guard.heard.wait(self.patience.parting_s if _is_of_connection(root) else 0.0)
         own = isinstance(root, PipelineError)
