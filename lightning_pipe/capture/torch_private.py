@@ -24,6 +24,8 @@
 * `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module, and what a call of a module
   does instead of `Module._call_impl` if it is there.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
+* `torch._inductor.compile`: kernels for a graph of ATen operators; `tracing`, `TracingContext`: with the symbols that
+  its cache on disk asks for.
 * `checkpoint._checkpoint_without_reentrant_generator`, `CheckpointFunction`: what `torch.utils.checkpoint.checkpoint`
   looks up when it is called.
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
@@ -56,7 +58,7 @@ import linecache
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -79,6 +81,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -123,6 +126,7 @@ __all__ = [
     "has_hooks_on_saved_tensors",
     "has_no_data",
     "has_storage",
+    "inductor",
     "is_backward",
     "is_compiled",
     "is_foreign_backward",
@@ -499,6 +503,25 @@ def set_whether_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.
 def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer looks itself whether gradients are finite, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def inductor(
+    module: torch.fx.GraphModule,
+    forms: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]],
+    device: torch.device,
+) -> Callable[..., Any]:
+    """Compile a graph of tensors without a backward for inputs of these forms.
+
+    Args:
+        module: the graph.
+        forms: shape, stride and dtype of each input.
+        device: where the inputs are.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)), mode, torch.no_grad():
+        like = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]
+        compiled: Callable[..., Any] = torch._inductor.compile(module, [*like])
+    return compiled
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

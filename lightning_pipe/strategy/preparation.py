@@ -24,6 +24,7 @@ from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
 from lightning_pipe.strategy.refusals import check_written
+from lightning_pipe.strategy.start.compilation import Compilation
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
@@ -67,6 +68,8 @@ class Preparation:
         self.role: Role | None = None
         self.whole = ""
         self._capture = StepCapture(setup)
+        config = setup.config
+        self._compilation = Compilation(setup.device, trials=config.check) if config.compile else None
         self._planned: PlannedCuts | None = None
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._shapes = ShapesCaptured()
@@ -209,6 +212,7 @@ class Preparation:
             weights=self.setup.weights,
             device=self.setup.device,
             host=self.host,
+            compilation=self._compilation,
             early=self._later is not None and captured.request.method == TRAINING and captured.capture.can_run_ahead,
         )
 

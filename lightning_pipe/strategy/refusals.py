@@ -98,8 +98,8 @@ def say_compiled(module: pl.LightningModule) -> None:
     """Say once which modules run without the compilation that the user has asked for."""
     if compiled := [path or type(module).__name__ for path, child in module.named_modules() if is_compiled(child)]:
         rank_zero_info(
-            f"{', '.join(compiled)}: torch.compile is left out, since the whole step is captured as graphs anyway. "
-            "Names in checkpoints stay as they are."
+            f"{', '.join(compiled)}: torch.compile is left out, since the whole step is captured as graphs anyway; "
+            "compile=True of the strategy compiles those. Names in checkpoints stay as they are."
         )
 
 

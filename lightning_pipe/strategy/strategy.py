@@ -134,6 +134,7 @@ class DappleStrategy(ParallelStrategy):
         check: bool = True,
         witness: bool = True,
         post_validation: bool = False,
+        compile: bool = False,
         batch_dim: int = 0,
         seed: int | None = None,
         exact_ties: bool = False,

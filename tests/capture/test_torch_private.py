@@ -426,3 +426,15 @@ def test_a_derivative_in_python_is_told_from_those_of_torch():
     x = torch.ones(2, requires_grad=True)
     assert private.is_foreign_backward(Doubled.apply(x).grad_fn)
     assert not private.is_foreign_backward((x * 2).grad_fn)
+
+
+@pytest.mark.slow
+def test_a_graph_is_compiled_for_inputs_of_one_form():
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.ops.aten.gelu.default(torch.ops.aten.mul.Tensor(x, y)), torch.ops.aten.sum.default(y)
+
+    x, y = torch.randn(4, 3), torch.randn(3, 4).t()
+    forms = [(t.shape, t.stride(), t.dtype) for t in (x, y)]
+    compiled = private.inductor(torch.fx.symbolic_trace(Two()), forms, x.device)
+    torch.testing.assert_close(tuple(compiled(x, y)), Two()(x, y))

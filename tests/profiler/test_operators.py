@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
-from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec, operator_calls
+from lightning_pipe.capture.graphs.value_sizes import TensorSpec
+from lightning_pipe.capture.stages.operation_calls import OperatorCall, operator_calls
 from lightning_pipe.profiler.timing import glue, operators
 from lightning_pipe.profiler.timing import sample_region as part
 from lightning_pipe.profiler.timing.arguments import Maker, index_bounds

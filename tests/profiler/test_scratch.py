@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.allocations import Allocations, highest
-from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec, operator_calls
+from lightning_pipe.capture.graphs.value_sizes import TensorSpec
+from lightning_pipe.capture.stages.operation_calls import OperatorCall, operator_calls
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import from_yaml, to_yaml

@@ -9,6 +9,7 @@ numbers.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -18,6 +19,21 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 
 _PROBES = 1024, 2048  # numbers of samples at which sizes are taken
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its content.
+
+    Attributes:
+        dtype, shape, stride: its form.
+        name: name in the graph, "" if it has none of its own; no part of what makes specs equal.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    name: str = field(default="", repr=False, compare=False)
 
 
 class Sizes:
@@ -63,6 +79,17 @@ class Sizes:
         per_sample = (many - few) / (_PROBES[1] - _PROBES[0])
         fixed = few - round(per_sample * _PROBES[0])
         return (per_sample, fixed) if round(per_sample * samples) + fixed == captured else (captured / samples, 0)
+
+
+def described(value: Any, sizes: Sizes, samples: int, name: str = "") -> Any:
+    """Return a value of a graph at a number of samples, with specs in the place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(value.dtype, sizes.shape(value, samples), sizes.stride(value, samples), name)
+    if isinstance(value, torch.SymInt):
+        return sizes.number(value, samples)
+    if isinstance(value, (tuple, list)):
+        return type(value)(described(item, sizes, samples) for item in value)
+    return value
 
 
 _NUMBER_BYTES = 8

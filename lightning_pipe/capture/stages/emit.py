@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.value_sizes import Sizes, described
 from lightning_pipe.capture.operators import RUN_AS, is_random, reads_size
 from lightning_pipe.capture.steps.keyed_random import keyed, undisturbed
-from lightning_pipe.capture.steps.stage_program import Give, Half, Streamed
+from lightning_pipe.capture.steps.stage_program import Code, Give, Half, Streamed
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -38,6 +39,7 @@ class Emitter:
         self._order = {name: position for position, name in enumerate(self._nodes)}
         self._repeated = repeated
         self._device = device
+        self._sizes = Sizes(joint)
         self._random = {n.name: i for i, n in enumerate(n for n in joint.module.graph.nodes if is_random(n))}
 
     def inputs_of(self, names: Sequence[str]) -> set[str]:
@@ -88,9 +90,9 @@ class Emitter:
         give = graph.placeholder("give") if given else None
         parameter_of = {term: name for name, terms in given.items() for term in terms}
         gone: dict[str, tuple[str, ...]] = {}  # what is given away, in this order
-        made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
+        made: dict[str, fx.Node] = {name: self._noted(graph.placeholder(name), name) for name in inputs}
         for output, source in copied.items():
-            made[output] = graph.call_function(torch.ops.aten.clone.default, (made[source],))
+            made[output] = self._noted(graph.call_function(torch.ops.aten.clone.default, (made[source],)), source)
 
         def compute(name: str) -> None:
             if name in made:
@@ -99,7 +101,7 @@ class Emitter:
             if not self._is_size_of_input(name):
                 for read in node.all_input_nodes:
                     compute(read.name)
-            made[name] = self._copy(node, graph, made, samples, key)
+            made[name] = self._noted(self._copy(node, graph, made, samples, key), name)
             if give is not None and name in parameter_of:
                 terms = given[parameter_of[name]]
                 if all(term in made for term in terms):
@@ -113,11 +115,22 @@ class Emitter:
         module = fx.GraphModule(self._joint.module, graph, class_name="Stage")
         run: Callable[..., Any] = module.forward
         if any(name in self._random for name in names):
-            run = functools.partial(_undisturbed_run, run, self._device)
+            run = functools.partial(undisturbed_run, run, self._device)
+        code = Code(module, self._form)
         if give is None:
-            return Half(tuple(inputs), tuple(outputs), run)
+            return Half(tuple(inputs), tuple(outputs), run, code=code)
         streamed = Streamed(gone, rest, run)
-        return Half(tuple(inputs), tuple(outputs), streamed.collected(tuple(outputs)), streamed=streamed)
+        return Half(tuple(inputs), tuple(outputs), streamed.collected(tuple(outputs)), streamed=streamed, code=code)
+
+    def _noted(self, copy: fx.Node, name: str) -> fx.Node:
+        """Let the node of a function say what its value is; that of the number of samples has none of its own."""
+        copy.meta.setdefault("val", self._nodes[name].meta.get("val"))
+        return copy
+
+    def _form(self, node: fx.Node, samples: int) -> Any:
+        if node.op == "get_attr":
+            return described(getattr(self._joint.module, str(node.target)), self._sizes, samples, node.name)
+        return described(node.meta.get("val"), self._sizes, samples, node.name)
 
     def repeated_by(self, names: Iterable[str], outputs: Sequence[str] = ()) -> set[str]:
         """Return the repeated nodes that a function which computes these nodes, and returns these, computes too."""
@@ -162,7 +175,13 @@ def _call(give: Give, name: str, *terms: torch.Tensor) -> None:
     give(name, *terms)
 
 
-def _undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+def gives(node: fx.Node) -> bool:
+    """Return whether a node of a function gives a gradient away."""
+    return node.target is _call
+
+
+def undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    """Run a function that draws from the device's generator, and give the generator its state back."""
     with undisturbed(device):
         return run(*args)
 

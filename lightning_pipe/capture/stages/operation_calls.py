@@ -8,33 +8,18 @@ operations draw from a key.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.graphs.value_sizes import Sizes, TensorSpec, described
 from lightning_pipe.capture.operators import RUN_AS, is_random, takes_output
 from lightning_pipe.capture.stages.operations import operation_nodes
 from lightning_pipe.capture.steps.keyed_random import keyed
 from lightning_pipe.capture.steps.stage_program import RandomKey
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor without its content.
-
-    Attributes:
-        dtype, shape, stride: its form.
-        name: name in the graph, "" if it has none of its own; no part of what makes specs equal.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    name: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -92,15 +77,5 @@ def _results(
 
 def _spec(node: fx.Node, joint: JointGraph, sizes: Sizes, samples: int) -> Any:
     if node.op == "get_attr":
-        return _described(getattr(joint.module, str(node.target)), sizes, samples, node.name)
-    return _described(node.meta.get("val"), sizes, samples, node.name)
-
-
-def _described(value: Any, sizes: Sizes, samples: int, name: str = "") -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorSpec(value.dtype, sizes.shape(value, samples), sizes.stride(value, samples), name)
-    if isinstance(value, torch.SymInt):
-        return sizes.number(value, samples)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_described(item, sizes, samples) for item in value)
-    return value
+        return described(getattr(joint.module, str(node.target)), sizes, samples, node.name)
+    return described(node.meta.get("val"), sizes, samples, node.name)

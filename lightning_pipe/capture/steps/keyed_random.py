@@ -30,8 +30,14 @@ def keyed(operation: Callable[..., Any], node: int, device: torch.device) -> Cal
         _generator(device).manual_seed(seed_of(key, node))
         return operation(*args, **kwargs)
 
+    draw.operation = operation  # type: ignore[attr-defined]
     draw.__name__ = f"keyed_{getattr(operation, '_opname', 'random')}_{node}"
     return draw
+
+
+def drawn_operation(function: Any) -> Any:
+    """Return the operation of what `keyed` returned, None for any other function."""
+    return getattr(function, "operation", None) if getattr(function, "__name__", "").startswith("keyed_") else None
 
 
 def _generator(device: torch.device) -> torch.Generator:

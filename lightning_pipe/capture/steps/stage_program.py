@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import fx
 
 from lightning_pipe.core.program import Pass, Traffic
 
@@ -96,6 +97,19 @@ class Streamed:
 
 
 @dataclass(frozen=True)
+class Code:
+    """The operations of a half.
+
+    Attributes:
+        module: what runs; its inputs are `samples`, `key`, `give` where the half is streamed, and those of the half.
+        form: the value of a node at a number of samples, with specs in the place of its tensors.
+    """
+
+    module: fx.GraphModule
+    form: Callable[[fx.Node, int], Any]
+
+
+@dataclass(frozen=True)
 class Half:
     """One pure function of a stage.
 
@@ -106,6 +120,7 @@ class Half:
         along: the inputs that are put together where W of several micro-batches is one, with the dimension (others are
             the same for every micro-batch); None if this half cannot be one for several micro-batches.
         streamed: the same function for who takes gradients as they come; None if it makes none that can be given away.
+        code: its operations; None if they differ between numbers of samples, or are not known.
     """
 
     inputs: tuple[str, ...]
@@ -113,6 +128,7 @@ class Half:
     run: Callable[..., tuple[torch.Tensor | int | None, ...]]
     along: Mapping[str, int] | None = None
     streamed: Streamed | None = None
+    code: Code | None = None
 
 
 @dataclass(frozen=True)

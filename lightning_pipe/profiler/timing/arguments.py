@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec
+from lightning_pipe.capture.graphs.value_sizes import TensorSpec
+from lightning_pipe.capture.stages.operation_calls import OperatorCall
 
 _BLOCK = 2**16  # random floats that are drawn; larger tensors repeat them
 _SCALE = 0.02  # of floats in matrices: as parameters are initialised, so that products keep their order of magnitude

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.stages.operation_calls import OperatorCall, TensorSpec
+from lightning_pipe.capture.graphs.value_sizes import TensorSpec
+from lightning_pipe.capture.stages.operation_calls import OperatorCall
 from lightning_pipe.profiler.timing.arguments import Maker, bytes_of, index_bounds, specs_of
 from lightning_pipe.profiler.timing.clock import TimingClock
 from lightning_pipe.profiler.timing.op_sequence import Course

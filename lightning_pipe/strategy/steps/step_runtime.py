@@ -39,6 +39,7 @@ from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.start.compilation import Compilation
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.metrics import outputs
 from lightning_pipe.strategy.steps.step_calls import StepRequest
@@ -57,6 +58,7 @@ class RankStep:
         device: where this rank computes.
         host: where it offloads to.
         early: whether ranks run ahead of each other.
+        compilation: compiles the stages; None if they run as they are.
 
     Attributes:
         captured: as given.
@@ -75,9 +77,12 @@ class RankStep:
         device: torch.device,
         host: HostStore,
         early: bool = False,
+        compilation: Compilation | None = None,
     ) -> None:
         check_slices(split, plan.layout)
         self.early = early
+        self._compiled = None if compilation is None else compilation.of(split)
+        split = split if self._compiled is None else self._compiled.split
         self.capture, self.split = captured.capture, split
         self.names = outputs(captured.capture.record)
         self.captured = captured
@@ -159,6 +164,8 @@ class RankStep:
                 )
                 program = self._lowered(sizes, synchronise, training, join=1)
             agree(self._links, {"program": format_program(program)})
+            if self._compiled is not None:
+                self._compiled.compile_for(program, control=self._links.control)
             with self._links.watch.opening("the connections of a program"):
                 connect(self._links.transport, [program])
             self._programs[key] = program
