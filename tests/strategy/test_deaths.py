@@ -113,6 +113,26 @@ class Prepared(Two):
         pass
 
 
+class Late(Two):
+    """Two layers whose step needs what a hook makes: the error before training is that of all ranks."""
+
+    def on_train_start(self) -> None:
+        self.scale = 2.0
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+def fit_late() -> int:
+    trainer = make_trainer(dapple(layout="1-1", microbatches=2), max_epochs=1)
+    trainer.fit(Late(), loader())
+    return int(trainer.global_step)
+
+
+def test_a_step_that_a_hook_prepares_is_planned_after_the_hook_on_all_ranks():
+    assert World(2).run(fit_late, deadline_s=SOON) == [4, 4]
+
+
 def fit_failing(where: str, kind: type[Two]) -> None:
     fit(kind(where))
 
