@@ -44,7 +44,7 @@ from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.stages.split import Splitter
-from lightning_pipe.capture.stages.state_once import is_statistics, state_averaged
+from lightning_pipe.capture.stages.state_once import is_statistics, state_averaged, state_once
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
@@ -107,8 +107,8 @@ class Capture:
 
     @property
     def writes(self) -> frozenset[str]:
-        """Return the names of the parameters and buffers that the step writes to."""
-        return frozenset(self.joint.mutations)
+        """Return the names of the parameters and buffers that every micro-batch writes to."""
+        return frozenset(self.joint.mutations) - state_once(self.joint, self.flow)
 
     @property
     def may_draw(self) -> bool:

@@ -292,6 +292,11 @@ def depends_on_values(function: OpOverload) -> bool:
     return function in _OF_VALUES_WITHOUT_TAG or any(tag in function.tags for tag in _OF_VALUES)
 
 
+def makes_constant(function: OpOverload) -> bool:
+    """Return whether an operator takes no values from its operands, only shape, type or device."""
+    return Trait.LIKE in _ROWS.get(function._opname, _UNKNOWN).traits
+
+
 def shares_memory_with(node: fx.Node) -> fx.Node | None:
     """Return the input of which a node's result is a view (or a list of views), None if it has memory of its own."""
     return node.all_input_nodes[0] if node.target in RUN_AS else aliased_input(node)

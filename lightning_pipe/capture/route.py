@@ -132,7 +132,7 @@ class Route(Protocol):
 
     @property
     def writes(self) -> frozenset[str]:
-        """Return the names of the parameters that the step writes to; those of buffers may be among them."""
+        """Return the names of the parameters that every micro-batch writes to; those of buffers may be among them."""
         ...
 
     @property

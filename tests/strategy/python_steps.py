@@ -649,6 +649,19 @@ class NoneInBatch(Net):
         return loss if batch["weight"] is None else loss + (self.out(batch).pow(2).mean(1) * batch["weight"]).mean()
 
 
+class KeysThatComeAndGo(Net):
+    @staticmethod
+    def extra(number):
+        side = torch.full((SAMPLES, 16), 0.5, dtype=torch.float64)
+        return ({}, {"side": side}, {"side": None, "has_side": False}, {"side": side, "has_side": True})[number]
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.one(batch["x"])
+        if batch.get("side") is not None:
+            hidden = hidden + (2.0 if batch.get("has_side") else 1.0) * batch["side"]
+        return F.cross_entropy(self.two(torch.tanh(hidden)), batch["y"])
+
+
 class TextInBatch(Net):
     @staticmethod
     def extra(number):
@@ -723,6 +736,44 @@ class Collects(Net):
         self.by_index[f"batch {batch_idx}"] = loss.item()
         self.counts.append(batch_idx + 10 * self.current_epoch)
         self.seen.append(self.global_step)
+        return loss
+
+
+class CollectsByValue(Net):
+    """A dict by what a tensor says: its keys were stand-ins, and the graph was used for a batch."""
+
+    KEPT = ("seen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {}
+
+    def training_step(self, batch, batch_idx):
+        loss = self.error(batch)
+        for kind in batch["y"].tolist():
+            self.seen[kind] = loss.item()
+        return loss
+
+
+class CollectsTexts(Net):
+    """Texts of values said "nan"."""
+
+    KEPT = ("texts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.error(batch)
+        self.texts.append(f"{loss.item():.3f} and {loss.detach():.2f}")
+        return loss
+
+
+class LogsByText(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.error(batch)
+        self.log(f"loss of class {batch['y'][0].item()}", loss.detach())
         return loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -144,9 +145,22 @@ class CollectsInAHelper(Regressor):
         self.collector.errors.clear()
 
 
+@functools.cache
+def slope(width: int, height: int) -> torch.Tensor:
+    return torch.arange(width, dtype=torch.float64) * height / width
+
+
+class CachedTensor(Regressor):
+    """A tensor that a function keeps: what a trace had made of it was used by the plain step, which failed."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.loss(self(x + slope(WIDTH, batch_idx % 2)), y)
+
+
 CONTAINERS = {cls.__name__: cls for cls in (SliceOfAParameterList, CopyOfAParameterDict, SliceOfAModuleList)}
 LOSSES = {cls.__name__: cls for cls in (MetricAsLoss, MetricInALoss)}
-MODULES = {**CONTAINERS, **LOSSES, "CollectsInAHelper": CollectsInAHelper}
+MODULES = {**CONTAINERS, **LOSSES, "CollectsInAHelper": CollectsInAHelper, "CachedTensor": CachedTensor}
 
 
 def loader() -> DataLoader:
@@ -193,6 +207,14 @@ def test_what_a_helper_has_collected_is_that_of_one_device() -> None:
     expected = fitted("CollectsInAHelper", None)[1]
     for _, metrics, _ in World(2).run(fitted, "CollectsInAHelper", {"layout": "1-1", "microbatches": 2}):
         assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("route", ["auto", "replay"])
+def test_caches_of_functions_keep_no_tensors_of_a_trace(route: str) -> None:
+    losses, _, _ = fitted("CachedTensor", None)
+    found, _, _ = fitted("CachedTensor", {"layout": "1", "microbatches": 2, "capture": route})
+    assert found == pytest.approx(losses, rel=ROUNDING)
+    assert slope(WIDTH, 1).sum() == WIDTH / 2 - 0.5
 
 
 class CountsInAHelper(Regressor):

@@ -272,7 +272,21 @@ class Teaching(Net):
         return super().training_step(batch, batch_idx) + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
 
 
-KINDS |= {"teaching": Teaching}
+class Remembering(Net):
+    """The step moves centers of classes, which it does not train, to its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        found, kinds = self.net(batch[0]), batch[1] % 4
+        with torch.no_grad():
+            self.centers.index_put_((kinds,), found[:, :4].detach())
+        return super().training_step(batch, batch_idx) + 0.1 * (found[:, :4] - self.centers[kinds]).square().mean()
+
+
+KINDS |= {"teaching": Teaching, "remembering": Remembering}
 REFUSED = {
     "writes to the parameter net.2.weight": Clamping,
     "all_reduce": Reducing,
@@ -324,7 +338,7 @@ def warned(kind: str, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("teaching", "writes to the parameter teacher.0.weight: once for each of 2 micro-batches"),
+        ("remembering", "writes to the parameter centers: once for each of 2 micro-batches"),
         ("module hooks", "The hook on the backward of net.0 runs once for each micro-batch"),
         ("zeroing", "on_before_zero_grad is called before the forward"),
         ("measuring", "trainer.strategy.grad_norm() is the norm of all"),
@@ -334,6 +348,13 @@ def test_what_differs_from_one_device_is_said_once(kind: str, words: str) -> Non
     first, other = World(2).run(warned, kind, TWO)
     assert len([text for text in first if words in text]) == 1
     assert not [text for text in other if words in text]
+
+
+def test_a_parameter_that_moves_with_weights_alone_does_so_once_per_batch() -> None:
+    """It was said to move for every micro-batch."""
+    options = {"layout": "1", "microbatches": 2, "capture": "joint"}
+    assert not [text for text in warned("teaching", options) if "writes to the parameter" in text]
+    assert_as_on_one_device(fitted(Teaching(), options), fitted(Teaching(), None))
 
 
 def test_a_module_may_write_to_its_weights_if_batches_stay_whole() -> None:

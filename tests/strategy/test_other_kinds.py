@@ -109,6 +109,29 @@ class Largest(Net):
         return self.error(batch)
 
 
+class Scale(nn.Module):
+    """A layer that divides by the largest number that was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("largest", torch.tensor(2.9))
+
+    def forward(self, x):
+        self.largest = torch.maximum(self.largest, x.abs().max())
+        return self.linear(x / self.largest)
+
+
+class LargestInside(Net):
+    """A maximum in a sub-module that is resumed with one that its first samples do not reach."""
+
+    def extra(self) -> None:
+        self.scale = Scale()
+
+    def training_step(self, batch, batch_idx):
+        return self.error(batch, self.scale(batch["x"]))
+
+
 class Teacher(Net):
     """A parameter that the step writes to, on the one replica that has the whole batch."""
 
@@ -224,6 +247,18 @@ def test_every_rank_has_the_losses_and_the_state_of_one_device(kind, layout, mic
         assert found == pytest.approx(losses, rel=ROUNDING)
         for name, value in state.items():
             torch.testing.assert_close(own[name], value, rtol=ROUNDING, atol=ROUNDING, msg=f"{name}: {own[name]}")
+
+
+def test_a_buffer_inside_a_sub_module_that_is_made_of_samples_is_known_before_they_change_it():
+    """It was taken for one that no sample changes, so micro-batches of later batches forgot what others had seen."""
+    x = torch.stack([sample["x"] for sample in batches()])
+    assert x[:BATCH].abs().max() < 2.9 < x.abs().max(), "the first batch does not reach it, and another one does"
+    *_, told = trained("LargestInside", {"layout": "1", "microbatches": 2, "capture": "replay"})
+    assert "changes scale.largest for the samples" in told
+    losses, state, _ = trained("LargestInside")
+    found, own, _ = trained("LargestInside", {"layout": "1", "microbatches": 1, "capture": "replay"})
+    assert found == pytest.approx(losses, rel=ROUNDING)
+    assert own["scale.largest"] == state["scale.largest"]
 
 
 @pytest.mark.parametrize("capture", ["joint", "replay"])

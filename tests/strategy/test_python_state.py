@@ -22,6 +22,7 @@ ROUNDING = 1e-5  # of losses and weights; a number that is one batch late makes 
 REFUSED_BY_JOINT = {
     *("PythonRandom", "NumpyRandom", "TorchRandom", "CountsAtBothEnds", "CountsCalls", "Iterates", "DefaultArgument"),
     *("CallbackMetrics", "ArrayInBatch"),  # arrays become tensors on their way to the step
+    *("CollectsByValue", "CollectsTexts", "LogsByText"),
     *("FrozenByStep", "ReadsGradient", "ReadsMomentum"),
     "SkippedWhereNotANumber",  # a question whose answer changes ends joint training where that happens
 }

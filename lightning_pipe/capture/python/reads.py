@@ -37,6 +37,7 @@ from lightning_pipe.capture.python.state_slots import (
 )
 from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.python.users_code import (
+    forget_cached,
     functions_in,
     functions_of,
     is_library,
@@ -68,6 +69,7 @@ class Reads:
     def recording(self, *, code: bool = True) -> Iterator[None]:
         """Record inside what is read of modules and the trainer, and which code runs, if wanted."""
         with contextlib.ExitStack() as stack:
+            stack.callback(forget_cached, self._codes)
             for path, owner in owners_of(self._module):
                 if not stack.enter_context(_other_class(owner, self._methods(path, owner))):
                     self._names.update({(id(vars(owner)), name): (path, owner) for name in attributes_of(owner)})

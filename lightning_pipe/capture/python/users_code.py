@@ -7,9 +7,10 @@ installed; all else is the user's, among it what a notebook defines, which has n
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeAlias
 
 Code: TypeAlias = "tuple[types.CodeType, dict[str, Any]]"  # with the globals that it sees
@@ -62,6 +63,13 @@ def functions_of(cls: type) -> Iterator[types.FunctionType]:
     """Yield the functions in the attributes of a class."""
     for value in vars(cls).values():
         yield from functions_in(value)
+
+
+def forget_cached(codes: Container[types.CodeType]) -> None:
+    """Empty the caches (`functools.lru_cache`) of functions with such code: they keep what a trace has made."""
+    for value in gc.get_objects():
+        if type(value) is functools._lru_cache_wrapper and getattr(value.__wrapped__, "__code__", None) in codes:
+            value.cache_clear()
 
 
 def reached(codes: Iterable[Code]) -> list[Code]:

@@ -46,6 +46,7 @@ class Run:
         tail, escapes, changes, trained, loss, is_random: as in `UnitTrace`.
         left: what it has left behind in Python state.
         buffers: content of the buffers that it has changed.
+        of_samples: names of those whose content is made of samples.
         seeds: whether it has seeded torch's generators itself.
         reductions: of the loss; None without one.
         backward_s: seconds of the whole backward.
@@ -68,6 +69,7 @@ class Run:
     backward_s: float
     left: tuple[LeftBehind, ...]
     buffers: Mapping[str, torch.Tensor]
+    of_samples: frozenset[str]
     seeds: bool
     numbers: Mapping[Place, float]
 
@@ -175,6 +177,7 @@ class UnitRecorder:
             backward_s=backward_s,
             left=left,
             buffers=units.buffers(),
+            of_samples=units.buffers_of_samples(),
             seeds=play.seeds,
             numbers=numbers_said(play.output, play.recording.calls),
         )
@@ -188,6 +191,8 @@ class UnitRecorder:
         follower = units.follower
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
+            if self._cut[number]:
+                follower.of_samples.add(leaf, frozenset({("leaf", number)}))
         before, reader = torch.get_rng_state(), EscapeReader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)

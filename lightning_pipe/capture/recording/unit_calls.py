@@ -174,6 +174,10 @@ class UnitCalls:
         names |= {change.name for change in (*self.follower.writes, *self._changes)}
         return {name: b.detach().clone() for name, b in self._module.named_buffers() if name in names}
 
+    def buffers_of_samples(self) -> frozenset[str]:
+        """Name the buffers whose content is made of samples now."""
+        return frozenset(name for name, b in self._module.named_buffers() if self.follower.of_samples.of([b]))
+
     def changes(self) -> tuple[KeptChange, ...]:
         """Return all changes in their order, with their lines."""
         found: dict[tuple[str, int], KeptChange] = {}

@@ -3,6 +3,9 @@
 Sources belong to memory: what shares memory shares sources, and writing in place adds some. Inside a unit nothing is
 followed; its outputs are marked with its number. Memory that a unit has made and did not return (a tensor that it keeps
 in an attribute) is marked as well: glue that reads it reads past the unit, which is then no unit.
+
+Only what is made of samples is followed through units too: a buffer that they change has content of the samples, even
+where all samples of the runs give it the same (a maximum that is reached already).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe.capture.operators import depends_on_values
+from lightning_pipe.capture.operators import depends_on_values, makes_constant
 from lightning_pipe.capture.recording.unit_state import held_by, owners_of, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.hazards import user_line
@@ -80,6 +83,7 @@ class Follower(TorchDispatchMode):
 
     Attributes:
         made_of: sources of all memory.
+        of_samples: memory that is made of the batch's samples, in units too.
         inside: number of the unit that runs; None in glue.
         begun: number of units that have begun.
         escapes, writes: what glue has read into Python, and what it has written to parameters and buffers.
@@ -91,7 +95,7 @@ class Follower(TorchDispatchMode):
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self.made_of = Provenance()
+        self.made_of, self.of_samples = Provenance(), Provenance()
         self.inside: int | None = None
         self.begun = 0
         self.escapes: dict[Escape, None] = {}
@@ -134,6 +138,13 @@ class Follower(TorchDispatchMode):
         """Run an operation and note what its results are made of."""
         kwargs = kwargs or {}
         written = written_by(func, args, kwargs)
+        result = self._run(func, args, kwargs, written)
+        if not makes_constant(func) and (leaves := self.of_samples.of(tensors_in((args, kwargs)))):
+            for tensor in (*tensors_in(result), *written):
+                self.of_samples.add(tensor, leaves)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
         if self.inside is not None:
             result = func(*args, **kwargs)
             self._within(self.inside, func, written, result, (args, kwargs))

@@ -164,7 +164,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=frozenset(written & {*canonical_names(request.module)}),
-        whole=_why_whole(runs) if others else "",
+        whole=_why_whole(request.module, runs) if others else "",
         keeping=_keeping(run),
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
@@ -175,13 +175,14 @@ def _trainable(module: nn.Module, units: Sequence[Unit]) -> frozenset[str]:
     return frozenset(name for unit in units for name in unit.parameters if module.get_parameter(name).requires_grad)
 
 
-def _why_whole(runs: Sequence[Run]) -> str:
+def _why_whole(module: nn.Module, runs: Sequence[Run]) -> str:
     """Return why micro-batches would not do what the whole batch does; "" if they may."""
     if any(run.seeds for run in runs):
         return "it seeds torch's generators"
     first, *others = runs
     if writes := [change.name for change in first.changes if change.name not in first.buffers]:
-        return f"it writes to the parameter {writes[0]}"
+        kind = "parameter" if writes[0] in dict(module.named_parameters()) else "tensor"
+        return f"it writes to the {kind} {writes[0]}"
     for change in first.changes:
         is_made_of_samples = any(kind in ("leaf", "unit") for kind, _ in change.reads)  # if they say so now or not
         if change.name in first.buffers and (
@@ -205,6 +206,7 @@ def _once(runs: Sequence[Run]) -> frozenset[str]:
     """Return the buffers that change alike whatever the samples, in sub-modules (or glue) where all do."""
     first, *others = runs
     same = {n for n, b in first.buffers.items() if all(same_content(b, o.buffers.get(n)) for o in others)}
+    same -= frozenset().union(*(run.of_samples for run in runs))
     mixed = {name.rpartition(".")[0] for name in first.buffers if name not in same} - {""}
     return frozenset(name for name in same if name.rpartition(".")[0] not in mixed)
 

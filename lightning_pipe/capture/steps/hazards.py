@@ -71,25 +71,27 @@ class Question(Exception):
         self.line = line
 
 
+UNKNOWN_TEXT = "nan\u2060"  # with a character that is not seen, so that texts with it are found
+
+
 class TracedNumber:
-    """Stand for `tensor.item()` while tracing: it can be logged and printed, and nothing else."""
+    """Stand for `tensor.item()` while tracing: it can be logged, kept and printed, and nothing else."""
 
     def __init__(self, tensor: torch.Tensor, line: str) -> None:
         self.tensor = tensor
         self.line = line
 
     def __format__(self, spec: str) -> str:
-        return "nan"
+        return UNKNOWN_TEXT
 
-    __repr__ = __str__ = lambda self: "nan"
+    __repr__ = __str__ = lambda self: UNKNOWN_TEXT
 
     def _refuse(self, *_: Any) -> Any:
         raise hazard("a tensor's value is read into Python by .item() and then used", self.line)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __pow__ = __rpow__ = __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = _refuse
-    __hash__ = object.__hash__
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = __hash__ = _refuse
 
 
 _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)

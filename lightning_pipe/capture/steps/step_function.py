@@ -28,7 +28,14 @@ from lightning_pipe.capture.python.state_slots import optimizer_slots
 from lightning_pipe.capture.python.step_identity import StepIdentity
 from lightning_pipe.capture.python.tracked_number import is_tracked, tracked, tracking_mathematics
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
-from lightning_pipe.capture.steps.hazards import Observer, TracedNumber, assignment_line, hazard, user_line
+from lightning_pipe.capture.steps.hazards import (
+    UNKNOWN_TEXT,
+    Observer,
+    TracedNumber,
+    assignment_line,
+    hazard,
+    user_line,
+)
 from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
 from lightning_pipe.capture.steps.numbers import sized
@@ -80,7 +87,11 @@ class StepRecording:
         return Ref(str(len(self.results) - 1))
 
     def lift(self, value: Any, loss: torch.Tensor | None = None) -> Any:
-        """Return what leaves the step with references in the place of tensors, and of numbers that vary."""
+        """Return what leaves the step with references in the place of tensors, and of numbers that vary.
+
+        Raises:
+            CaptureError: if it has a text of a tensor's value.
+        """
 
         def one(leaf: Any) -> Any:
             if is_tracked(leaf):
@@ -91,9 +102,13 @@ class StepRecording:
                 return MetricValue(leaf.call)
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
                 return sized(leaf)
+            if isinstance(leaf, str):
+                if UNKNOWN_TEXT in leaf:
+                    raise hazard("a tensor's value is made a text, which leaves the step", user_line())
+                return leaf
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
-        kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat)
+        kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat, str)
         return mapped(value, kinds, one)
 
 
@@ -428,7 +443,7 @@ def recording_calls(
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch")
         options = dict(zip(names, args, strict=False)) | kwargs
-        recording.calls.append(LogCall(name, lift(value), {k: lift(v) for k, v in options.items()}, user_line(2)))
+        recording.calls.append(LogCall(lift(name), lift(value), {k: lift(v) for k, v in options.items()}, user_line(2)))
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(dictionary, MetricResult):

@@ -27,7 +27,7 @@ from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.snapshot_parts import StateChange
 from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.python.state_slots import attribute_slots, shared_slots
-from lightning_pipe.capture.steps.hazards import assignment_line, hazard
+from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, assignment_line, hazard
 from lightning_pipe.capture.steps.metric_result import MetricResult
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import mapped
@@ -113,10 +113,12 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, str):
+        return UNKNOWN_TEXT not in value
     if isinstance(value, torch.Tensor):
         return math.prod(size if isinstance(size, int) else size.node.hint for size in value.shape) <= _MOST_ELEMENTS
-    numbers = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat)
+    numbers = (bool, int, float, type(None), torch.SymInt, torch.SymFloat)
     return isinstance(value, numbers) or type(value).__name__ == "TracedNumber"
 
 

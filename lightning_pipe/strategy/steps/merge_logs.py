@@ -1,7 +1,8 @@
 """Merge of what a replayed step logged over the micro-batches of a batch into one record.
 
-Calls of `self.log` and of metrics are matched over the micro-batches by name and occurrence; a call that only some of
-them made counts for those. Tensors and numbers in their arguments, and in what the step returned, are combined:
+Calls of `self.log` and of metrics are matched over the micro-batches by name and occurrence; where only some of them
+made a call, the batch is run whole (`uneven`). Tensors and numbers in their arguments, and in what the step returned,
+are combined:
 
     tensor with dimensions             joined along the first one, in the order of samples
     floating number, 0-dim tensor      by its role, if that is known (`said_roles`), or else:
@@ -105,6 +106,8 @@ def uneven(words: Sequence[Words]) -> str:
         return "some of its micro-batches are skipped"
     if any(recording.answers != ends[0].answers for recording in ends):
         return "a question that the step asks of its tensors has different answers for micro-batches"
+    if len({call_keys(recording.calls) for recording in ends}) > 1:
+        return "it logs other names for some of its micro-batches"
     left: dict[int, list[KeptState]] = {}
     for microbatch, _, _, recording in words:
         named = {str(i): tensor for i, tensor in enumerate(recording.results)}
