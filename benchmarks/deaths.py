@@ -3,9 +3,9 @@
     python -m benchmarks.deaths                       # 60 SIGKILLs per way of launching, SIGSTOPs, a cut network
     python -m benchmarks.deaths --ways popen --kills 12 --stops 0 --cuts 0
 
-Every case is a whole job of two ranks with a fit, a validation and a checkpoint. Moments are spread evenly from the
-start of a rank's interpreter to its end, in processor seconds of that rank, so that a busy machine moves none of them
-into another phase; then the rank (they take turns) gets the signal.
+Every case is a whole job of two ranks with a fit, a validation and a checkpoint. Moments are spread from the start of a
+rank's interpreter to its end, two of three over the last part, where it trains; in processor seconds of that rank, so
+that a busy machine moves none of them into another phase. Then the rank (they take turns) gets the signal.
 
 Counted are: how long it took until every process of the job had ended, guards and workers included, against
 `deadline_s` + 10 s; and whether the terminal named the rank and what it did last. A rank that still imports when the
@@ -40,6 +40,7 @@ WAYS = ("popen", "torchrun", "bare", "slurm", "fork")
 RANKS = 2
 EXTRA_S = 10.0  # over the deadline
 IN_FIT = 0.7  # share of a rank's processor seconds after which it is in the fit; nobody could end it before, if stopped
+BEFORE = 1 / 3  # share of the SIGKILLs that come before that
 LOOK_S = 0.5  # between two looks at all processes of the machine
 LOOKS = 25  # at a victim meanwhile
 GIVEN_UP_S = 600.0  # in which a job that nobody harms should have ended
@@ -239,7 +240,7 @@ def watched(job: Job, way: str, rank: int, at_s: float, phase: str, deadline_s: 
     (job.folder / "story").write_text(f"{way} rank {rank} at {at_s:.1f} s, {phase}, {seconds}")
     line = first_word(text, rank, had_begun=phase == "fit")
     named: bool | None = bool(line)
-    if not line and (phase == "end" or (way == "popen" and rank == 0 and phase != "fit")):
+    if not line and (phase == "end" or (way == "popen" and job.pid(RANKS - 1) is None)):
         named = None
     is_late = seconds is None or seconds > limit
     return Outcome(way, rank, at_s, phase, seconds, is_late, named, line or str(job.folder))
@@ -295,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--early", type=int, help="how many of them come before the fit (default: a third)")
     parser.add_argument("--stops", type=int, default=4, help="per way, in turns of ranks")
     parser.add_argument("--cuts", type=int, default=4)
     parser.add_argument("--deadline", type=float, default=20.0)
@@ -326,6 +328,13 @@ def main() -> None:
             for k in range(options.cuts)
             for o in cut(whole * (IN_FIT + (1 - IN_FIT) * k / options.cuts), options.deadline)
         )
+
+
+def moments(whole_s: float, before: int, within: int) -> list[float]:
+    """Spread moments over a rank's processor seconds: some before the fit, the others within."""
+    early = [IN_FIT * (k + 0.5) / before for k in range(before)]
+    late = [IN_FIT + (1 - IN_FIT) * (k + 0.5) / within for k in range(within)]
+    return [whole_s * share for share in early + late]
 
 
 def note(kind: str, text: str, rank: int) -> None:

@@ -35,6 +35,7 @@ _optimizers_to_device, _optimizer_to_device   move optimizer state
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -92,6 +93,8 @@ __all__ = [
     "optimizer_to_device",
     "optimizers_to_device",
 ]
+
+log = logging.getLogger(__name__)
 
 
 def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
@@ -237,12 +240,16 @@ def replace_sigterm_broadcast(trainer: pl.Trainer, any_rank_stops: Callable[[boo
 
 
 def end_where_asked(trainer: pl.Trainer, any_rank_stops: Callable[[bool], bool]) -> None:
-    """End the run where a rank is asked to end; on all ranks together.
+    """End the run where a rank is asked to end, which says so: the exception ends scripts in silence; on all ranks.
 
     Raises:
         SIGTERMException: on all ranks.
     """
-    if any_rank_stops(is_asked_to_end(trainer)):
+    is_asked = is_asked_to_end(trainer)
+    if any_rank_stops(is_asked):
+        if is_asked:
+            rank, steps = trainer.global_rank, trainer.global_step
+            log.warning("Rank %d was told to end (SIGTERM): all ranks stop, after %d optimizer steps.", rank, steps)
         connector: Any = trainer._signal_connector
         connector.received_sigterm = True
         raise SIGTERMException

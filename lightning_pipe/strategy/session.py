@@ -10,7 +10,6 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
-from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_report, write_trace
+from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_files
 from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks, warn_of_mixing
 from lightning_pipe.strategy.plans.recording import Recording
 from lightning_pipe.strategy.plans.stale_times import forget_stale_times
@@ -212,13 +211,19 @@ class Session:
                     StepRequest(TRAINING, structure, arguments, answers_on_host(tensors), tuple(tensors) or None)
                 )
             except Exception as error:
-                if not _may_be_early(error, trainer, self._module):
+                if not _may_be_early(error, trainer, self._module) or not self._all_come_to(
+                    "the preparation of the first step"
+                ):
                     raise
                 self._is_early = True
                 rank_zero_info(
                     f"training_step raises an error before training, so it is planned when the first batch has come, "
                     f"after the hooks that run before it. ({type(error).__name__}: {error})"
                 )
+
+    def _all_come_to(self, words: str) -> bool:
+        """Return whether every rank comes here: an error that one rank alone has is the user's, not one of timing."""
+        return not self._links.watch.meet(words, patience_s=self._config.deadline_s / 2)
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
         """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
@@ -398,10 +403,7 @@ class Session:
             self.comparison = found.comparison
             rank_zero_info(comparison_table(found.comparison, brief=True))
             forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
-        if self._config.trace is not None:
-            write_trace(Path(self._config.trace), recorded, found)
-        if self._config.report is not None:
-            write_report(Path(self._config.report), planned, recorded, found)
+        write_files(self._config, planned, recorded, found)
 
 
 def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningModule) -> bool:

@@ -241,11 +241,30 @@ def test_an_error_is_told_with_the_instruction_and_the_users_line(guard: Told, w
     assert "test_guard.py" in told.lines
 
 
+def test_an_error_is_told_as_it_reads_unless_it_is_ours_around_another(guard: Told, watch: GuardedWatch):
+    """A loader's worker that was gone was told as "Connection reset by peer", the cause of the loader's own error."""
+    for kind in (RuntimeError, PipelineError):
+        error = kind("a worker is gone")
+        error.__cause__ = ConnectionResetError("reset")
+        watch.report(error)
+    assert [told.cause for told in guard.own] == ["RuntimeError: a worker is gone", "ConnectionResetError: reset"]
+
+
 def test_ranks_that_do_different_things_are_told_what_each_waits_for(guard: Told):
     watch = GuardedWatch(guard, rank=0, ranks=2, patience=Patience())  # type: ignore[arg-type]
     guard.states[1] = GuardedState(OUTSIDE, 7, "STEP", TOGETHER, "the next batch", 4)
     with pytest.raises(MismatchError, match=r"rank 0 for weights, rank 1 for the next batch.*is_global_zero"):
         watch.wait(Wait(Never(), "weights", PAIR))
+
+
+def test_a_meeting_ends_where_another_rank_waits_for_this_one(guard: Told):
+    watch = GuardedWatch(guard, rank=1, ranks=2, patience=Patience())  # type: ignore[arg-type]
+    guard.states[0] = GuardedState(OUTSIDE, -1, "elsewhere", PAIR, "the graph", 3, peer=1)
+    start = time.monotonic()
+    assert "rank 0 is at elsewhere, waiting for the graph" in watch.meet("here", patience_s=60.0)
+    assert time.monotonic() - start < 30
+    guard.states[0] = GuardedState(OUTSIDE, -1, "here", TOGETHER, "what comes then", 4, 9)
+    assert watch.meet("here", patience_s=60.0) == ""
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import tempfile
@@ -105,13 +106,42 @@ def fit_doing(what: str, rank: int, options: dict[str, Any]) -> None:
     fit(Two(), Does(what, rank), **options)
 
 
-def fit_failing(where: str) -> None:
-    fit(Two(where))
+class Prepared(Two):
+    """Two layers with a hook that may prepare the step, so that errors before training may be due to it."""
+
+    def on_train_start(self) -> None:
+        pass
 
 
-@pytest.mark.parametrize("where", ["training_step", "validation_step"])
-def test_an_error_in_a_step_of_one_rank_comes_first_wherever_it_is_captured(where: str):
-    first, second = World(2).results(fit_failing, where, deadline_s=SOON)
+class Late(Two):
+    """Two layers whose step needs what a hook makes: the error before training is that of all ranks."""
+
+    def on_train_start(self) -> None:
+        self.scale = 2.0
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+def fit_late() -> int:
+    trainer = make_trainer(dapple(layout="1-1", microbatches=2), max_epochs=1)
+    trainer.fit(Late(), loader())
+    return int(trainer.global_step)
+
+
+def test_a_step_that_a_hook_prepares_is_planned_after_the_hook_on_all_ranks():
+    assert World(2).run(fit_late, deadline_s=SOON) == [4, 4]
+
+
+def fit_failing(where: str, kind: type[Two]) -> None:
+    fit(kind(where))
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"), [("training_step", Two), ("training_step", Prepared), ("validation_step", Two)]
+)
+def test_an_error_in_a_step_of_one_rank_comes_first_wherever_it_is_captured(where: str, kind: type[Two]):
+    first, second = World(2).results(fit_failing, where, kind, deadline_s=SOON)
     assert isinstance(second, Raised) and "the user's mistake" in second.text, second
     assert isinstance(first, Raised) and "the user's mistake" in first.text and "Rank 1 failed" in first.text, first
 
@@ -153,18 +183,35 @@ def test_a_hook_that_never_returns_does_not_keep_its_process():
     assert isinstance(stuck, Died) and "Rank 0 is ended outside a program" in stuck.stderr
 
 
+class Records(logging.Handler):
+    """Keep what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def fit_terminated() -> str:
+    records = Records()
+    logging.getLogger("lightning_pipe").addHandler(records)
     try:
         fit(Two(), Does("is terminated", 1))
     except (SystemExit, PipelineError) as error:
-        return f"{type(error).__name__} {error}"
+        told = [text for text in records.texts if "SIGTERM" in text]
+        return f"{type(error).__name__} {error} {told}"
+    finally:
+        logging.getLogger("lightning_pipe").removeHandler(records)
     return "went on"
 
 
 @pytest.mark.slow
 def test_sigterm_to_one_rank_stops_all_before_the_next_batch():
     other, terminated = World(2).run(fit_terminated, deadline_s=SOON)
-    assert terminated.startswith("SIGTERMException") and "SIGTERM" in other, (other, terminated)
+    assert terminated.startswith("SIGTERMException") and "SIGTERMException" in other, (other, terminated)
+    assert "Rank 1 was told to end (SIGTERM): all ranks stop, after " in terminated, terminated
 
 
 def held_after(fits: int) -> list[tuple[int, int]]:
@@ -306,3 +353,23 @@ def fit_with_failing_profiler(folder: str) -> bool:
 
 def test_a_profiler_that_fails_ends_no_training(tmp_path: Path):
     assert World(2).run(fit_with_failing_profiler, str(tmp_path), deadline_s=SOON) == [True, True]
+
+
+def warnings_of_full_disk(folder: str) -> list[str]:
+    full = {option: str(Path(folder, f"{option}.html")) for option in ("report", "trace")}
+    with warnings.catch_warnings(record=True) as seen:
+        trainer = make_trainer(dapple(layout="1-1", microbatches=2, **full), max_epochs=2)
+        warnings.simplefilter("always")
+        trainer.fit(Two(), loader())
+    return [str(warning.message) for warning in seen if "goes on" in str(warning.message)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is a device of Linux")
+def test_a_full_disk_under_a_report_ends_no_training_and_is_told_with_the_path(tmp_path: Path):
+    """It ended the training, with an OSError that has no file name."""
+    for option in ("report", "trace"):
+        (tmp_path / f"{option}.html").symlink_to("/dev/full")
+    first, second = World(2).run(warnings_of_full_disk, str(tmp_path), deadline_s=SOON)
+    assert len(first) == 2 and second == [], (first, second)
+    for option, text in zip(("trace", "report"), first, strict=True):
+        assert f"{option}={str(tmp_path / option) + '.html'!r} asks for cannot be written" in text

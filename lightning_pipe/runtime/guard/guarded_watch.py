@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from lightning_pipe.core.program import Instruction, Message, Recv, Send
-from lightning_pipe.errors import OutOfMemoryError, PipelineError
+from lightning_pipe.errors import OutOfMemoryError, PipeError, PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import (
     INSIDE,
@@ -163,7 +163,8 @@ class GuardedWatch:
         """Tell the other ranks of a failure of this one, unless one has failed before."""
         if self.guard.failure is not None:
             return
-        root = error if isinstance(error, OutOfMemoryError) else error.__cause__ or error
+        wraps = isinstance(error, PipeError) and not isinstance(error, OutOfMemoryError)  # else it says best itself
+        root = (error.__cause__ if wraps else None) or error
         if isinstance(root, RuntimeError) and not isinstance(root, PipelineError):
             self.guard.heard.wait(self.patience.parting_s if _is_of_connection(root) else 0.0)
         own = isinstance(root, PipelineError)
@@ -179,23 +180,32 @@ class GuardedWatch:
     def meet(self, words: str, *, patience_s: float) -> str:
         """Return why not all ranks come here with the same words, outside of programs and in no wait; "" if they do.
 
-        Nothing is sent, so that those who do not come are not disturbed.
+        Nothing is sent, so that those who do not come are not disturbed. A rank that waits for this one does not come.
         """
         if self.guard.failure is None and self.guard.page.state.waits != NO_WAIT:
             return f"rank {self.rank} was interrupted while it waited for {self.guard.page.state.waiting}"
         end = time.monotonic() + patience_s
         self._at = words.encode()
         self._note()
+        since: dict[tuple[int, int], float] = {}  # by rank, and which of its waits it is
         while True:
             if self.guard.failure is not None:
                 return str(self.guard.failure).partition("\n")[0]
             states = self.guard.where(self._others)
-            late = [rank for rank in self._others if states.get(rank, UNHEARD).at != words]
+            late = {rank: states.get(rank, UNHEARD) for rank in self._others}
+            late = {rank: state for rank, state in late.items() if state.at != words}
             if not late:
                 return ""
-            if time.monotonic() > end:
-                return ", ".join(f"rank {rank} is {states.get(rank, UNHEARD)}" for rank in late)
+            now = time.monotonic()
+            waiting = [since.setdefault((r, state.count), now) for r, state in late.items() if self._lacks_us(state)]
+            if now > end or any(now - seen > _LOOK_S for seen in waiting):
+                return ", ".join(f"rank {rank} is {state}" for rank, state in late.items())
             time.sleep(POLL_S / 4)
+
+    def _lacks_us(self, state: GuardedState) -> bool:
+        """Return whether a rank waits, beside programs, for what takes this one, which has not begun it."""
+        has_begun = 0 < state.number <= self._exchanges
+        return not has_begun and (state.waits == TOGETHER or (state.waits == PAIR and state.peer == self.rank))
 
     def settled(self, error: BaseException) -> None:
         """Raise the failure of another rank in the place of an error that is its consequence."""

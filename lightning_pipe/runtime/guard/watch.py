@@ -66,6 +66,10 @@ class Unwatched:
     def hear(self) -> None:
         """Do nothing."""
 
+    def meet(self, words: str, *, patience_s: float) -> str:
+        """Meet nobody: there is no other rank."""
+        return ""
+
     def at(self, instruction: Instruction) -> None:
         """Do nothing."""
 

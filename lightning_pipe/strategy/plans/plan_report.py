@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -162,6 +164,28 @@ def main_reasons(planned: Planned) -> list[str]:
     """Return the sentences of `reasons` that matter most."""
     best, *others = planned.judged
     return main_sentences(alternatives(planned.problem, best, others), timeline=best.timeline)
+
+
+def write_files(config: DappleConfig, planned: Planned, recorded: Recorded, found: Findings | None) -> None:
+    """Write the timeline and the report that are wanted; where that fails, go on training, and warn."""
+    if config.trace is not None:
+        with _unless_disk_fails("trace", config.trace):
+            write_trace(Path(config.trace), recorded, found)
+    if config.report is not None:
+        with _unless_disk_fails("report", config.report):
+            write_report(Path(config.report), planned, recorded, found)
+
+
+@contextlib.contextmanager
+def _unless_disk_fails(option: str, path: str) -> Iterator[None]:
+    """Turn an error of the disk into a warning, which names the path: training does without these files."""
+    try:
+        yield
+    except OSError as error:
+        rank_zero_warn(
+            f"What {option}={path!r} asks for cannot be written, or not whole ({error.strerror or error}); training "
+            "goes on without it."
+        )
 
 
 def write_trace(path: Path, recorded: Recorded, found: Findings | None) -> None:

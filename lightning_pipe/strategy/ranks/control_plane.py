@@ -146,18 +146,18 @@ class ControlPlane:
         assert self._transport is not None, "only one of several ranks sends"
         size, content = torch.tensor([len(packed)]), torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         for tensor in (size, content):
-            self._finish(self._transport.send([tensor], peer=0), what)
+            self._finish(self._transport.send([tensor], peer=0), what, peer=0)
 
     def _receive(self, source: int, what: str) -> Any:
         assert self._transport is not None, "only one of several ranks receives"
         size = torch.empty(1, dtype=torch.int64)
-        self._finish(self._transport.receive([size], peer=source), what)
+        self._finish(self._transport.receive([size], peer=source), what, peer=source)
         content = torch.empty(int(size), dtype=torch.uint8)
-        self._finish(self._transport.receive([content], peer=source), what)
+        self._finish(self._transport.receive([content], peer=source), what, peer=source)
         return _unpack(content)
 
-    def _finish(self, handle: Handle, what: str) -> None:
-        self.wait(Wait(handle, what, PAIR))
+    def _finish(self, handle: Handle, what: str, *, peer: int) -> None:
+        self.wait(Wait(handle, what, PAIR, peer=peer))
 
 
 def _pack(value: Any) -> bytes:
