@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,8 @@ from ranks.world import Raised, World
 from strategy.built_late import Construction, Late, Start
 from strategy.fits import Losses, dapple, make_trainer
 from zoo import ZOO
-from zoo.libraries import LIBRARIES
 
 F64 = {"dtype": torch.float64}
-EVERY = {
-    **ZOO,
-    **{name: entry for package, its in LIBRARIES.items() if find_spec(package) for name, entry in its.items()},
-}
-OF_LIBRARIES = ("hf_bert_mlm", "hf_gpt2_lm", "hf_llama", "hf_t5", "hf_vit", "hf_lora_peft")
 TWO = {"layout": "1-1", "microbatches": 2}
 BUILT = """
     nanogpt_tied lstm_dropout resnet_batchnorm vit swin_windows bert_mlm llama seq2seq_transformer lora_frozen_base
@@ -150,33 +143,6 @@ def test_ranks_make_what_they_hold_and_train_as_one_device(in_context: bool) -> 
         torch.testing.assert_close(rank["losses"], expected["losses"], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(rank["parameters"], expected["parameters"], rtol=1e-9, atol=1e-9)
     assert {name for rank in found for name in rank["start"]} == {*expected["start"]}
-
-
-def start_of(name: str, options: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Return what this rank holds as training of a module of the zoo begins, built late; a worker function."""
-    entry, start = EVERY[name], Start()
-    torch.manual_seed(11)
-    batches = torch.utils.data.DataLoader([entry.make_batch(8)], batch_size=None)
-    trainer = make_trainer("auto" if options is None else dapple(**options), max_steps=1, callbacks=[start])
-    with trainer.init_module(empty_init=options is not None):
-        torch.manual_seed(7 if options is None or dist.get_rank() == 0 else 1000)  # the values are those of rank 0
-        module = entry.make_module()
-    trainer.fit(module, batches)
-    return start.values
-
-
-@pytest.mark.slow  # together; one takes two seconds
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", [*BUILT, *OF_LIBRARIES])
-def test_modules_of_all_kinds_begin_as_on_one_device_on_any_number_of_ranks(name: str, ranks: int) -> None:
-    if name not in EVERY:
-        pytest.skip("its library is not installed")
-    expected = start_of(name, None)
-    found = World(ranks).run(start_of, name, {"microbatches": ranks, "check": False})
-    assert {key for rank in found for key in rank} == {*expected}
-    assert ranks == 1 or min(map(len, found)) < len(expected) or name == "byol_buffers"  # one encoder, called twice
-    for key, value in ((key, value) for rank in found for key, value in rank.items()):
-        assert torch.equal(value, expected[key]), key
 
 
 class OfItsRank(pl.LightningModule):
