@@ -62,6 +62,20 @@ class Sizes:
         """Return the strides of a value at a number of samples."""
         return tuple(self.number(size, samples) for size in tensor.stride())
 
+    def form(self, node: fx.Node, samples: int) -> Any:
+        """Return the value of a node at a number of samples, with specs in the place of its tensors."""
+        own = getattr(self._joint.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        return self._form(own, samples, node.name)
+
+    def _form(self, value: Any, samples: int, name: str = "") -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorSpec(value.dtype, self.shape(value, samples), self.stride(value, samples), name)
+        if isinstance(value, torch.SymInt):
+            return self.number(value, samples)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._form(item, samples) for item in value)
+        return value
+
     def count(self, tensor: torch.Tensor, samples: int) -> int:
         """Return the bytes of a value at a number of samples."""
         return math.prod(self.shape(tensor, samples)) * tensor.element_size()
@@ -79,17 +93,6 @@ class Sizes:
         per_sample = (many - few) / (_PROBES[1] - _PROBES[0])
         fixed = few - round(per_sample * _PROBES[0])
         return (per_sample, fixed) if round(per_sample * samples) + fixed == captured else (captured / samples, 0)
-
-
-def described(value: Any, sizes: Sizes, samples: int, name: str = "") -> Any:
-    """Return a value of a graph at a number of samples, with specs in the place of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return TensorSpec(value.dtype, sizes.shape(value, samples), sizes.stride(value, samples), name)
-    if isinstance(value, torch.SymInt):
-        return sizes.number(value, samples)
-    if isinstance(value, (tuple, list)):
-        return type(value)(described(item, sizes, samples) for item in value)
-    return value
 
 
 _NUMBER_BYTES = 8

@@ -74,7 +74,7 @@ class CompiledStages:
         if half.code is None:
             return half
         streamed = half.streamed
-        runs = _Runs(f"{kind} of stage {stage}", half, is_streamed=streamed is not None)
+        runs = _Runs(f"{kind} of stage {stage}", half)
         self._runs[stage, kind] = runs
         if streamed is None:
             return replace(half, run=runs)
@@ -88,12 +88,11 @@ class _Runs:
     Args:
         name: of the function, for the log.
         half: the function.
-        is_streamed: whether it gives gradients away.
     """
 
-    def __init__(self, name: str, half: Half, *, is_streamed: bool) -> None:
+    def __init__(self, name: str, half: Half) -> None:
         assert half.code is not None, "only these are compiled"
-        self.name, self.code, self.is_streamed = name, half.code, is_streamed
+        self.name, self.code, self.is_streamed = name, half.code, half.streamed is not None
         self.plain: Callable[..., Any] = half.streamed.run if half.streamed is not None else half.run
         self.compiled: dict[int, Callable[..., Any]] = {}
 

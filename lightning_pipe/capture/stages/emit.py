@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_sizes import Sizes, described
+from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.operators import RUN_AS, is_random, reads_size
 from lightning_pipe.capture.steps.keyed_random import keyed, undisturbed
 from lightning_pipe.capture.steps.stage_program import Code, Give, Half, Streamed
@@ -31,6 +31,9 @@ class Emitter:
         joint: the graph.
         repeated: nodes that every function computes itself.
         device: where random nodes draw.
+
+    Attributes:
+        sizes: of the values of the graph.
     """
 
     def __init__(self, joint: JointGraph, *, repeated: frozenset[str], device: torch.device) -> None:
@@ -39,7 +42,7 @@ class Emitter:
         self._order = {name: position for position, name in enumerate(self._nodes)}
         self._repeated = repeated
         self._device = device
-        self._sizes = Sizes(joint)
+        self.sizes = Sizes(joint)
         self._random = {n.name: i for i, n in enumerate(n for n in joint.module.graph.nodes if is_random(n))}
 
     def inputs_of(self, names: Sequence[str]) -> set[str]:
@@ -116,7 +119,7 @@ class Emitter:
         run: Callable[..., Any] = module.forward
         if any(name in self._random for name in names):
             run = functools.partial(undisturbed_run, run, self._device)
-        code = Code(module, self._form)
+        code = Code(module, self.sizes.form)
         if give is None:
             return Half(tuple(inputs), tuple(outputs), run, code=code)
         streamed = Streamed(gone, rest, run)
@@ -126,11 +129,6 @@ class Emitter:
         """Let the node of a function say what its value is; that of the number of samples has none of its own."""
         copy.meta.setdefault("val", self._nodes[name].meta.get("val"))
         return copy
-
-    def _form(self, node: fx.Node, samples: int) -> Any:
-        if node.op == "get_attr":
-            return described(getattr(self._joint.module, str(node.target)), self._sizes, samples, node.name)
-        return described(node.meta.get("val"), self._sizes, samples, node.name)
 
     def repeated_by(self, names: Iterable[str], outputs: Sequence[str] = ()) -> set[str]:
         """Return the repeated nodes that a function which computes these nodes, and returns these, computes too."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_sizes import Sizes, TensorSpec, described
+from lightning_pipe.capture.graphs.value_sizes import Sizes, TensorSpec
 from lightning_pipe.capture.operators import RUN_AS, is_random, takes_output
 from lightning_pipe.capture.stages.operations import operation_nodes
 from lightning_pipe.capture.steps.keyed_random import keyed
@@ -48,7 +48,7 @@ def operator_calls(joint: JointGraph, samples: int, device: torch.device) -> Ite
 
     def spec(node: fx.Node) -> Any:
         if node.name not in known:
-            known[node.name] = _spec(node, joint, sizes, samples)
+            known[node.name] = sizes.form(node, samples)
         return known[node.name]
 
     for node in operation_nodes(joint):
@@ -73,9 +73,3 @@ def _results(
         if takes_output(user):
             index: Any = user.args[1]
             yield from _results(user, (*where, index), spec)
-
-
-def _spec(node: fx.Node, joint: JointGraph, sizes: Sizes, samples: int) -> Any:
-    if node.op == "get_attr":
-        return described(getattr(joint.module, str(node.target)), sizes, samples, node.name)
-    return described(node.meta.get("val"), sizes, samples, node.name)

@@ -19,7 +19,6 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, value
-from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.operators import takes_output
 from lightning_pipe.capture.stages.assign import Kinds, assign, partial_sums
 from lightning_pipe.capture.stages.batched_weight_grad import joining
@@ -74,10 +73,10 @@ class Splitter:
         self._held = held
         self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
         self._exact_ties = exact_ties
-        self._sizes = Sizes(joint)
         self._joining = joining(joint, kinds, flow)
         self._nodes: dict[str, fx.Node] = {node.name: node for node in joint.module.graph.nodes}
         self._emitter = Emitter(joint, repeated=kinds.repeated, device=device)
+        self._sizes = self._emitter.sizes
         self._state = set(joint.parameters) | set(joint.buffers)
 
     def split(self, cuts: tuple[int, ...], policies: Sequence[ActivationPolicy] = ()) -> Split:

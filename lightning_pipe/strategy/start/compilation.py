@@ -75,7 +75,8 @@ class StepCompilation:
                 "compile=True has no effect on a step that is replayed, or whose graph holds for one number of samples "
                 "only: its operations are not known before they run."
             )
-        if not self._stages.can_be_compiled or not self._admission.admits():
+            return
+        if not self._admission.admits():
             return
         begin, compiled = time.perf_counter(), 0
         wanted = list(dict.fromkeys(_functions(program, control.rank)))
