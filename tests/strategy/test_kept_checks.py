@@ -56,6 +56,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return check(*args, **options)
 
     monkeypatch.setattr(plan_maker, "check_captured", counting)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a worker of xdist has none
 
     def fit(
         change: Callable[[Chain, torch.Tensor], None] = lambda module, batch: None,
@@ -90,6 +91,14 @@ def test_a_check_is_made_once_for_the_very_same_and_again_for_anything_else(fit:
 
 def test_a_warning_of_the_check_comes_at_every_start(fit: Callable[..., int]) -> None:
     assert [fit(between=less_the_mean) for _ in range(2)] == [1, 1]
+
+
+def test_what_runs_from_no_file_is_compared_at_every_start(
+    fit: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a notebook, or of `python -c`, nothing tells that its code is another."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert (fit(), fit()) == (1, 1)
 
 
 @pytest.fixture
