@@ -23,9 +23,9 @@ from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.said_roles import SaidRole
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
-from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile

@@ -90,6 +90,10 @@ class Dataflow:
             return Samples(0, 0)
         return self._layout.samples(stage, replica, microbatch, self._sizes[microbatch])
 
+    def count(self, compute: AnyCompute, *, rank: int) -> int:
+        """Return the number of samples that a compute has on a rank, over all of its micro-batches."""
+        return sum(len(self.samples(compute.stage, rank=rank, microbatch=m)) for m in compute.microbatches)
+
     def needs(self, compute: Compute, *, rank: int) -> ComputeNeeds:
         """Return what a compute needs on a rank."""
         stage, microbatch = compute.stage, compute.microbatch

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.python.number_expressions import Situation, evaluate
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, StepError
 
 BATCH = (torch.randn(6, 4), torch.randn(6))
 COUNTER = [0]
@@ -387,6 +387,15 @@ def test_the_default_dtype_is_guarded():
 def test_a_step_without_a_loss_is_refused():
     with pytest.raises(CaptureError, match="returned NoneType"):
         capture(step(by_nothing_returned)())
+
+
+def test_a_step_that_needs_more_samples_than_a_micro_batch_has_is_told_so():
+    def hardest(self, batch, batch_idx):
+        return F.mse_loss(self.linear(batch[0]).squeeze(-1), batch[1], reduction="none").topk(4).values.mean()
+
+    said = r"training_step raises RuntimeError at .*test_hazards.py:\d+ in hardest: k not in range.*3 of the 6 samples"
+    with pytest.raises(StepError, match=said):
+        capture(step(hardest)())
 
 
 def test_a_frozen_model_is_refused():

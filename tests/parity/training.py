@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.stages.split import check_slices
-from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
+from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Constraints, Problem, counted_problem

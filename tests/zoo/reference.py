@@ -15,9 +15,9 @@ import lightning.pytorch as pl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.keyed_random import seed_of, undisturbed
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from lightning_pipe.capture.recording.unit_trace import trace_units
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.module_scope import keyed, seed
 from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.steps.step_function import StepRecording, recording_calls
 from lightning_pipe.capture.torch_private import checkpoint_only
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import BatchInput

@@ -16,10 +16,11 @@ from torch import fx
 
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.python.guards import PythonGuards
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.record import AnswerGuard, LogCall, MetricCall, Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import Half
-from lightning_pipe.capture.steps.step_function import NUMBERS, StepFunction, StepRecording
+from lightning_pipe.capture.steps.step_function import NUMBERS, StepFunction
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.errors import CaptureError
 

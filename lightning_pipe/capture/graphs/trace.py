@@ -23,6 +23,7 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
+from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import (
     Answerer,
@@ -38,11 +39,11 @@ from lightning_pipe.capture.steps.hazards import (
 from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.numbers import calls_of_samples, of_samples
 from lightning_pipe.capture.steps.record import LogCall, MetricCall
-from lightning_pipe.capture.steps.step_function import StepFunction, StepRecording, recording_calls
+from lightning_pipe.capture.steps.step_function import StepFunction
 from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.collection import without_collection
-from lightning_pipe.errors import CaptureError, StepError
+from lightning_pipe.errors import BatchError, CaptureError, StepError
 
 _MAX_TRIES = 64
 
@@ -115,7 +116,7 @@ def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
         except (CaptureError, Question):
             raise
         except Exception as error:
-            raise _explain(error, step) from error
+            raise _explain(error, step, request) from error
     return step
 
 
@@ -163,7 +164,7 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             raise
         except Exception as error:
             _compare_runs(step)
-            raise _explain(error, step) from error
+            raise _explain(error, step, request) from error
     if known is not None and traces is not None:
         if (joint := rebuilt(known, step, mode=mode, guards=_guards(step, request))) is not None:
             return traces.identified(joint)
@@ -270,7 +271,7 @@ def _on(fake: torch.Tensor, device: torch.device, mode: Any) -> torch.Tensor:
         return torch.empty_like(fake, device=device)
 
 
-def _explain(error: Exception, step: StepFunction) -> CaptureError:
+def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureError:
     """Turn what the tracer raised into a refusal that names the user's line."""
     line = next((o.calls[-1][1] for o in reversed(_observers(step)) if o.calls), "")
     kind = type(error).__name__
@@ -285,7 +286,20 @@ def _explain(error: Exception, step: StepFunction) -> CaptureError:
     )
     if any(word in kind or word in str(error) for word in data):
         return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
-    return StepError(str(hazard(f"it raises {kind}: {first}", line)))
+    where = f" at {line}" if line else ""
+    return StepError(f"{request.method} raises {kind}{where}: {first}. {_parts(request)}".strip())
+
+
+def _parts(request: Request) -> str:
+    """Say that a step ran with fewer samples than a batch has, where it did; it may need more."""
+    with contextlib.suppress(BatchError):
+        whole = request.structure.samples(request.batch_dim)
+        if request.count < whole:
+            return (
+                f"It was traced with {request.count} of the {whole} samples of a batch, as micro-batches have fewer; "
+                "a step that needs more trains with fewer micro-batches (microbatches=1 for whole batches)."
+            )
+    return ""
 
 
 def _observers(step: StepFunction) -> list[Observer]:

@@ -22,9 +22,9 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, call_keys
 from lightning_pipe.capture.steps.record import LogCall, Ref
-from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.trees import branches
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]

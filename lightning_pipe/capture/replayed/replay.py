@@ -36,10 +36,10 @@ from lightning_pipe.capture.replayed.stage_spec import BatchContext
 from lightning_pipe.capture.replayed.unit_draws import unit_draws
 from lightning_pipe.capture.replayed.unit_split import UnitSplitter
 from lightning_pipe.capture.stages.assign import moved
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
-from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy

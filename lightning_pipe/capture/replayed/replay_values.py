@@ -10,8 +10,8 @@ import torch
 
 from lightning_pipe.capture.recording.units import UnitOutput
 from lightning_pipe.capture.steps.batch import Leaf, LeafSlot
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import LogCall, MetricCall, Ref
-from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.trees import found_in, mapped
 
 LOSS = "loss"  # value name of the loss of a replayed step

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.denominator_watch import Denominator
 from lightning_pipe.capture.steps.batch import Structure
-from lightning_pipe.capture.steps.step_function import StepRecording
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl

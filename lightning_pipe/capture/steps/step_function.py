@@ -1,7 +1,7 @@
 """Step function: the step of a LightningModule as a plain function of parameters and batch.
 
 `StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
-torchmetrics calls are recorded (`record`), the trainer's counters, learning rates and other numbers that change are
+torchmetrics calls are recorded (`call_recording`), counters, learning rates and other numbers that change are
 tracked (`capture.python.tracked_number`), what the step's Python reads is noted (`capture.python.reads`), what it
 leaves on the module is recorded and undone (`step_state`), and values read into Python become guards (`hazards`).
 Its outputs are the loss, if there is one, and one detached tensor per recorded value.
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture.python.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
@@ -26,90 +25,18 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.state_slots import optimizer_slots
 from lightning_pipe.capture.python.step_identity import StepIdentity
-from lightning_pipe.capture.python.tracked_number import is_tracked, tracked, tracking_mathematics
+from lightning_pipe.capture.python.tracked_number import tracked, tracking_mathematics
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
-from lightning_pipe.capture.steps.hazards import (
-    UNKNOWN_TEXT,
-    Observer,
-    TracedNumber,
-    assignment_line,
-    hazard,
-    user_line,
-)
-from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call, with_loss
+from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
+from lightning_pipe.capture.steps.hazards import Observer, assignment_line, hazard, user_line
+from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
-from lightning_pipe.capture.steps.numbers import sized
-from lightning_pipe.capture.steps.record import (
-    Computed,
-    KeptState,
-    LogCall,
-    MetricCall,
-    MetricRef,
-    MetricValue,
-    Read,
-    Ref,
-)
 from lightning_pipe.capture.steps.step_state import StepState
-from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torch_private import keeping_version
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 
 NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
-
-
-@dataclass
-class StepRecording:
-    """What one run of the step said: calls, and the tensors that must leave the graph.
-
-    Attributes:
-        calls: of `self.log` and of metrics, in their order.
-        results: tensors that they, what was returned and what was kept refer to.
-        returned: what the step returned.
-        kept: what it left behind in Python state.
-        answers: truth values of its tensors that it asked for, where somebody notes them.
-        is_whole: whether the run came to the end of the step.
-    """
-
-    calls: list[LogCall | MetricCall] = field(default_factory=list)
-    results: list[torch.Tensor] = field(default_factory=list)
-    returned: Any = None
-    kept: list[KeptState] = field(default_factory=list)
-    answers: list[bool] = field(default_factory=list)
-    is_whole: bool = False
-
-    def ref(self, tensor: torch.Tensor) -> Ref:
-        """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""
-        for index, known in enumerate(self.results):
-            if known is tensor:
-                return Ref(str(index))
-        self.results.append(tensor)
-        return Ref(str(len(self.results) - 1))
-
-    def lift(self, value: Any, loss: torch.Tensor | None = None) -> Any:
-        """Return what leaves the step with references in the place of tensors, and of numbers that vary.
-
-        Raises:
-            CaptureError: if it has a text of a tensor's value.
-        """
-
-        def one(leaf: Any) -> Any:
-            if is_tracked(leaf):
-                return Computed(leaf.expression)
-            if isinstance(leaf, TracedNumber):
-                return Read(self.ref(leaf.tensor).name)
-            if isinstance(leaf, MetricResult):
-                return MetricValue(leaf.call)
-            if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
-                return sized(leaf)
-            if isinstance(leaf, str):
-                if UNKNOWN_TEXT in leaf:
-                    raise hazard("a tensor's value is made a text, which leaves the step", user_line())
-                return leaf
-            return Ref("loss") if leaf is loss else self.ref(leaf)
-
-        kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat, str)
-        return mapped(value, kinds, one)
 
 
 class StepFunction(nn.Module):
@@ -420,90 +347,3 @@ class _ModulePath:
             for hook in hooks:
                 hook.remove()
             del self._stack[1:]
-
-
-def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the torchmetrics objects of a module by name."""
-    metrics = (torchmetrics.Metric, torchmetrics.MetricCollection)
-    return {name: part for name, part in module.named_modules() if isinstance(part, metrics)}
-
-
-@contextlib.contextmanager
-def recording_calls(
-    module: pl.LightningModule, recording: StepRecording, metrics: Mapping[str, nn.Module] | None = None
-) -> Iterator[None]:
-    """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them.
-
-    Args:
-        module: the user's module.
-        recording: where to.
-        metrics: what `metrics_in(module)` has found before; looked for if not given.
-    """
-
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        names = ("prog_bar", "logger", "on_step", "on_epoch")
-        options = dict(zip(names, args, strict=False)) | kwargs
-        recording.calls.append(LogCall(lift(name), lift(value), {k: lift(v) for k, v in options.items()}, user_line(2)))
-
-    def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(dictionary, MetricResult):
-            log("", dictionary, *args, **kwargs)
-            return
-        for name, value in dictionary.items():
-            log(name, value, *args, **kwargs)
-
-    def lift(value: Any) -> Any:
-        if isinstance(value, TracedNumber):
-            return recording.ref(value.tensor)
-        if isinstance(value, MetricResult):
-            return MetricValue(value.call)
-        if isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
-            return MetricRef(paths[id(value)]) if id(value) in paths else value
-        return recording.lift(value)
-
-    def call(path: str, method: str) -> Any:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            recording.calls.append(
-                MetricCall(path, method, tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()}, user_line(2))
-            )
-            if method in ("update", "reset"):
-                return None
-            if method == "compute":
-                compute = partial(refuse_accumulated, user_line(2))
-            else:
-                compute = partial(value_of_call, recorded[path], own[path], args, kwargs)
-            return MetricResult(len(recording.calls) - 1, compute, user_line(2))
-
-        return record
-
-    recorded = metrics_in(module) if metrics is None else metrics
-    paths = {id(metric): name for name, metric in recorded.items()}
-    own = {
-        name: {key: vars(metric)[key] for key in _RECORDED if key in vars(metric)} for name, metric in recorded.items()
-    }
-    with contextlib.ExitStack() as stack:
-        for owner, name, replacement in [
-            (module, "log", log),
-            (module, "log_dict", log_dict),
-            *((m, k, call(n, k)) for n, m in recorded.items() for k in _RECORDED),
-        ]:
-            stack.enter_context(_shadowed(owner, name, replacement))
-        yield
-
-
-_RECORDED = ("update", "forward", "compute", "reset")
-
-
-@contextlib.contextmanager
-def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
-    """Give an object another method for a while."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    vars(owner)[name] = replacement
-    try:
-        yield
-    finally:
-        if before is missing:
-            del vars(owner)[name]
-        else:
-            vars(owner)[name] = before

@@ -93,7 +93,5 @@ def _functions(program: Program, rank: int) -> Iterator[tuple[int, HalfKind, int
     """Yield stage, function and number of samples of what a rank computes."""
     flow = Dataflow.of(program)
     for compute in program.ranks[rank]:
-        if isinstance(compute, AnyCompute):
-            samples = (flow.samples(compute.stage, rank=rank, microbatch=m) for m in compute.microbatches)
-            if count := sum(map(len, samples)):
-                yield from ((compute.stage, kind, count) for kind in _HALVES[compute.kind])
+        if isinstance(compute, AnyCompute) and (count := flow.count(compute, rank=rank)):
+            yield from ((compute.stage, kind, count) for kind in _HALVES[compute.kind])

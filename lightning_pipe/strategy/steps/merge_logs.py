@@ -28,9 +28,9 @@ import torch
 from lightning_pipe.capture.recording.replay_state import same_left
 from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, SaidRole
 from lightning_pipe.capture.replayed.replay_values import LOSS
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, call_keys
 from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
-from lightning_pipe.capture.steps.step_function import StepRecording
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.slicing import Content

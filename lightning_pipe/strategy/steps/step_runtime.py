@@ -268,14 +268,13 @@ def pieces(layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def joined_samples(program: Program) -> list[int]:
     """Return the numbers of samples that joined W have, rising."""
     flow = Dataflow.of(program)
-    return sorted(
-        {
-            sum(len(flow.samples(one.stage, rank=rank, microbatch=m)) for m in one.microbatches)
-            for rank, line in enumerate(program.ranks)
-            for one in line
-            if isinstance(one, AnyCompute) and one.is_joined
-        }
-    )
+    joined = {
+        flow.count(one, rank=rank)
+        for rank, line in enumerate(program.ranks)
+        for one in line
+        if isinstance(one, AnyCompute) and one.is_joined
+    }
+    return sorted(joined)
 
 
 def agree(links: Connections, what: Mapping[str, str]) -> None:

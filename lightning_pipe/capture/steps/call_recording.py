@@ -1,0 +1,189 @@
+"""Recording of calls: what a step logs and what it asks of torchmetrics is noted instead of done.
+
+`strategy.steps.metrics` makes the calls again after the step, on every rank, with the values of the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_pipe.capture.python.tracked_number import is_tracked
+from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, TracedNumber, hazard, user_line
+from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call
+from lightning_pipe.capture.steps.numbers import sized
+from lightning_pipe.capture.steps.record import (
+    Computed,
+    KeptState,
+    LogCall,
+    MetricCall,
+    MetricRef,
+    MetricValue,
+    Read,
+    Ref,
+)
+from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.lightning_names import pl
+
+_METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
+_RECORDED = ("update", "forward", "compute", "reset")  # of them
+
+
+@dataclass
+class StepRecording:
+    """What one run of the step said: calls, and the tensors that must leave the graph.
+
+    Attributes:
+        calls: of `self.log` and of metrics, in their order.
+        results: tensors that they, what was returned and what was kept refer to.
+        returned: what the step returned.
+        kept: what it left behind in Python state.
+        answers: truth values of its tensors that it asked for, where somebody notes them.
+        is_whole: whether the run came to the end of the step.
+    """
+
+    calls: list[LogCall | MetricCall] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    returned: Any = None
+    kept: list[KeptState] = field(default_factory=list)
+    answers: list[bool] = field(default_factory=list)
+    is_whole: bool = False
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""
+        for index, known in enumerate(self.results):
+            if known is tensor:
+                return Ref(str(index))
+        self.results.append(tensor)
+        return Ref(str(len(self.results) - 1))
+
+    def lift(self, value: Any, loss: torch.Tensor | None = None) -> Any:
+        """Return what leaves the step with references in the place of tensors, and of numbers that vary.
+
+        Raises:
+            CaptureError: if it has a text of a tensor's value.
+        """
+
+        def one(leaf: Any) -> Any:
+            if is_tracked(leaf):
+                return Computed(leaf.expression)
+            if isinstance(leaf, TracedNumber):
+                return Read(self.ref(leaf.tensor).name)
+            if isinstance(leaf, MetricResult):
+                return MetricValue(leaf.call)
+            if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
+                return sized(leaf)
+            if isinstance(leaf, str):
+                if UNKNOWN_TEXT in leaf:
+                    raise hazard("a tensor's value is made a text, which leaves the step", user_line())
+                return leaf
+            return Ref("loss") if leaf is loss else self.ref(leaf)
+
+        kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat, str)
+        return mapped(value, kinds, one)
+
+
+def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the torchmetrics objects of a module by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, _METRICS)}
+
+
+@contextlib.contextmanager
+def recording_calls(
+    module: pl.LightningModule, recording: StepRecording, metrics: Mapping[str, nn.Module] | None = None
+) -> Iterator[None]:
+    """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them.
+
+    Args:
+        module: the user's module.
+        recording: where to.
+        metrics: what `metrics_in(module)` has found before; looked for if not given.
+    """
+    recorded = metrics_in(module) if metrics is None else metrics
+    caller = _Caller(recording, recorded)
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in [
+            (module, "log", caller.log),
+            (module, "log_dict", caller.log_dict),
+            *((m, method, caller.metric(path, method)) for path, m in recorded.items() for method in _RECORDED),
+        ]:
+            stack.enter_context(_shadowed(owner, name, replacement))
+        yield
+
+
+class _Caller:
+    """Methods that stand for those of the module and of its metrics; the user's line is that of who calls them."""
+
+    def __init__(self, recording: StepRecording, metrics: Mapping[str, nn.Module]) -> None:
+        self._recording = recording
+        self._metrics = metrics
+        self._paths = {id(metric): path for path, metric in metrics.items()}
+        self._own = {
+            path: {name: vars(metric)[name] for name in _RECORDED if name in vars(metric)}
+            for path, metric in metrics.items()
+        }
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self._log(name, value, args, kwargs)
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        items = [("", dictionary)] if isinstance(dictionary, MetricResult) else dictionary.items()
+        for name, value in items:
+            self._log(name, value, args, kwargs)
+
+    def metric(self, path: str, method: str) -> Callable[..., Any]:
+        """Return what stands for a method of a metric."""
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            line = user_line()
+            values, named = tuple(map(self._lift, args)), {name: self._lift(value) for name, value in kwargs.items()}
+            self._recording.calls.append(MetricCall(path, method, values, named, line))
+            if method in ("update", "reset"):
+                return None
+            if method == "compute":
+                compute = partial(refuse_accumulated, line)
+            else:
+                compute = partial(value_of_call, self._metrics[path], self._own[path], args, kwargs)
+            return MetricResult(len(self._recording.calls) - 1, compute, line)
+
+        return record
+
+    def _log(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
+        lifted = {key: self._lift(option) for key, option in options.items()}
+        self._recording.calls.append(LogCall(self._lift(name), self._lift(value), lifted, user_line()))
+
+    def _lift(self, value: Any) -> Any:
+        """Return what an argument becomes in the recording; a metric its path, at the top alone."""
+        if isinstance(value, TracedNumber):
+            return self._recording.ref(value.tensor)
+        if isinstance(value, MetricResult):
+            return MetricValue(value.call)
+        if isinstance(value, _METRICS):
+            return MetricRef(self._paths[id(value)]) if id(value) in self._paths else value
+        return self._recording.lift(value)
+
+
+_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch")  # of `self.log`, in the order of its arguments
+
+
+@contextlib.contextmanager
+def _shadowed(owner: nn.Module, name: str, replacement: Any) -> Iterator[None]:
+    """Give an object another method for a while."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    vars(owner)[name] = replacement
+    try:
+        yield
+    finally:
+        if before is missing:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = before
