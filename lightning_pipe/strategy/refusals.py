@@ -78,12 +78,19 @@ def _line_of(module: pl.LightningModule) -> str:
     return ""
 
 
-def refuse_parameters(module: pl.LightningModule) -> None:
-    """Check the parameters of the module once it is complete.
+def refuse_parts(module: pl.LightningModule) -> None:
+    """Check the sub-modules and parameters of the module once it is complete.
 
     Raises:
-        UnsupportedError: naming a parameter without values.
+        UnsupportedError: naming a parameter without values, or a sub-module of TorchScript.
     """
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{path} of {type(module).__name__} is TorchScript ({child.original_name}), which cannot be cut into "
+                "stages: its parameters cannot be exchanged. Use the module that it was made of; "
+                "compile=True of the strategy compiles it."
+            )
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     for name in [*lazy, *without_origin(module)]:
         raise UnsupportedError(

@@ -79,7 +79,7 @@ from lightning_pipe.strategy.refusals import (
     refuse,
     refuse_averages,
     refuse_optimizers,
-    refuse_parameters,
+    refuse_parts,
     refuse_post_validation,
     refusing_several_optimizers,
     say_compiled,
@@ -380,7 +380,7 @@ class DappleStrategy(ParallelStrategy):
         measure_whole_batches(trainer, ranks=self.world_size)
         private.make_loaders_inside(trainer, self._feed.data.while_loading)
         self._give_weights(module)
-        refuse_parameters(module)
+        refuse_parts(module)
         with converting(module.parameters()):
             self.model = self.precision_plugin.convert_module(module)
         self._session = Session(

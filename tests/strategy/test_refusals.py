@@ -39,6 +39,7 @@ MODULES = {
     "LBFGS": lambda: of_class(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())),
     "`dataloader_iter`": lambda: of_class(training_step=lambda self, dataloader_iter: None),
     "no values": lambda: changed(lambda m: setattr(m, "head", nn.Linear(12, 7, device="meta"))),
+    "head of .* is TorchScript": lambda: changed(lambda m: setattr(m, "head", torch.jit.script(nn.Linear(12, 7)))),
     "is on the meta device, or lazy": lambda: changed(lambda m: setattr(m, "head", nn.LazyLinear(7))),
 }
 CALLBACKS = {
