@@ -1,0 +1,41 @@
+"""Caches of the user's functions are emptied wherever they hang, and nobody looks for them where there can be none."""
+
+from __future__ import annotations
+
+import gc
+import types
+
+import pytest
+
+from lightning_pipe.capture.python.users_code import forget_cached
+
+HELPERS = types.ModuleType("helpers")
+exec("import functools\ndef memoize(function): return functools.lru_cache(maxsize=8)(function)", vars(HELPERS))
+
+# where a cache hangs -> module that hangs it there, as `kept`
+CACHED = {
+    "function": "import functools\n@functools.cache\ndef kept(x): return x",
+    "by a name of its own": "from functools import lru_cache as lru\n@lru()\ndef kept(x): return x",
+    "method": "import functools\nclass A:\n @functools.cache\n def f(self, x): return x\nkept = A.f",
+    "attribute": "import functools\ndef ran(x): return x\nkept = type('A', (), {})()\nkept.f = functools.cache(ran)",
+    "by a helper": "def ran(x): return x\nkept = type('A', (), {})()\nkept.f = memoize(ran)",
+}
+
+
+@pytest.mark.parametrize("where", CACHED)
+def test_a_cache_is_emptied_wherever_it_hangs(where: str) -> None:
+    module = {"memoize": HELPERS.memoize} if where == "by a helper" else {}
+    exec(CACHED[where], module)
+    kept = getattr(module["kept"], "f", module["kept"])
+    code = kept.__wrapped__.__code__
+    kept(*[1] * code.co_argcount)
+    assert kept.cache_info().currsize == 1
+    forget_cached({code: module})
+    assert kept.cache_info().currsize == 0
+
+
+def test_objects_are_not_looked_through_where_no_module_makes_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: dict[str, types.FunctionType] = {}
+    exec("import math\ndef ran(x): return math.sqrt(x)", module)
+    monkeypatch.delattr(gc, "get_referrers")
+    forget_cached({module["ran"].__code__: module})
