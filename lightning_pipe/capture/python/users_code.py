@@ -10,11 +10,11 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeAlias
 
-Namespace: TypeAlias = dict[str, Any]
-Code: TypeAlias = tuple[types.CodeType, Namespace]  # with the globals that it sees
+Code: TypeAlias = tuple[types.CodeType, dict[str, Any]]  # with the globals that it sees
 _MOST_FUNCTIONS = 2000  # whose globals are looked for
 _LIGHTNING = ("/lightning/pytorch/", "/lightning/fabric/", "/pytorch_lightning/", "/lightning_fabric/")
 _LIBRARIES = ("/torch/", *_LIGHTNING, "/lightning_pipe/", "/torchmetrics/", "/numpy/")
@@ -66,39 +66,37 @@ def functions_of(cls: type) -> Iterator[types.FunctionType]:
         yield from functions_in(value)
 
 
-def forget_cached(codes: Mapping[types.CodeType, Namespace]) -> None:
-    """Empty the caches (`functools.lru_cache`) of functions with such code: they keep what a trace has made.
-
-    Args:
-        codes: code that ran, with the globals of its function.
-    """
-    if any(map(_may_cache, _neighbours(codes.values()))):  # to look through all objects takes 0.1 s and more
-        for value in gc.get_referrers(_CACHE):
-            if type(value) is _CACHE and getattr(value.__wrapped__, "__code__", None) in codes:
-                value.cache_clear()
+def forget_cached(codes: Container[types.CodeType]) -> None:
+    """Empty the caches (`functools.lru_cache`) of functions with such code: they keep what a trace has made."""
+    for cache in _CACHES.alive():
+        if getattr(cache.__wrapped__, "__code__", None) in codes:
+            cache.cache_clear()
 
 
-def _neighbours(namespaces: Iterable[Namespace]) -> Iterable[Namespace]:
-    """Return namespaces and those of the functions in them, but for libraries."""
-    found = {id(namespace): namespace for namespace in namespaces}
-    for namespace in list(found.values()):
-        functions = (value for value in namespace.values() if isinstance(value, types.FunctionType))
-        found.update((id(function.__globals__), function.__globals__) for function in functions)
-    return [namespace for namespace in found.values() if not is_library(namespace.get("__file__") or "")]
+class _Caches:
+    """All caches of functions, wherever they hang; all objects are looked through when their number has changed."""
 
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Any]] = []
+        self._references = 0
 
-def _may_cache(namespace: Namespace) -> bool:
-    """Return whether a module has, or could make, a function that keeps its results."""
-    return any(
-        id(value) in _CACHING
-        or type(value) is _CACHE
-        or (isinstance(value, type) and any(type(member) is _CACHE for member in vars(value).values()))
-        for value in list(namespace.values())
-    )
+    def alive(self) -> list[Any]:
+        """Return them."""
+        found = [cache for one in self._known if (cache := one()) is not None]
+        if len(found) < len(self._known) or self._count() != self._references:
+            found = [thing for thing in gc.get_referrers(_CACHE) if type(thing) is _CACHE]
+            self._known = [weakref.ref(cache) for cache in found]
+            self._references = self._count()
+        return found
+
+    @staticmethod
+    def _count() -> int:
+        """Return how many references there are to their class; every object has one."""
+        return sys.getrefcount(_CACHE)
 
 
 _CACHE = functools._lru_cache_wrapper
-_CACHING = frozenset(map(id, (functools, functools.lru_cache, functools.cache)))
+_CACHES = _Caches()
 
 
 def reached(codes: Iterable[Code]) -> list[Code]:
