@@ -20,10 +20,10 @@ import torch
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.route import Route
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
-from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.keyed_random import undisturbed
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import canonical_names
+from lightning_pipe.capture.steps.other_ranks import no_collectives
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_function import loss_of
 from lightning_pipe.capture.torch_private import TorchDispatchMode

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_pipe.capture.steps.collectives import refuse_in_step
+from lightning_pipe.capture.steps.other_ranks import refuse_in_step
 from lightning_pipe.config import DappleConfig, chosen_config
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError

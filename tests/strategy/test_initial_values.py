@@ -17,7 +17,7 @@ from lightning_pipe.strategy.parameters import initial_values
 from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.parameters.meta_modules import adopt, without_origin
 from lightning_pipe.strategy.parameters.pending import Pending, converting
-from lightning_pipe.strategy.refusals import refuse_parameters
+from lightning_pipe.strategy.refusals import refuse_parts
 from models.parity import PARITY, make_loader, make_module
 from ranks.world import Raised, World
 from strategy.built_late import Construction, Late, Start
@@ -239,9 +239,9 @@ def test_a_module_that_cannot_be_built_again_needs_the_values_of_a_file() -> Non
     adopt(late)
     assert without_origin(late) == ["layers.weight", "layers.bias"]
     with pytest.raises(UnsupportedError, match=r"layers\.weight of Unknown has no values"):
-        refuse_parameters(late)
+        refuse_parts(late)
     late.layers.load_state_dict(plain.state_dict())
-    refuse_parameters(late)
+    refuse_parts(late)
     assert_made_alike(plain, late.layers)
 
 

@@ -24,7 +24,6 @@ from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
-from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import (
     Answerer,
     Observer,
@@ -38,10 +37,10 @@ from lightning_pipe.capture.steps.hazards import (
 )
 from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.numbers import calls_of_samples, of_samples
+from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import LogCall, MetricCall
 from lightning_pipe.capture.steps.step_function import StepFunction
 from lightning_pipe.capture.steps.step_state import state_put_back
-from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import BatchError, CaptureError, StepError
 

@@ -22,13 +22,12 @@ from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, S
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.steps.batch import sorted_samples
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
-from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.numbers import Place, numbers_said
+from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import loss_of
-from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.capture.torch_private import checkpoints_replaced
 from lightning_pipe.errors import CaptureError
 

@@ -30,14 +30,13 @@ from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
 from lightning_pipe.capture.replayed.step_run import StepRun
 from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in, recording_calls
-from lightning_pipe.capture.steps.collectives import no_collectives
 from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import twin_buffers
+from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_state import ModuleState
-from lightning_pipe.capture.steps.training_state import no_training_state
 from lightning_pipe.capture.torch_private import FakeTensor, answered_calls, checkpoints_replaced
 from lightning_pipe.errors import PipelineError
 

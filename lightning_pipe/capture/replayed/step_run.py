@@ -20,7 +20,7 @@ from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import filled, replaced, size_of, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import Tensors
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
-from lightning_pipe.capture.steps.collectives import no_collectives
+from lightning_pipe.capture.steps.other_ranks import no_collectives
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import FakeTensor
 from lightning_pipe.errors import PipelineError
