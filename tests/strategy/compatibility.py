@@ -6,6 +6,7 @@ python -m strategy.compatibility    (in tests) writes docs/compatibility.md from
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing.process
 import re
 from collections.abc import Callable
@@ -80,6 +81,13 @@ def using(*callbacks: Callable[[], pl.Callback], **options: Any) -> Callable[[st
 def changed(**methods: Any) -> Callable[[], Net]:
     """Return what makes a module with some methods replaced."""
     return type("Changed", (Net,), {"__init__": lambda self: Net.__init__(self), **methods})
+
+
+def mlflow_logger(folder: str) -> Any:
+    """Make a logger, one process after the other: MLflow's client makes the tables of its database, and asks nobody."""
+    with open(f"{folder}/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return loggers.MLFlowLogger(tracking_uri=f"sqlite:///{folder}/runs.db")
 
 
 def logged(folder: str, kind: type, **options: Any) -> dict[str, Any]:
@@ -616,8 +624,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "Loggers": (
         Row("CSVLogger", lambda f: logged(f, loggers.CSVLogger)),
         Row("TensorBoardLogger", lambda f: logged(f, loggers.TensorBoardLogger), needs="tensorboard"),
-        Row("MLFlowLogger", lambda f: {"logger": loggers.MLFlowLogger(tracking_uri=f"sqlite:///{f}/runs.db"),
-            "log_every_n_steps": 1}, needs="mlflow"),
+        Row("MLFlowLogger", lambda f: {"logger": mlflow_logger(f), "log_every_n_steps": 1}, needs="mlflow"),
         Row("WandbLogger(offline=True)", lambda f: {"logger": loggers.WandbLogger(save_dir=f, offline=True),
             "log_every_n_steps": 1}, needs="wandb"),
     ),
