@@ -111,9 +111,13 @@ def _against_one_device(plan: Alternative, one: Alternative) -> str:
     if gain < 1 + NOTICEABLE:
         takes = f"takes {_times(gain)} the time of this plan" if gain < 1 - NOTICEABLE else "is as fast as this plan"
         return f"One device is enough, and {takes}: use devices=1."
-    ideal = f"{devices} devices are not {devices} times as fast: {_why_not(plan)}" if gain < devices else ""
+    why = ""
+    if gain < devices:
+        why = f"{devices} devices are not {devices} times as fast: {_why_not(plan)}"
+    elif gain > devices * (1 + NOTICEABLE):
+        why = "That is more than they can share out: smaller parts are faster, or other work disturbed measurements."
     share = format_share(gain / devices, 0)
-    return f"{_times(gain)} as fast as one device, on {devices} ({share} of the ideal). {ideal}".strip()
+    return f"{_times(gain)} as fast as one device, on {devices} ({share} of the ideal). {why}".strip()
 
 
 def _why_not(plan: Alternative) -> str:

@@ -32,6 +32,11 @@ def told(*others: Alternative, plan: Alternative = PLAN) -> str:
             "1.60 times as fast as one device, on 2 (80% of the ideal). 2 devices are not 2 times as fast: ranks are "
             "idle for 20% of their span",
         ),
+        (
+            replace(ONE, step_s=2.6),
+            "2.60 times as fast as one device, on 2 (130% of the ideal). That is more than they can share out: smaller "
+            "parts are faster, or other work disturbed measurements.",
+        ),
         (replace(ONE, fits=False), "One device is too small: it would need 5 GiB."),
         (replace(ONE, step_s=0.8), "One device is enough, and takes 0.80 times the time of this plan: use devices=1."),
         (DDP, "Data parallel training would take 1.30 times the time; it sends 1 GiB per step instead of 10 MiB."),
