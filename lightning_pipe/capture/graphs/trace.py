@@ -274,7 +274,7 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
     """Turn what the tracer raised into a refusal that names the user's line."""
     line = next((o.calls[-1][1] for o in reversed(_observers(step)) if o.calls), "")
     kind = type(error).__name__
-    first = (str(error).strip().splitlines() or [""])[0][:300]
+    first = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
     data = (
         "DataDependent",
         "DynamicOutputShape",

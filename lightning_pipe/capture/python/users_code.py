@@ -82,17 +82,12 @@ class _Caches:
 
     def alive(self) -> list[Any]:
         """Return them."""
+        references = sys.getrefcount(_CACHE)  # to their class; every cache has one
         found = [cache for one in self._known if (cache := one()) is not None]
-        if len(found) < len(self._known) or self._count() != self._references:
+        if len(found) < len(self._known) or references != self._references:
             found = [thing for thing in gc.get_referrers(_CACHE) if type(thing) is _CACHE]
-            self._known = [weakref.ref(cache) for cache in found]
-            self._references = self._count()
+            self._known, self._references = [weakref.ref(cache) for cache in found], references
         return found
-
-    @staticmethod
-    def _count() -> int:
-        """Return how many references there are to their class; every object has one."""
-        return sys.getrefcount(_CACHE)
 
 
 _CACHE = functools._lru_cache_wrapper
