@@ -28,6 +28,7 @@ from lightning_pipe.capture.steps.hazards import (
     Answerer,
     Observer,
     Question,
+    at,
     compare_calls,
     hazard,
     no_files,
@@ -285,8 +286,7 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
     )
     if any(word in kind or word in str(error) for word in data):
         return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
-    where = f" at {line}" if line else ""
-    return StepError(f"{request.method} raises {kind}{where}: {first}. {_parts(request)}".strip())
+    return StepError(f"{request.method} raises {kind}{at(line)}: {first}. {_parts(request)}".strip())
 
 
 def _parts(request: Request) -> str:

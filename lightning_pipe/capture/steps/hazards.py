@@ -47,9 +47,13 @@ _HELP = (
 
 def hazard(what: str, line: str, module: str = "") -> CaptureError:
     """Build the refusal that names the hazard and the user's line."""
-    where = f" at {line}" if line else ""
     inside = f" (in module {module})" if module else ""
-    return CaptureError(f"The step cannot be captured: {what}{where}{inside}. {_HELP}")
+    return CaptureError(f"The step cannot be captured: {what}{at(line)}{inside}. {_HELP}")
+
+
+def at(line: str) -> str:
+    """Return the words that name a line of the user's, "" where none was found."""
+    return f" at {line}" if line else ""
 
 
 def user_line(skip: int = 1) -> str:

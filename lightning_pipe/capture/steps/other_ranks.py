@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.python.users_code import is_library
-from lightning_pipe.capture.steps.hazards import user_line
+from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.torch_private import answered_collectives
 from lightning_pipe.errors import CaptureError
 
@@ -54,9 +54,8 @@ def refuse_in_step(name: str) -> None:
     """
     if not _IS_INSIDE.get():
         return
-    line = user_line(2)
     raise CaptureError(
-        f"The step calls the collective {name}{f' at {line}' if line else ''}. In a pipeline the ranks run different "
+        f"The step calls the collective {name}{at(user_line(2))}. In a pipeline the ranks run different "
         "parts of the step, so it would wait for ever; and every batch is whole, so there is nothing to collect. "
         "Remove the call, or use self.all_gather(x), which returns x as it does on one device."
     )
@@ -88,6 +87,6 @@ def no_training_state() -> Iterator[None]:
 
 
 def _refuse(what: str) -> None:
-    line = user_line(3)
-    where = f" at {line}" if line else ""
-    raise CaptureError(f"The step reads {what}{where}. Ranks have that for their own parameters only. {_INSTEAD}")
+    raise CaptureError(
+        f"The step reads {what}{at(user_line(3))}. Ranks have that for their own parameters only. {_INSTEAD}"
+    )

@@ -15,7 +15,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
-from lightning_pipe.capture.steps.hazards import user_line
+from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.torch_private import TorchDispatchMode, swap_contents, unguarded
 from lightning_pipe.errors import AbsentError
 from lightning_pipe.strategy.parameters.stand_ins import Absence, StandIn, bare
@@ -38,9 +38,8 @@ class NotYet(Absence):
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
         """Raise an error: something reads the values."""
-        line = user_line(3)
         raise AbsentError(
-            f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which has none before "
+            f"{what}{at(user_line(3))} reads or writes the values of {self.name}, which has none before "
             f"it is known which rank needs them (it was built by configure_model or trainer.init_module). {way_out}."
         )
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.steps.batch import LeafSlot, Structure
-from lightning_pipe.capture.steps.hazards import user_line
+from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.torch_private import unguarded
 from lightning_pipe.errors import AbsentError
 
@@ -92,10 +92,9 @@ class Absence:
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
         """Raise an error: something reads or writes the values."""
-        line = user_line(3)
         have = "rank " + ", ".join(map(str, self.ranks)) if self.ranks else "other ranks"
         raise AbsentError(
-            f"{what}{f' at {line}' if line else ''} reads or writes the values of {self.name}, which only {have} "
+            f"{what}{at(user_line(3))} reads or writes the values of {self.name}, which only {have} "
             f"{'have' if len(self.ranks) != 1 else 'has'}; this is rank {self.rank}. {way_out}."
         )
 
