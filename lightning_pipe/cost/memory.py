@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -32,9 +31,9 @@ from typing_extensions import assert_never
 from lightning_pipe.core.graph import Graph, Tensor
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import ComputeKind
+from lightning_pipe.cost.lifetimes import NOTHING_DUE, Lifetimes, Lives
 from lightning_pipe.cost.stage import HalfWork, StageWork
-
-NOTHING_DUE: Mapping[str, list[int]] = MappingProxyType({})
+from lightning_pipe.cost.tables import GraphArrays
 
 
 @dataclass(frozen=True)
@@ -102,102 +101,53 @@ class MemoryModel:
     Args:
         graph: with its operations and tensors.
         profile: with the scratch of its operations; without one, or if it has none, they are taken to need none.
+        tables: the graph as arrays, if they are there already.
     """
 
-    def __init__(self, graph: Graph, *, profile: Profile | None = None) -> None:
+    def __init__(self, graph: Graph, *, profile: Profile | None = None, tables: GraphArrays | None = None) -> None:
         self._graph = graph
         self._scratch: Scratch | None = None
         if profile is not None and profile.scratch_bytes:
             self._scratch = Scratch(profile, np.array(profile.scratch_bytes, dtype=float))
-        self._read_by: list[list[int]] = [[] for _ in graph.tensors]  # but by sums of terms, which are no use of them
-        for o, operation in enumerate(graph.operations):
-            for t in () if operation.adds_terms else operation.reads:
-                self._read_by[t].append(o)
-        self._makes: list[list[int]] = [[] for _ in graph.operations]
-        for t, tensor in enumerate(graph.tensors):
-            if tensor.maker >= 0:
-                self._makes[tensor.maker].append(t)
+        self._tables = tables or GraphArrays(graph)
+        self._lifetimes = Lifetimes(self._tables)
 
     def amount(self, tensors: Iterable[int]) -> Amount:
         """Return the bytes of tensors together, each with memory of its own."""
         found = [self._graph.tensors[t] for t in tensors]
         return Amount(sum(t.bytes_per_sample for t in found), sum(t.fixed_bytes for t in found))
 
-    def live(
-        self,
-        half: HalfWork,
-        *,
-        due: Mapping[str, list[int]] = NOTHING_DUE,
-        taken_over: Container[str] = (),
-        kept: Container[int] = (),
+    def _live(
+        self, half: HalfWork, lives: Lives, due: Mapping[str, list[int]] = NOTHING_DUE, taken_over: Container[str] = ()
     ) -> Live:
         """Follow the values that a half makes from operation to operation.
 
         Args:
             half: one half of a stage.
+            lives: of what it makes.
             due: by parameter, the terms of the gradients that are complete with it.
             taken_over: parameters whose gradients are counted elsewhere.
-            kept: tensors that it is given, so that nobody reads them where an operation makes them again beside others.
         """
-        ends = self._complete(half, due)
-        memory, last = self._lifetimes(half, kept, {t: end for name, end in ends.items() for t in due[name]})
-        elsewhere = {memory.get(t, t) for name in due if name in taken_over for t in due[name]}
-        end = len(half.operations)
-        change = np.zeros((2, end + 2))
-        begins = {t: i for i, o in enumerate(half.operations) for t in self._makes[o]}
-        for t in {*memory.values()} - elsewhere:
-            tensor = self._graph.tensors[t]
-            size = (tensor.bytes_per_sample, tensor.fixed_bytes)
-            change[:, begins[t]] += size
-            change[:, last[t] + 1] -= size
+        count = len(half.operations)
+        elsewhere = {lives.memory[t] for name in due if name in taken_over for t in due[name]}
+        here = np.isin(lives.memories, list(elsewhere), invert=True) if elsewhere else slice(None)
+        memories, begins, ends = lives.memories[here], lives.begins[here], lives.ends[here] + 1
+        change = np.zeros((2, count + 2))
+        for row, size in zip(change, (self._tables.per_sample[memories], self._tables.fixed[memories]), strict=True):
+            row += np.bincount(begins, weights=size, minlength=count + 2)
+            row -= np.bincount(ends, weights=size, minlength=count + 2)
         for name, terms in due.items():
             if len(terms) > 1:  # a sum of two while a third is added
                 adding = self._graph.parameter_bytes[name] * min(len(terms) - 1, 2)
-                at = ends.get(name, end)
+                at = lives.complete.get(name, count)
                 change[1, at : at + 2] += (adding, -adding)
         per_sample, fixed = np.cumsum(change, axis=1)
         return Live(per_sample, fixed, self._scratch_of(half.operations))
-
-    def _complete(self, half: HalfWork, due: Mapping[str, list[int]]) -> dict[str, int]:
-        """Return, by parameter, the operation with which a half has its gradient, where it makes all of it alone."""
-        places = {o: i for i, o in enumerate(half.operations)}
-        made = {name: [places.get(self._graph.tensors[t].maker, -1) for t in terms] for name, terms in due.items()}
-        mine = {*places}
-        return {
-            name: max(found)
-            for name, found in made.items()
-            if min(found) >= 0 and all(mine.issuperset(self._read_by[t]) for t in due[name])
-        }
 
     def _scratch_of(self, operations: Sequence[int]) -> Scratch | None:
         if self._scratch is None:
             return None
         return Scratch(self._scratch.profile, self._scratch.measured[list(operations)])
-
-    def _lifetimes(
-        self, half: HalfWork, kept: Container[int], ends: Mapping[int, int]
-    ) -> tuple[dict[int, int], dict[int, int]]:
-        """Return, for what a half makes, the tensor whose memory it is, and for that the last operation to use it.
-
-        Args:
-            half: one half of a stage.
-            kept: tensors that it is given too.
-            ends: terms of gradients -> the operation with which the gradient is added to the others.
-        """
-        memory: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for i, o in enumerate(half.operations):
-            last.update((memory[t], i) for t in self._graph.operations[o].reads if t in memory and t not in kept)
-            for t in self._makes[o]:
-                tensor = self._graph.tensors[t]
-                if tensor.of_state or (tensor.base >= 0 and tensor.base not in memory):
-                    continue  # a view of state, or of what was given
-                memory[t] = memory.get(tensor.base, t)
-                last[memory[t]] = i
-        for t in half.outputs:
-            if t in memory:
-                last[memory[t]] = max(last[memory[t]], ends.get(t, len(half.operations)))
-        return memory, last
 
     def stage(self, work: StageWork, *, shared: frozenset[str] = frozenset()) -> StageMemory:
         """Return the bytes of a stage.
@@ -209,20 +159,22 @@ class MemoryModel:
         early, late = self._due(work)
         taken = frozenset(name for name in {**early, **late} if name not in shared)
         kept = {*work.saved, *work.results}
-        input_grad, weight_grad = work.input_grad, work.weight_grad
+        forward, input_grad, weight_grad = work.forward, work.input_grad, work.weight_grad
+        early_lives = self._lifetimes.of(input_grad, kept=kept, due=early)
+        late_lives = self._lifetimes.of(weight_grad, due=late)
         return StageMemory(
             saved=self.amount(work.saved) + Amount(fixed=work.saved_state),
             kept=self.amount(work.kept) + Amount(fixed=work.kept_state),
             results=self.amount(work.results),
-            given=(self.amount(work.forward.given), self.amount(input_grad.given)),
+            given=(self.amount(forward.given), self.amount(input_grad.given)),
             live=(
-                self.live(work.forward),
-                self.live(input_grad, due=early, kept=kept),
-                self.live(weight_grad, due=late),
+                self._live(forward, self._lifetimes.of(forward)),
+                self._live(input_grad, early_lives, early),
+                self._live(weight_grad, late_lives, late),
             ),
             first=(
-                self.live(input_grad, due=early, kept=kept, taken_over=taken & self._of_own_memory(early)),
-                self.live(weight_grad, due=late, taken_over=taken & self._of_own_memory(late)),
+                self._live(input_grad, early_lives, early, taken & self._of_own_memory(early)),
+                self._live(weight_grad, late_lives, late, taken & self._of_own_memory(late)),
             ),
             copied_bytes=work.saved_state,
         )
@@ -234,7 +186,7 @@ class MemoryModel:
             work: the stage.
             live: its weight half.
         """
-        tensors, made = self._graph.tensors, {t for o in work.weight_grad.operations for t in self._makes[o]}
+        tensors, made = self._graph.tensors, {t for o in work.weight_grad.operations for t in self._tables.makes[o]}
         reads = sorted({t for o in work.weight_grad.operations for t in self._graph.operations[o].reads} - made)
         copied = [t for t in reads if tensors[t].bytes_per_sample]
         kept = frozenset(work.kept)

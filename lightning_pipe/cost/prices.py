@@ -76,7 +76,7 @@ class Pricer:
             )
         self.graph, self.profile, self.cluster = graph, profile, cluster
         self.cutter = Cutter(graph)
-        self.memory = MemoryModel(graph, profile=profile)
+        self.memory = MemoryModel(graph, profile=profile, tables=self.cutter.tables)
         self.seconds = np.array(profile.seconds, dtype=float).reshape(len(graph.operations), len(profile.samples))
         self._works: dict[tuple[int, ...], tuple[StageWork, ...]] = {}
         self._traffic: dict[tuple[int, ...], Traffic] = {}
@@ -185,6 +185,7 @@ class PlanPrices:
         self._transfer_s: dict[tuple[tuple[int, int, int], int, int, int], float] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
+        self._held: dict[int, tuple[list[str], list[str]]] = {}  # all and the trained parameters of a rank
 
     def _halves(self, work: StageWork) -> list[tuple[ComputeKind, NDArray[np.float64]]]:
         """Return the seconds of the stage's computes at the profiled numbers of samples, without those of a call."""
@@ -270,7 +271,8 @@ class PlanPrices:
         held = [{*work.parameters} & self._differentiated for work in self.works]
         common = set.intersection(*(held[s] for s in bucket.stages))
         others = {name for s, names in enumerate(held) if s not in bucket.stages for name in names}
-        return [name for name in self._pricer.graph.parameter_bytes if name in common - others]
+        mine = common - others
+        return [name for name in self._pricer.graph.parameter_bytes if name in mine]
 
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""
@@ -384,11 +386,11 @@ class PlanPrices:
 
     def _parameters(self, rank: int, *, trained: bool = False) -> list[str]:
         """Return the parameters that a rank holds, each once; `trained`: those that some stage has a gradient of."""
-        own = [self.works[s] for s, ranks in enumerate(self.layout.stages) if rank in ranks]
-        held = dict.fromkeys(name for work in own for name in work.parameters)
-        if not trained:
-            return list(held)
-        return [name for name in held if name in self._differentiated]
+        if rank not in self._held:
+            own = [self.works[s] for s, ranks in enumerate(self.layout.stages) if rank in ranks]
+            held = [*dict.fromkeys(name for work in own for name in work.parameters)]
+            self._held[rank] = held, [name for name in held if name in self._differentiated]
+        return self._held[rank][trained]
 
     @cached_property
     def _differentiated(self) -> frozenset[str]:

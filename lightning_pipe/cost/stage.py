@@ -161,6 +161,8 @@ class _Cut:
         self._readers, self._read = readers[running], read[running]
         self._arrivals = self._crossing()
         self._terms = [(t, name) for tensor, name in graph.gradients for t in self._terms_of(tensor)]
+        terms = np.array([t for t, _ in self._terms], dtype=np.int64)
+        self._term_homes, self._terms_made_in = self._home[terms].tolist(), self._made_in[terms].tolist()
 
     def _scattered_sums(self) -> list[int]:
         """Return the additions whose terms are made in several stages; in the order of operations, inner ones first."""
@@ -262,8 +264,8 @@ class _Cut:
         running = self._runs[operations]
         for p, s in listed(different(parameters[running], self._stage[operations[running]])):
             found[s].add(names[p])
-        for t, name in self._terms:
-            found[self._home[t]].add(name)
+        for (_, name), home in zip(self._terms, self._term_homes, strict=True):
+            found[home].add(name)
         for r in self._tables.repeated_results:
             found[-1].update(self._tables.graph.operations[r].parameters)
         return found
@@ -274,6 +276,9 @@ class _Cut:
         results = self._results()
         saved_state, kept_state = self._copied(_INPUT), self._copied(_WEIGHT)
         names = self._parameters()
+        gradients: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for term, home in zip(self._terms, self._term_homes, strict=True):
+            gradients[home].append(term)
         return tuple(
             StageWork(
                 forward=halves[s, _FORWARD],
@@ -283,7 +288,7 @@ class _Cut:
                 kept=tuple(sorted(kept[s] - results[s])),
                 results=tuple(sorted(results[s])),
                 parameters=tuple(name for name in self._tables.names if name in names[s]),
-                gradients=tuple((t, name) for t, name in self._terms if self._home[t] == s),
+                gradients=tuple(gradients[s]),
                 saved_state=saved_state[s],
                 kept_state=kept_state[s],
             )
@@ -295,11 +300,12 @@ class _Cut:
         given: dict[tuple[int, int], list[int]] = defaultdict(list)
         for t, s in listed(self._arrivals):
             given[s, _FORWARD if self._made_in[t] == _FORWARD else _INPUT].append(t)
-        fields = {t for t in self._read.tolist() if self._tables.maker[t] < 0}
-        given[0, _FORWARD] += sorted(fields)
+        given[0, _FORWARD] += np.unique(self._read[self._tables.maker[self._read] < 0]).tolist()
         outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for t in sorted(self._outliving()):
-            outputs[int(self._home[t]), int(self._made_in[t])].append(t)
+        outliving = self._outliving()
+        places = self._home[outliving].tolist(), self._made_in[outliving].tolist()
+        for t, place in zip(outliving, zip(*places, strict=True), strict=True):
+            outputs[place].append(t)
         return {
             (s, half): HalfWork(tuple(operations[s, half]), tuple(given[s, half]), tuple(outputs[s, half]))
             for s in range(self._count)
@@ -313,20 +319,23 @@ class _Cut:
         running = self._runs[users]
         runs = np.concatenate([own, repeats[running]])
         halves = np.concatenate([own, users[running]])
+        keys, operations = different(self._stage[halves] * 3 + self._half[halves], runs)
+        begins = np.flatnonzero(np.diff(keys, prepend=-1))
+        groups = np.split(operations, begins[1:])
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for o, key in listed(different(runs, self._stage[halves] * 3 + self._half[halves])):
-            found[divmod(key, 3)].append(o)
+        found.update((divmod(int(key), 3), group.tolist()) for key, group in zip(keys[begins], groups, strict=False))
         last = (self._count - 1, _FORWARD)
         found[last] = sorted({*found[last], *self._tables.repeated_results})
         return found
 
-    def _outliving(self) -> set[int]:
+    def _outliving(self) -> list[int]:
         """Return the tensors that outlive the half that makes them: read in another, results, gradients, updates."""
         home, stage = self._home[self._read], self._stage[self._readers]
         away = (home != stage) | (self._made_in[self._read] != self._half[self._readers])
-        outputs = {*self._tables.graph.results, *(t for t, _ in (*self._terms, *self._tables.graph.updates))}
-        found = {*self._read[away].tolist(), *outputs}
-        return {t for t in found if self._tables.maker[t] >= 0 and self._home[t] >= 0}
+        outputs = [*self._tables.graph.results, *(t for t, _ in (*self._terms, *self._tables.graph.updates))]
+        found = np.unique(np.concatenate([self._read[away], np.array(outputs, dtype=np.int64)]))
+        placed: list[int] = found[(self._tables.maker[found] >= 0) & (self._home[found] >= 0)].tolist()
+        return placed
 
     def _held(self, first: int) -> list[set[int]]:
         """Return, for every stage, the memory behind what its halves from `first` on read and earlier ones have."""
@@ -351,12 +360,9 @@ class _Cut:
 
     def _waiting(self) -> Iterator[int]:
         """Yield the terms that I makes of gradients to which W adds another term."""
-        halves: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for t, name in self._terms:
-            halves[int(self._home[t]), name].append(t)
-        for terms in halves.values():
-            if any(self._made_in[t] == _WEIGHT for t in terms):
-                yield from (t for t in terms if self._made_in[t] == _INPUT)
+        places = [*zip(self._terms, self._term_homes, self._terms_made_in, strict=True)]
+        late = {(home, name) for (_, name), home, half in places if half == _WEIGHT}
+        yield from (t for (t, name), home, half in places if half == _INPUT and (home, name) in late)
 
     def _results(self) -> list[set[int]]:
         found: list[set[int]] = [set() for _ in range(self._count)]

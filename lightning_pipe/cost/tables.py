@@ -53,6 +53,7 @@ class GraphArrays:
         )
         self.maker = numbers(tensor.maker for tensor in tensors)
         self.base = numbers(tensor.base for tensor in tensors)
+        self._repeated_tensors = {*np.flatnonzero((self.maker >= 0) & self.repeated[self.maker]).tolist()}
         self.of_state = np.array([tensor.of_state for tensor in tensors], dtype=bool)
         self.per_sample = np.array([tensor.bytes_per_sample for tensor in tensors], dtype=float)
         self.fixed = numbers(tensor.fixed_bytes for tensor in tensors)
@@ -63,7 +64,7 @@ class GraphArrays:
         self.names = tuple(graph.parameter_bytes)
         chains = self._chains()
         placed = [o for o, operation in enumerate(operations) if operation.phase != "repeated"]
-        self.reads = pairs((o, t) for o in placed for t in operations[o].reads if not self._is_repeated(t))
+        self.reads = pairs((o, t) for o in placed for t in operations[o].reads if t not in self._repeated_tensors)
         self.readers: list[list[int]] = [[] for _ in tensors]
         for o, t in listed(self.reads):
             self.readers[t].append(o)
@@ -72,7 +73,7 @@ class GraphArrays:
         self.parameters = pairs(
             (o, number[name]) for o in placed for r in (o, *chains[o]) for name in operations[r].parameters
         )
-        makers = [tensors[t].maker for t in graph.results if self._is_repeated(t)]
+        makers = [tensors[t].maker for t in graph.results if t in self._repeated_tensors]
         self.repeated_results = tuple(sorted({r for maker in makers for r in (maker, *chains[maker])}))
         mutated = frozenset(state for _, state in graph.updates)
         self.overwritten = [
@@ -83,14 +84,11 @@ class GraphArrays:
             if state in mutated
         ]
 
-    def _is_repeated(self, tensor: int) -> bool:
-        return bool(self.maker[tensor] >= 0 and self.repeated[self.maker[tensor]])
-
     def _chains(self) -> list[frozenset[int]]:
         """Return, for every operation, the repeated operations whose results it needs, directly or through others."""
         chains: list[frozenset[int]] = []
         for operation in self.graph.operations:
-            needed = [int(self.maker[t]) for t in operation.reads if self._is_repeated(t)]
+            needed = [self.graph.tensors[t].maker for t in operation.reads if t in self._repeated_tensors]
             chains.append(frozenset(r for maker in needed for r in (maker, *chains[maker])))
         return chains
 
@@ -108,8 +106,10 @@ def pairs(values: Iterable[tuple[int, int]]) -> Pairs:
 
 def different(first: Numbers, second: Numbers) -> Pairs:
     """Return the different pairs, in order of the first, then the second."""
-    found = np.unique(np.stack([first, second], axis=1), axis=0)
-    return found[:, 0], found[:, 1]
+    least = int(second.min(initial=0))
+    width = int(second.max(initial=0)) - least + 1
+    found = np.unique(first * width + (second - least))  # one number for a pair: many times as fast as rows
+    return found // width, found % width + least
 
 
 def listed(values: Pairs) -> list[tuple[int, int]]:
