@@ -254,7 +254,7 @@ def _plan_limit(model: dict[str, int], part: float) -> tuple[str, str, int, int]
     free = _problem_of_gpt(model, ranks=2, limit=1 << 50, microbatches=4, sizes=(8, LIMIT_BATCH // 4))
     free = replace(free, samples=LIMIT_BATCH, wishes=replace(free.wishes, warmup="pa"))
     whole = propose(free, "uniform")[0]
-    wishes = replace(free.wishes, reliefs=frozenset(("recompute", "offload")))
+    wishes = replace(free.wishes, memory_policies=frozenset(("recompute", "offload")))
     host = replace(free.cluster.hosts[0], devices=(Device("cpu", int(part * max(whole.peak_bytes))),) * 2)
     tight = replace(free, wishes=wishes, cluster=Cluster((host,)))
     found = propose(tight, "uniform")[0]
@@ -428,7 +428,7 @@ def _any_problem(draw: random.Random) -> Problem:
         path = Path(folder) / "chain-pbs-4.txt"
         path.write_text("\n".join([*layers, *links]) + "\n", encoding="utf-8")
         graph, profile = load_published(path, optimizer_state=2.0)
-    wishes = Constraints(EXHAUSTIVE_COUNT, (1, 1), "1f1b", reliefs=frozenset(("recompute",)))
+    wishes = Constraints(EXHAUSTIVE_COUNT, (1, 1), "1f1b", memory_policies=frozenset(("recompute",)))
 
     def asked(memory: int) -> Problem:
         host = Host("h", (Device("x", memory),) * 2, inside=NVLINK, network=NVLINK)

@@ -176,9 +176,9 @@ class DappleConfig:
         """
         if self.schedule is not None and _is_file(self.schedule):
             order = format_order(load_csv(self.schedule))
-            return Constraints(self.microbatches, order=order, reliefs=EXECUTED, shard_optimizer=self._sharding)
+            return Constraints(self.microbatches, order=order, memory_policies=EXECUTED, shard_optimizer=self._sharding)
         schedule = "1f1b" if self.warmup is not None else self.schedule
-        wishes = Constraints(self.microbatches, self.replicas, schedule, self.warmup, reliefs=EXECUTED)
+        wishes = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=EXECUTED)
         return replace(wishes, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 
     @property

@@ -114,14 +114,14 @@ def test_the_schema_of_the_presets_has_the_same_defaults():
 def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig(layout="2-1").replicas == (2, 1)
     assert DappleConfig().replicas is None
-    may = {"reliefs": EXECUTED, "shard_optimizer": "auto"}
+    may = {"memory_policies": EXECUTED, "shard_optimizer": "auto"}
     assert DappleConfig(warmup="pb", layout="2-1").wishes == Constraints(None, (2, 1), "1f1b", "pb", **may)
     assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Constraints(4, schedule="gpipe", **may)
     assert DappleConfig(post_validation=True).wishes.shard_optimizer == "off"
 
 
 def test_plans_may_by_default_do_what_runs_can_do():
-    assert DappleConfig().wishes.reliefs == {"recompute", "offload"}
+    assert DappleConfig().wishes.memory_policies == {"recompute", "offload"}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ double it. What that means for numbers of devices:
                         counts what is kept between passes only (48 MB of a layer that is recomputed): by that count,
                         printed beside, 36 devices suffice
 
-Plans of a planner are relieved (`fit_memory`) at their own depths, at 1F1B's and at lower ones; the best by
+Plans of a planner get activation policies (`fit_memory`) at their own depths, at 1F1B's and at lower ones; the best by
 the simulator counts. The shares of saved bytes that stages recompute are printed: they fall along the pipeline, as in
 the plans that vPipe (Zhao et al., TPDS 2022) published, since early stages hold more micro-batches. (By a few percent
 they may not: the first stage keeps inputs that others do not have. Nor where all hold one micro-batch.)
@@ -37,9 +37,9 @@ from pathlib import Path
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.planner.candidates.candidate import Candidate
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
-from lightning_pipe.planner.evaluation.resolve import resolve_reliefs
-from lightning_pipe.planner.memory.fit_memory import relieve
-from lightning_pipe.planner.problem import Constraints, Problem, Relief
+from lightning_pipe.planner.evaluation.resolve import resolve_policies
+from lightning_pipe.planner.memory.fit_memory import fit_by_policies
+from lightning_pipe.planner.problem import Constraints, MemoryPolicy, Problem
 from lightning_pipe.planner.systems.dapple.dapple_planner import dapple
 from lightning_pipe.planner.systems.dawnpiper import dawnpiper
 from lightning_pipe.profiles.published import load_published
@@ -69,11 +69,11 @@ class Found:
     shares: tuple[float, ...]
 
 
-def problem(gigabytes: float, devices: int, *reliefs: Relief) -> Problem:
+def problem(gigabytes: float, devices: int, *policies: MemoryPolicy) -> Problem:
     """Return the problem of a batch on so many devices with so much memory."""
     graph, profile = load_published(PROFILE, optimizer_state=0.0)
     host = Host("host", (Device("A100", round(gigabytes * 1e9)),) * devices, inside=LINK, network=LINK)
-    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Constraints(reliefs=frozenset(reliefs)))
+    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Constraints(memory_policies=frozenset(policies)))
 
 
 def best(asked: Problem, planner: str) -> Found:
@@ -83,7 +83,7 @@ def best(asked: Problem, planner: str) -> Found:
     for outline in PLANNERS[planner](asked)[:_OUTLINES]:
         *deeper, shallowest = tried_depths(outline)
         for depths in (shallowest, *deeper):
-            judged.append(relieve(asked, judge.judge(replace(outline, depths=depths).plan(asked)), judge=judge))
+            judged.append(fit_by_policies(asked, judge.judge(replace(outline, depths=depths).plan(asked)), judge=judge))
             if (judged[-1].overflow(asked.cluster) <= 0) == (depths != shallowest):
                 break  # not even the shallowest fits, or the deepest that fits is found
     least = min(judged, key=lambda one: one.rank(asked.cluster))
@@ -101,8 +101,8 @@ def tried_depths(outline: Candidate) -> list[tuple[int, ...]]:
 def shares(asked: Problem, judged: Judged) -> Iterator[float]:
     """Yield the part of what each stage would save that it recomputes."""
     works, tensors = Judge(asked).pricer.works(judged.cuts), asked.graph.tensors
-    for work, relief in zip(works, resolve_reliefs(judged.plan, asked.graph, works), strict=True):
-        recomputed = sum(tensors[m].bytes_per_sample for m in relief.recomputed)
+    for work, policy in zip(works, resolve_policies(judged.plan, asked.graph, works), strict=True):
+        recomputed = sum(tensors[m].bytes_per_sample for m in policy.recomputed)
         yield recomputed / (sum(tensors[m].bytes_per_sample for m in work.saved) or 1.0)
 
 

@@ -26,7 +26,7 @@ from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import OLD_NAMES, OldName, set_twice
-from lightning_pipe.planner.problem import Constraints, Relief
+from lightning_pipe.planner.problem import Constraints, MemoryPolicy
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.profiles.published import ADAM_STATE
 from lightning_pipe.schedule.construct.options import hint
@@ -155,13 +155,13 @@ class WishedOptions(StepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("activation_policies", self.activation_policies, get_args(Relief))
+        check_names("activation_policies", self.activation_policies, get_args(MemoryPolicy))
 
     @property
     def wishes(self) -> Constraints:
         """Return what a plan must keep to."""
-        reliefs: frozenset[Any] = frozenset(self.activation_policies)
-        return replace(self.config.wishes, least_samples=self.least_samples, reliefs=reliefs)
+        policies: frozenset[Any] = frozenset(self.activation_policies)
+        return replace(self.config.wishes, least_samples=self.least_samples, memory_policies=policies)
 
 
 class Drawn(Protocol):

@@ -29,7 +29,7 @@ from lightning_pipe.cost.tables import GraphArrays
 
 
 @dataclass(frozen=True)
-class Reliefs:
+class StagePolicy:
     """What a stage does not keep on its device.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reliefs:
     offloaded: frozenset[int]
 
 
-KEEP = Reliefs(frozenset(), frozenset())
+KEEP = StagePolicy(frozenset(), frozenset())
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def checkpointed(graph: Graph, work: StageWork) -> frozenset[int]:
     return frozenset(memory for memory, calls in seen.items() if len(calls) == 1 and calls != {-1})
 
 
-def relieved(tables: GraphArrays, work: StageWork, reliefs: Reliefs) -> StageWork:
+def with_policy(tables: GraphArrays, work: StageWork, policy: StagePolicy) -> StageWork:
     """Return what a stage runs and holds when it recomputes; what cannot be recomputed stays kept.
 
     F runs what it ran; it drops more.
@@ -100,10 +100,10 @@ def relieved(tables: GraphArrays, work: StageWork, reliefs: Reliefs) -> StageWor
     Args:
         tables: of the graph.
         work: the stage when all is kept.
-        reliefs: what it does not keep.
+        policy: what it does not keep.
     """
     memories = Memories(tables.graph, work)
-    return _Relieved(tables, memories, reliefs.recomputed & memories.remakeable).work()
+    return _WithPolicy(tables, memories, policy.recomputed & memories.remakeable).work()
 
 
 class Memories:
@@ -165,7 +165,7 @@ class Memories:
         return frozenset(sound)
 
 
-class _Relieved:
+class _WithPolicy:
     """One stage that drops some memories, all of which can be recomputed."""
 
     def __init__(self, tables: GraphArrays, memories: Memories, dropped: frozenset[int]) -> None:

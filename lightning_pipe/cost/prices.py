@@ -33,7 +33,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import AnyCompute, Bucket, ComputeKind, Layout, Message, Pass, Program, Traffic
 from lightning_pipe.core.sharding import gather_bytes, owners
-from lightning_pipe.cost.activations import KEEP, Reliefs, relieved
+from lightning_pipe.cost.activations import KEEP, StagePolicy, with_policy
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
 from lightning_pipe.cost.memory import Amount, Live, MemoryModel, StageMemory, StateBytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
@@ -80,45 +80,45 @@ class Pricer:
         self.seconds = np.array(profile.seconds, dtype=float).reshape(len(graph.operations), len(profile.samples))
         self._works: dict[tuple[int, ...], tuple[StageWork, ...]] = {}
         self._traffic: dict[tuple[int, ...], Traffic] = {}
-        self._relieved: dict[_Stage, StageWork] = {}
+        self._with_less: dict[_Stage, StageWork] = {}
         self._memories: dict[_Stage, StageMemory] = {}
 
-    def works(self, cuts: Sequence[int], reliefs: Sequence[Reliefs] = ()) -> tuple[StageWork, ...]:
+    def works(self, cuts: Sequence[int], policies: Sequence[StagePolicy] = ()) -> tuple[StageWork, ...]:
         """Return what every stage runs and holds.
 
         Args:
             cuts: positions at which stages 1, 2, ... begin.
-            reliefs: what each stage does not keep; () if all keep everything.
+            policies: what each stage does not keep; () if all keep everything.
         """
         key = tuple(cuts)
         if key not in self._works:
             self._works[key] = self.cutter.works(key)
-        if not reliefs:
+        if not policies:
             return self._works[key]
-        assert len(reliefs) == len(self._works[key]), "reliefs of every stage"
-        return tuple(self._relieve(key, s, relief.recomputed) for s, relief in enumerate(reliefs))
+        assert len(policies) == len(self._works[key]), "policies of every stage"
+        return tuple(self._recomputing(key, s, policy.recomputed) for s, policy in enumerate(policies))
 
-    def _relieve(self, cuts: tuple[int, ...], s: int, recomputed: frozenset[int]) -> StageWork:
+    def _recomputing(self, cuts: tuple[int, ...], s: int, recomputed: frozenset[int]) -> StageWork:
         work = self._works[cuts][s]
         if not recomputed:
             return work
         stage = self._stage(cuts, s, recomputed)
-        if stage not in self._relieved:
-            self._relieved[stage] = relieved(self.cutter.tables, work, Reliefs(recomputed, frozenset()))
-        return self._relieved[stage]
+        if stage not in self._with_less:
+            self._with_less[stage] = with_policy(self.cutter.tables, work, StagePolicy(recomputed, frozenset()))
+        return self._with_less[stage]
 
     def _stage(self, cuts: Sequence[int], s: int, recomputed: frozenset[int]) -> _Stage:
         """Return what decides what a stage runs and holds: wherever else a graph is cut, that stays the same."""
         return cuts[s - 1] if s else _BEFORE, cuts[s] if s < len(cuts) else len(self.graph.nodes) + 1, recomputed
 
-    def stage_memory(self, cuts: Sequence[int], stage: int, reliefs: Reliefs = KEEP) -> StageMemory:
+    def stage_memory(self, cuts: Sequence[int], stage: int, policy: StagePolicy = KEEP) -> StageMemory:
         """Return the bytes of a stage."""
-        key = self._stage(cuts, stage, reliefs.recomputed)
+        key = self._stage(cuts, stage, policy.recomputed)
         if key not in self._memories:
             works = self.works(cuts)
             others = (work.parameters for s, work in enumerate(works) if s != stage)
             shared = frozenset(name for names in others for name in names)
-            work = self._relieve(tuple(cuts), stage, reliefs.recomputed)
+            work = self._recomputing(tuple(cuts), stage, policy.recomputed)
             self._memories[key] = self.memory.stage(work, shared=shared)
         return self._memories[key]
 
@@ -130,10 +130,10 @@ class Pricer:
         return self._traffic[key]
 
     def price(
-        self, cuts: Sequence[int], layout: Layout, reliefs: Sequence[Reliefs] = (), *, sharded: bool = False
+        self, cuts: Sequence[int], layout: Layout, policies: Sequence[StagePolicy] = (), *, sharded: bool = False
     ) -> PlanPrices:
-        """Return the prices of one cut in one layout; `reliefs` as in `works`, `sharded` as in `PlanPrices`."""
-        return PlanPrices(self, cuts, layout, reliefs, sharded=sharded)
+        """Return the prices of one cut in one layout; `policies` as in `works`, `sharded` as in `PlanPrices`."""
+        return PlanPrices(self, cuts, layout, policies, sharded=sharded)
 
 
 class PlanPrices:
@@ -143,7 +143,7 @@ class PlanPrices:
         pricer: graph, profile and cluster.
         cuts: positions at which stages 1, 2, ... begin.
         layout: ranks of each stage.
-        reliefs: what each stage does not keep; () if all keep everything.
+        policies: what each stage does not keep; () if all keep everything.
         sharded: whether holders of the same parameters share their optimizer state (`core.sharding`).
 
     Attributes:
@@ -156,20 +156,20 @@ class PlanPrices:
         pricer: Pricer,
         cuts: Sequence[int],
         layout: Layout,
-        reliefs: Sequence[Reliefs] = (),
+        policies: Sequence[StagePolicy] = (),
         *,
         sharded: bool = False,
     ) -> None:
         self._sharded = sharded
-        self.works = pricer.works(cuts, reliefs)
-        self._cuts, self._reliefs = tuple(cuts), tuple(reliefs) or (KEEP,) * len(self.works)
-        leaving = [r.offloaded.intersection(work.saved) for work, r in zip(self.works, self._reliefs, strict=True)]
+        self.works = pricer.works(cuts, policies)
+        self._cuts, self._policies = tuple(cuts), tuple(policies) or (KEEP,) * len(self.works)
+        leaving = [r.offloaded.intersection(work.saved) for work, r in zip(self.works, self._policies, strict=True)]
         self._offloaded = tuple(pricer.memory.amount(sorted(memories)) for memories in leaving)
         traffic = pricer.traffic(cuts)
         self.traffic = replace(
             traffic,
             offloads=tuple(s for s, found in enumerate(leaving) if found),
-            joinable=tuple(s for s in traffic.joinable if not self._reliefs[s].recomputed),
+            joinable=tuple(s for s in traffic.joinable if not self._policies[s].recomputed),
         )
         self.layout = layout
         self._pricer, self._profile, self._cluster = pricer, pricer.profile, pricer.cluster
@@ -382,7 +382,7 @@ class PlanPrices:
 
     def memory(self, stage: int) -> StageMemory:
         """Return the bytes of a stage."""
-        return self._pricer.stage_memory(self._cuts, stage, self._reliefs[stage])
+        return self._pricer.stage_memory(self._cuts, stage, self._policies[stage])
 
     def _parameters(self, rank: int, *, trained: bool = False) -> list[str]:
         """Return the parameters that a rank holds, each once; `trained`: those that some stage has a gradient of."""

@@ -14,10 +14,10 @@ from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.cost.tables import GraphArrays
 from lightning_pipe.errors import PlanError
 
-Relief = Literal["recompute", "offload"]
+MemoryPolicy = Literal["recompute", "offload"]
 Sharding = Literal["auto", "on", "off"]
 
-EXECUTED: frozenset[Relief] = frozenset(("recompute", "offload"))
+EXECUTED: frozenset[MemoryPolicy] = frozenset(("recompute", "offload"))
 """What a run of a captured step can do with saved tensors beside keeping them: its plans may do so by default."""
 
 
@@ -31,7 +31,7 @@ class Constraints:
         schedule: name of the schedule; None leaves it open.
         warmup: warm-up of 1F1B, as `schedule.orders.one_f_one_b` reads it; None leaves it open.
         least_samples: fewest samples of a micro-batch for which a replica may be used, unless a batch has fewer in all.
-        reliefs: what a plan may do with saved tensors instead of keeping them.
+        memory_policies: what a plan may do with saved tensors instead of keeping them.
         stages_per_device: stages per device (in each of its pipes); None leaves it open.
         order: computes of every rank, as text, that decide layout, number of micro-batches and schedule; () leaves
             these open.
@@ -44,7 +44,7 @@ class Constraints:
     schedule: str | None = None
     warmup: str | None = None
     least_samples: int = 1
-    reliefs: frozenset[Relief] = frozenset()
+    memory_policies: frozenset[MemoryPolicy] = frozenset()
     stages_per_device: int | None = None
     order: tuple[str, ...] = ()
     shard_optimizer: Sharding = "off"

@@ -49,8 +49,8 @@ def plan_table(
         table.add_column(heading, overflow="ellipsis", no_wrap=heading != "modules")
     for heading in ("parameters", "cost", "samples per replica"):
         table.add_column(heading, justify="right")
-    relieved = any(stage.recompute or stage.offload for stage in plan.stages)
-    if relieved:
+    drops = any(stage.recompute or stage.offload for stage in plan.stages)
+    if drops:
         table.add_column("not kept")
     if joinable is not None:
         table.add_column("W")
@@ -64,7 +64,7 @@ def plan_table(
             format_bytes(_parameter_bytes(nodes, graph)),
             format_share(sum(costs[start:stop]) / (sum(costs) or 1.0)),
             _samples(plan, stage, graph.samples),
-            *([_not_kept(plan.stages[stage])] if relieved else []),
+            *([_not_kept(plan.stages[stage])] if drops else []),
             *(["joined" if stage in joinable else "one by one"] if joinable is not None else []),
         )
     return text_of(table, width)

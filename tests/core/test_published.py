@@ -353,9 +353,9 @@ def test_recomputing_a_layer_of_pipers_bert_runs_its_forward_again_and_keeps_its
     layers = [node.name for node in graph.nodes[middle : middle + 16]]
     stashes = tuple(f"{name}.stash" for name in layers)
     stages = StagePlan("", (0,)), StagePlan(layers[0], (1,))
-    relieved = StagePlan(layers[0], (1,), recompute=stashes)
+    recomputing = StagePlan(layers[0], (1,), recompute=stashes)
     problem = Problem(graph, profile, TWO, samples=4)
-    plain, recomputed = (judge(Plan((stages[0], last), microbatches=4), problem) for last in (stages[1], relieved))
+    plain, recomputed = (judge(Plan((stages[0], last), microbatches=4), problem) for last in (stages[1], recomputing))
     forward_s = sum(profile.seconds[middle + k][0] for k in range(16))
     backward = Compute(1, "B", 0)
     added = recomputed.prices.compute_s(backward, 1, 1) - plain.prices.compute_s(backward, 1, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from cost.sketches import WEIGHT, WIDTH, Sketch, chain, names, tensors
 from lightning_pipe.core.program import Compute, Layout
-from lightning_pipe.cost.activations import KEEP, Reliefs, candidates, relieved
+from lightning_pipe.cost.activations import KEEP, StagePolicy, candidates, with_policy
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.memory import MemoryModel
 from lightning_pipe.cost.prices import Pricer
@@ -17,8 +17,8 @@ from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.planner.problem import nominal_cluster
 
 
-def recomputing(*memories: int) -> Reliefs:
-    return Reliefs(frozenset(memories), frozenset())
+def recomputing(*memories: int) -> StagePolicy:
+    return StagePolicy(frozenset(memories), frozenset())
 
 
 def number(graph, name: str) -> int:
@@ -28,8 +28,8 @@ def number(graph, name: str) -> int:
 def without(graph, cuts, s: int, *dropped: str):
     """Return a stage of a cut graph that recomputes tensors of these names."""
     cutter = Cutter(graph)
-    reliefs = recomputing(*(number(graph, name) for name in dropped))
-    return relieved(cutter.tables, cutter.works(cuts)[s], reliefs)
+    policy = recomputing(*(number(graph, name) for name in dropped))
+    return with_policy(cutter.tables, cutter.works(cuts)[s], policy)
 
 
 def blocks(count: int):
@@ -93,7 +93,7 @@ def some(memories: list[int], dice: random.Random) -> frozenset[int]:
 def test_recomputing_nothing_changes_nothing(zoo):
     _, capture, _, _ = zoo
     for tables, work, _ in stages(zoo[0], capture.graph):
-        assert relieved(tables, work, KEEP) == work
+        assert with_policy(tables, work, KEEP) == work
 
 
 def test_every_operation_finds_what_it_reads_whatever_is_recomputed(zoo):
@@ -101,13 +101,13 @@ def test_every_operation_finds_what_it_reads_whatever_is_recomputed(zoo):
     for tables, work, dice in stages(zoo[0], graph):
         saved = remakeable(graph, work)
         for dropped in ((), saved, some(saved, dice), some(saved, dice)):
-            runs(graph, relieved(tables, work, recomputing(*dropped)))
+            runs(graph, with_policy(tables, work, recomputing(*dropped)))
 
 
 def test_recomputing_all_leaves_what_arrives_and_what_cannot_be_made_anew(zoo):
     graph = zoo[1].graph
     for tables, work, _ in stages(zoo[0], graph):
-        less = relieved(tables, work, recomputing(*work.saved))
+        less = with_policy(tables, work, recomputing(*work.saved))
         lasting = {c.memory for c in candidates(graph, work) if not c.is_remakeable}
         assert lasting <= {*less.saved} <= lasting | {*work.forward.given}
 
@@ -125,7 +125,7 @@ def test_recomputing_more_saves_nothing_more_but_what_arrived(zoo):
     for tables, work, dice in stages(zoo[0], graph):
         more = some(remakeable(graph, work), dice)
         fewer = some(sorted(more), dice)
-        larger, smaller = (set(relieved(tables, work, recomputing(*d)).saved) for d in (fewer, more))
+        larger, smaller = (set(with_policy(tables, work, recomputing(*d)).saved) for d in (fewer, more))
         assert smaller - larger <= set(work.forward.given)
 
 
@@ -137,7 +137,7 @@ def test_what_runs_again_is_all_that_is_added(zoo):
         return [o for o in half.operations if graph.operations[o].phase == "backward"]
 
     for tables, work, dice in stages(zoo[0], graph):
-        less = relieved(tables, work, recomputing(*some(remakeable(graph, work), dice)))
+        less = with_policy(tables, work, recomputing(*some(remakeable(graph, work), dice)))
         assert less.forward.operations == work.forward.operations
         assert len({*less.input_grad.operations}) == len(less.input_grad.operations)
         first, second = backward(less.input_grad), backward(less.weight_grad)

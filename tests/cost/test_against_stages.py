@@ -24,7 +24,7 @@ from lightning_pipe.capture import flatten
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.cluster import NO_LINK, Cluster, Device, Host
 from lightning_pipe.core.program import Layout
-from lightning_pipe.cost.activations import Reliefs, candidates, relieved
+from lightning_pipe.cost.activations import StagePolicy, candidates, with_policy
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.memory import MemoryModel, StageMemory
 from lightning_pipe.cost.prices import price
@@ -138,10 +138,10 @@ def memories(capture, cuts) -> list[StageMemory]:
     return [memory.stage(work) for work in stage_works(capture.graph, cuts)]
 
 
-def reliefs_of(graph, work, share: float, dice: random.Random) -> Reliefs:
+def policy_for(graph, work, share: float, dice: random.Random) -> StagePolicy:
     """Return what a stage recomputes if it recomputes this share of what it can."""
     found = [c.memory for c in candidates(graph, work) if c.is_remakeable]
-    return Reliefs(frozenset(dice.sample(found, round(share * len(found)))), frozenset())
+    return StagePolicy(frozenset(dice.sample(found, round(share * len(found)))), frozenset())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, pytest.param(1.0, marks=pytest.mark.slow)])
@@ -151,10 +151,10 @@ def test_what_stages_hold_and_need_is_what_was_predicted(zoo, share):
     cutter, memory_of, dice = Cutter(capture.graph), MemoryModel(capture.graph), random.Random(name)
     for cuts in cases(name, capture):
         works = cutter.works(cuts)
-        reliefs = [reliefs_of(capture.graph, work, share, dice) for work in works]
-        policies = [policy_of(cutter.tables, *own) for own in zip(works, reliefs, strict=True)]
+        asked = [policy_for(capture.graph, work, share, dice) for work in works]
+        policies = [policy_of(cutter.tables, *own) for own in zip(works, asked, strict=True)]
         run = Stages(capture, module, batch, cuts, policies)
-        expected = [memory_of.stage(relieved(cutter.tables, *own)) for own in zip(works, reliefs, strict=True)]
+        expected = [memory_of.stage(with_policy(cutter.tables, *own)) for own in zip(works, asked, strict=True)]
         n = run.samples
         for s, memory in enumerate(expected):
             loaded = sum(run.held(s).values())

@@ -10,7 +10,7 @@ from cost.sketches import WEIGHT, WIDTH, Sketch, chain
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import Compute, Evict, Fetch, Layout, Message, Samples
-from lightning_pipe.cost.activations import KEEP, Reliefs
+from lightning_pipe.cost.activations import KEEP, StagePolicy
 from lightning_pipe.cost.counted import NOMINAL, counted
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, step_s
 from lightning_pipe.cost.prices import Pricer, price
@@ -144,13 +144,13 @@ def test_what_a_stage_offloads_is_copied_over_the_link_of_its_rank_and_stays_amo
     pricer = Pricer(GRAPH, profile=PROFILE, cluster=Cluster(hosts))
     h_0, h_1 = (t for t, tensor in enumerate(GRAPH.tensors) if tensor.name in ("h_0", "h_1"))
     plain = pricer.price(CUTS, STRAIGHT)
-    less = pricer.price(CUTS, STRAIGHT, (KEEP, Reliefs(frozenset(), frozenset({h_1})), KEEP))
+    less = pricer.price(CUTS, STRAIGHT, (KEEP, StagePolicy(frozenset(), frozenset({h_1})), KEEP))
     assert (plain.traffic.offloads, less.traffic.offloads) == ((), (1,))
     assert [less.offloaded_bytes(s, 3) for s in range(3)] == [0, 3 * WIDTH, 0]
     assert less.own_work_s(Evict(1, 0), 0, 3) == 1.0 + 3 * WIDTH / 2.0
     assert less.own_work_s(Fetch(1, 0), 1, 3) == 3.0 + 3 * WIDTH / 2.0
     assert less.saved_bytes(1, 3) == plain.saved_bytes(1, 3) == 2 * WIDTH * 3
-    both = pricer.price(CUTS, STRAIGHT, (KEEP, Reliefs(frozenset({h_1}), frozenset({h_0})), KEEP))
+    both = pricer.price(CUTS, STRAIGHT, (KEEP, StagePolicy(frozenset({h_1}), frozenset({h_0})), KEEP))
     assert both.saved_bytes(1, 3) == both.offloaded_bytes(1, 3) == 3 * WIDTH
 
 

@@ -58,7 +58,7 @@ def tight(problem: Problem, *, share: float) -> Problem:
     judged = propose(problem, "uniform")[0]
     states = [curve.state_bytes for curve in judged.curves]
     needs = (round(state + share * (peak - state)) for state, peak in zip(states, judged.peak_bytes, strict=True))
-    wishes = replace(problem.wishes, reliefs=frozenset({"offload"}))
+    wishes = replace(problem.wishes, memory_policies=frozenset({"offload"}))
     return replace(problem, cluster=limited(problem.cluster, {"": max(needs)}), wishes=wishes)
 
 

@@ -1,4 +1,4 @@
-"""What relief of memory must do: make plans fit, with no more than is needed, and for nothing where copies are free."""
+"""What activation policies must do: make plans fit, give up no more than is needed, nothing where copies are free."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
-from lightning_pipe.planner.evaluation.resolve import resolve_reliefs
-from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.evaluation.resolve import resolve_policies
+from lightning_pipe.planner.memory.fit_memory import fit_by_policies
 from lightning_pipe.planner.memory.offload_budget import Stay, absences, free_copy_s
 from lightning_pipe.planner.memory.recompute_selection import Terms, choices
-from lightning_pipe.planner.problem import Constraints, Problem, Relief
+from lightning_pipe.planner.problem import Constraints, MemoryPolicy, Problem
 
 FAST = Link(latency_s=0.0, bytes_per_s=1e12)
 MICROBATCHES = 10
@@ -54,50 +54,52 @@ def blocks(count: int, *, samples: int = 16) -> tuple[Graph, Profile]:
 
 
 def asked(
-    *reliefs: Relief, memory: float = 1e12, stages: int = 4, swap: Link = NO_SWAP, size: int = 16
+    *policies: MemoryPolicy, memory: float = 1e12, stages: int = 4, swap: Link = NO_SWAP, size: int = 16
 ) -> tuple[Problem, Plan]:
     """Return a balanced pipeline of `size` blocks on equal devices."""
     graph, profile = blocks(size)
     host = Host("a", (Device("x", int(memory)),) * stages, inside=FAST, network=FAST, swap=swap)
-    problem = Problem(graph, profile, Cluster((host,)), MICROBATCHES, wishes=Constraints(reliefs=frozenset(reliefs)))
+    problem = Problem(
+        graph, profile, Cluster((host,)), MICROBATCHES, wishes=Constraints(memory_policies=frozenset(policies))
+    )
     begins = ["", *(f"n{s * size // stages}" for s in range(1, stages))]
     plan = Plan(tuple(StagePlan(at, (s,)) for s, at in enumerate(begins)), MICROBATCHES, "1f1b", {"warmup": "pa"})
     return problem, plan
 
 
-def deep(*reliefs: Relief, part: float, swap: Link) -> tuple[Problem, Plan]:
+def deep(*policies: MemoryPolicy, part: float, swap: Link) -> tuple[Problem, Plan]:
     """Return eight stages, of which the first hold enough micro-batches to have some of them on the host."""
-    return asked(*reliefs, memory=part * DEEP_PEAK, stages=8, swap=swap)
+    return asked(*policies, memory=part * DEEP_PEAK, stages=8, swap=swap)
 
 
-def relieved(problem: Problem, plan: Plan) -> tuple[Judged, Judged]:
+def fitted(problem: Problem, plan: Plan) -> tuple[Judged, Judged]:
     judge = Judge(problem)
     judged = judge.judge(plan)
-    return judged, relieve(problem, judged, judge=judge)
+    return judged, fit_by_policies(problem, judged, judge=judge)
 
 
 def share(problem: Problem, judged: Judged) -> list[float]:
     """Return the recomputed share of what each stage would save."""
     works, tensors = Judge(problem).pricer.works(judged.cuts), problem.graph.tensors
-    found = resolve_reliefs(judged.plan, problem.graph, works)
+    found = resolve_policies(judged.plan, problem.graph, works)
     return [
-        sum(tensors[m].bytes_per_sample for m in relief.recomputed)
+        sum(tensors[m].bytes_per_sample for m in policy.recomputed)
         / sum(tensors[m].bytes_per_sample for m in work.saved)
-        for relief, work in zip(found, works, strict=True)
+        for policy, work in zip(found, works, strict=True)
     ]
 
 
-PEAKS = relieved(*asked())[0].peak_bytes
-DEEP_PEAK = relieved(*asked(stages=8))[0].peak_bytes[0]
+PEAKS = fitted(*asked())[0].peak_bytes
+DEEP_PEAK = fitted(*asked(stages=8))[0].peak_bytes[0]
 
 
-@pytest.mark.parametrize("reliefs", [("recompute",), ("offload",), ("recompute", "offload")])
-def test_a_relieved_plan_fits_or_says_by_how_much_not(reliefs):
-    problem, plan = deep(*reliefs, part=0.5, swap=Link(0.0, 1000.0))
-    judged, found = relieved(problem, plan)
+@pytest.mark.parametrize("policies", [("recompute",), ("offload",), ("recompute", "offload")])
+def test_a_plan_with_policies_fits_or_says_by_how_much_not(policies):
+    problem, plan = deep(*policies, part=0.5, swap=Link(0.0, 1000.0))
+    judged, found = fitted(problem, plan)
     assert judged.overflow(problem.cluster) > 0
     assert found.overflow(problem.cluster) < judged.overflow(problem.cluster)
-    if "recompute" in reliefs:
+    if "recompute" in policies:
         assert found.overflow(problem.cluster) <= 0
 
 
@@ -110,52 +112,52 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_relief_suits_any_layout_and_schedule(layout, schedule):
+def test_policies_suit_any_layout_and_schedule(layout, schedule):
     ranks = 1 + max(rank for _, group in layout for rank in group)
     graph, profile = blocks(16)
     plan = Plan(tuple(StagePlan(at, group) for at, group in layout), 6, schedule)
 
     def problem(memory: float) -> Problem:
         host = Host("a", (Device("x", int(memory)),) * ranks, inside=FAST, network=FAST, swap=Link(0.0, 1000.0))
-        wishes = Constraints(reliefs=frozenset({"recompute", "offload"}))
+        wishes = Constraints(memory_policies=frozenset({"recompute", "offload"}))
         return Problem(graph, profile, Cluster((host,)), 24, wishes=wishes)
 
     judged = Judge(problem(1e12)).judge(plan)
     state = judged.curves[0].state_bytes
     tight = problem(state + 0.8 * (max(judged.peak_bytes) - state))
     judge = Judge(tight)
-    assert relieve(tight, judge.judge(plan), judge=judge).overflow(tight.cluster) <= 0
+    assert fit_by_policies(tight, judge.judge(plan), judge=judge).overflow(tight.cluster) <= 0
 
 
 def test_stages_that_fit_keep_everything():
     problem, plan = asked("recompute", memory=PEAKS[1] + 1)
-    _, found = relieved(problem, plan)
+    _, found = fitted(problem, plan)
     assert [bool(stage.recompute) for stage in found.plan.stages] == [True, False, False, False]
 
 
 def test_what_fits_is_left_alone():
     problem, plan = asked("recompute", memory=PEAKS[0])
-    judged, found = relieved(problem, plan)
+    judged, found = fitted(problem, plan)
     assert found is judged
 
 
 def test_nothing_is_given_up_that_is_not_allowed():
     problem, plan = asked("recompute", memory=0.5 * PEAKS[0], swap=Link(0.0, 1e12))
-    _, found = relieved(problem, plan)
+    _, found = fitted(problem, plan)
     assert not any(stage.offload for stage in found.plan.stages)
     problem, plan = asked("offload", memory=0.5 * PEAKS[0])  # no link to the host
-    judged, found = relieved(problem, plan)
+    judged, found = fitted(problem, plan)
     assert found is judged
 
 
 @pytest.mark.parametrize("part", [0.5, 0.8])
 def test_at_most_one_tensor_too_many_is_recomputed(part):
     problem, plan = asked("recompute", memory=part * PEAKS[0], size=12)
-    _, found = relieved(problem, plan)
+    _, found = fitted(problem, plan)
     judge, plan = Judge(problem), found.plan
-    for s, reliefs in enumerate(resolve_reliefs(found.plan, problem.graph, judge.pricer.works(found.cuts))):
-        given_up, kept = set(reliefs.recomputed), 0
-        for memory in reliefs.recomputed:
+    for s, policy in enumerate(resolve_policies(found.plan, problem.graph, judge.pricer.works(found.cuts))):
+        given_up, kept = set(policy.recomputed), 0
+        for memory in policy.recomputed:
             names = tuple(problem.graph.tensors[m].name for m in sorted(given_up - {memory}))
             stages = list(plan.stages)
             stages[s] = replace(stages[s], recompute=names)
@@ -183,19 +185,19 @@ def uneven(seed: int, count: int) -> tuple[Graph, Profile]:
     return sketch.graph(), Profile("sketch", "sketch", (1, 2), tuple((seconds, 2 * seconds) for seconds in times))
 
 
-def test_relief_fits_whenever_some_tensors_do_and_mostly_costs_the_least():
+def test_policies_fit_whenever_some_tensors_do_and_mostly_cost_the_least():
     ratios = []
     for seed, part in ((0, 0.5), (0, 0.7), (1, 0.7), (2, 0.7)):
         graph, profile = uneven(seed, 8)
         plan = Plan((StagePlan("", (0,)), StagePlan("n6", (1,))), 5, "1f1b", {"warmup": "4,1"})
-        wishes = Constraints(reliefs=frozenset({"recompute"}))
+        wishes = Constraints(memory_policies=frozenset({"recompute"}))
         free = Problem(graph, profile, Cluster((Host("a", (Device("x", 1 << 40),) * 2, FAST, FAST),)), 5, wishes=wishes)
         kept = Judge(free).judge(plan)
         state = kept.curves[0].state_bytes
         first = Device("x", int(state + part * (kept.peak_bytes[0] - state)))
         tight = replace(free, cluster=Cluster((Host("a", (first, Device("x", 1 << 40)), FAST, FAST),)))
         judge = Judge(tight)
-        found = relieve(tight, judge.judge(plan), judge=judge)
+        found = fit_by_policies(tight, judge.judge(plan), judge=judge)
         names = [f"h_{k}" for k in range(5)]
         every = [
             judge.judge(replace(plan, stages=(replace(plan.stages[0], recompute=some), plan.stages[1])))
@@ -212,7 +214,7 @@ def test_relief_fits_whenever_some_tensors_do_and_mostly_costs_the_least():
 
 def test_cheap_tensors_are_recomputed_first():
     problem, plan = asked("recompute", memory=0.75 * PEAKS[0])
-    _, found = relieved(problem, plan)
+    _, found = fitted(problem, plan)
     assert all("gelu" in place or "drop" in place for place in found.plan.stages[0].recompute), found.plan.stages[0]
     judge = Judge(problem)
     added = found.step_s - judge.judge(plan).step_s
@@ -222,14 +224,14 @@ def test_cheap_tensors_are_recomputed_first():
 def test_recompute_falls_along_a_balanced_pipeline():
     for part in (0.45, 0.75):
         problem, plan = asked("recompute", memory=part * PEAKS[0])
-        _, found = relieved(problem, plan)
+        _, found = fitted(problem, plan)
         shares = share(problem, found)
         assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1], (part, shares)
 
 
 def test_free_copies_cost_no_time():
     problem, plan = deep("recompute", "offload", part=0.8, swap=Link(0.0, 4000.0))
-    judged, found = relieved(problem, plan)
+    judged, found = fitted(problem, plan)
     assert found.plan.stages[0].offload and not found.plan.stages[0].recompute
     assert found.overflow(problem.cluster) <= 0
     assert found.step_s == pytest.approx(judged.step_s)
@@ -237,9 +239,9 @@ def test_free_copies_cost_no_time():
 
 def test_slow_copies_leave_the_rest_to_recomputation():
     problem, plan = deep("recompute", "offload", part=0.6, swap=Link(0.0, 400.0))
-    _, found = relieved(problem, plan)
+    _, found = fitted(problem, plan)
     only, _ = deep("recompute", part=0.6, swap=NO_SWAP)
-    _, recomputed = relieved(only, plan)
+    _, recomputed = fitted(only, plan)
     assert found.overflow(problem.cluster) <= 0
     assert found.plan.stages[0].offload and found.plan.stages[0].recompute
     assert found.step_s <= recomputed.step_s

@@ -16,7 +16,7 @@ from lightning_pipe.planner.evaluation.copies import tighter
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged, judge
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.memory import fit_memory
-from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.memory.fit_memory import fit_by_policies
 from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
 from parity.training import problem_of
@@ -114,10 +114,10 @@ def test_saved_tensors_are_given_up_by_waiting_sooner_where_giving_up_more_does_
     (host,) = problem.cluster.hosts
     keeping = judge(replace(plan, stages=tuple(replace(stage, offload=()) for stage in plan.stages)), problem)
     devices = tuple(replace(device, memory_bytes=min(keeping.peak_bytes) // 2) for device in host.devices)
-    wishes = replace(problem.wishes, reliefs=frozenset(("offload",)))
+    wishes = replace(problem.wishes, memory_policies=frozenset(("offload",)))
     tight = replace(problem, cluster=replace(problem.cluster, hosts=(replace(host, devices=devices),)), wishes=wishes)
-    found = relieve(tight, judge(keeping.plan, tight), judge=Judge(tight))
+    found = fit_by_policies(tight, judge(keeping.plan, tight), judge=Judge(tight))
     monkeypatch.setattr(fit_memory, "tighter", lambda plan: ())
-    without = relieve(tight, judge(keeping.plan, tight), judge=Judge(tight))
+    without = fit_by_policies(tight, judge(keeping.plan, tight), judge=Judge(tight))
     assert without.overflow(tight.cluster) > 0, "the memory asks for more than was found"
     assert found.overflow(tight.cluster) < without.overflow(tight.cluster)

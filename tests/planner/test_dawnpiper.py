@@ -17,13 +17,13 @@ from lightning_pipe.planner.candidates.cut_points import cuttable
 from lightning_pipe.planner.estimates.recurrence import Estimator
 from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.evaluation.evaluate import Judge
-from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.memory.fit_memory import fit_by_policies
 from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.systems.dawnpiper import StageTimes, dawnpiper, interval, partition
 from planner.test_activations import blocks
 from planner.test_uniform import cluster, layers
 
-RECOMPUTE = Constraints(reliefs=frozenset({"recompute"}))
+RECOMPUTE = Constraints(memory_policies=frozenset({"recompute"}))
 
 
 def test_the_best_cut_lies_between_balance_of_time_and_of_memory():
@@ -109,7 +109,7 @@ def test_less_memory_moves_work_to_stages_that_hold_fewer_micro_batches():
 
 
 @pytest.mark.parametrize("part", [0.5, 0.7])
-def test_every_stage_fits_after_relief_where_without_none_does(part):
+def test_every_stage_fits_by_its_policies_where_without_none_does(part):
     graph, profile = blocks(16)
     free = Problem(graph, profile, cluster(4), 16, wishes=replace(RECOMPUTE, microbatches=16))
     straight = next(o for o in dawnpiper(free) if len(o.ranks) == 4)
@@ -119,7 +119,7 @@ def test_every_stage_fits_after_relief_where_without_none_does(part):
     judge = Judge(tight)
     judged = judge.judge(outline.plan(tight))
     assert judged.overflow(tight.cluster) > 0
-    assert relieve(tight, judged, judge=judge).overflow(tight.cluster) <= 0
+    assert fit_by_policies(tight, judged, judge=judge).overflow(tight.cluster) <= 0
 
 
 def test_groups_divide_the_devices():
@@ -156,7 +156,7 @@ def test_large_published_layers_fit_by_recompute_that_falls_along_the_pipeline()
     outline = next(outline for outline in dawnpiper(asked) if len(outline.ranks) == 8)
     judge = Judge(asked)
     kept = judge.judge(replace(outline, depths=tuple(range(8, 0, -1))).plan(asked))
-    found = relieve(asked, kept, judge=judge)
+    found = fit_by_policies(asked, kept, judge=judge)
     assert kept.overflow(asked.cluster) > 10e9
     assert found.overflow(asked.cluster) <= 0
     shares = [*memory.shares(asked, found)]

@@ -332,12 +332,14 @@ def test_every_rank_is_used_once_and_outlines_differ(count):
         Judge(asked).judge(outline.plan(asked))
 
 
-@pytest.mark.parametrize("relief", [frozenset(), frozenset({"recompute"})])
-def test_no_stage_is_modelled_to_exceed_memory_while_any_pipeline_fits(relief):
+@pytest.mark.parametrize("policies", [frozenset(), frozenset({"recompute"})])
+def test_no_stage_is_modelled_to_exceed_memory_while_any_pipeline_fits(policies):
     free = problem(cluster(4, link=Link(0.01, 1e5)))
     peak = max(Judge(free).judge(madpipe(free)[0].plan(free)).peak_bytes)
     asked = replace(
-        free, cluster=cluster(4, link=Link(0.01, 1e5), memory=round(0.6 * peak)), wishes=Constraints(reliefs=relief)
+        free,
+        cluster=cluster(4, link=Link(0.01, 1e5), memory=round(0.6 * peak)),
+        wishes=Constraints(memory_policies=policies),
     )
     for outline in madpipe(asked):
         chain, estimator = chain_for(asked, outline)
@@ -348,12 +350,12 @@ def test_no_stage_is_modelled_to_exceed_memory_while_any_pipeline_fits(relief):
 def test_recompute_shortens_the_period_within_memory():
     groups, free = ((0,), (1,), (2,), (3,)), problem(cluster(4, link=Link(0.01, 1e5)), units=40, microbatches=8)
     chains = []
-    for reliefs in (frozenset(), frozenset({"recompute"})):
-        asked = replace(free, wishes=Constraints(8, reliefs=reliefs))
+    for policies in (frozenset(), frozenset({"recompute"})):
+        asked = replace(free, wishes=Constraints(8, memory_policies=policies))
         chains.append(chain_of(Estimator(StageCostTable(asked, cuttable(asked.graph, sliced=False))), groups, 8))
-    without, relieved = chains
+    without, recomputing = chains
     memory = 1.1 * least_exceeding(without.with_memory(0.0)).excess(without.with_memory(0.0))
-    plain, better = best_pipeline(without.with_memory(memory)), best_pipeline(relieved.with_memory(memory))
+    plain, better = best_pipeline(without.with_memory(memory)), best_pipeline(recomputing.with_memory(memory))
     assert max(better.dropped) > 0 and better.period < 0.9 * plain.period
 
 

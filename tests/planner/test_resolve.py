@@ -1,4 +1,4 @@
-"""Places of a plan mean saved tensors, and plans that relieve their stages are judged by what that costs."""
+"""Places of a plan mean saved tensors, and plans with activation policies are judged by what that costs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_pipe.core.cluster import NO_SWAP, Link
 from lightning_pipe.core.graph import Node
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Evict, Fetch
-from lightning_pipe.cost.activations import KEEP, Reliefs, candidates
+from lightning_pipe.cost.activations import KEEP, StagePolicy, candidates
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.evaluate import Judge, judge
-from lightning_pipe.planner.evaluation.resolve import places_of, resolve_reliefs
+from lightning_pipe.planner.evaluation.resolve import places_of, resolve_policies
 from lightning_pipe.planner.problem import Problem, nominal_cluster
 
 CUTS = (1, 3)
@@ -40,13 +40,13 @@ def plan_with(graph=None, *, recompute: tuple[str, ...] = (), offload: tuple[str
     return Plan((*stages, replace(last, recompute=recompute, offload=offload)), 2)
 
 
-def meant(recompute=(), offload=()) -> Reliefs:
+def meant(recompute=(), offload=()) -> StagePolicy:
     """Return what places mean in stage 2 of the named chain cut before its second and third layer."""
     graph = named()
     works = Cutter(graph).works((1, 2))
-    *others, reliefs = resolve_reliefs(plan_with(recompute=recompute, offload=offload), graph, works)
+    *others, policy = resolve_policies(plan_with(recompute=recompute, offload=offload), graph, works)
     assert others == [KEEP, KEEP]
-    return reliefs
+    return policy
 
 
 def names(memories) -> set[str]:
@@ -63,8 +63,8 @@ def test_a_place_is_a_tensor_a_node_or_a_module_and_what_arrives_is_a_tensor(pla
 
 
 def test_recomputed_and_offloaded_are_told_apart():
-    reliefs = meant(recompute=("n2",), offload=("h_1", "h_3"))
-    assert names(reliefs.recomputed) == {"h_2"} and names(reliefs.offloaded) == {"h_1", "h_3"}
+    policy = meant(recompute=("n2",), offload=("h_1", "h_3"))
+    assert names(policy.recomputed) == {"h_2"} and names(policy.offloaded) == {"h_1", "h_3"}
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_places_of_some_memories_mean_just_these(name):
     for cuts in ((), (places[len(places) // 3],)):
         works = Cutter(graph).works(cuts)
         for _ in range(10):
-            reliefs, stages = [], []
+            policies, stages = [], []
             for s, work in enumerate(works):
                 able = [c.memory for c in candidates(graph, work) if c.is_remakeable]
                 recomputed = frozenset(dice.sample(able, dice.randint(0, len(able))))
                 rest = sorted({*work.saved} - recomputed)
-                reliefs.append(Reliefs(recomputed, frozenset(dice.sample(rest, dice.randint(0, len(rest))))))
-                keys = [places_of(graph, work, m) for m in (reliefs[s].recomputed, reliefs[s].offloaded)]
+                policies.append(StagePolicy(recomputed, frozenset(dice.sample(rest, dice.randint(0, len(rest))))))
+                keys = [places_of(graph, work, m) for m in (policies[s].recomputed, policies[s].offloaded)]
                 stages.append(StagePlan("", (s,), recompute=keys[0], offload=keys[1]))
-            assert resolve_reliefs(Plan(tuple(stages), 2), graph, works) == tuple(reliefs)
+            assert resolve_policies(Plan(tuple(stages), 2), graph, works) == tuple(policies)
 
 
 def test_whole_modules_are_named_as_such():
@@ -123,7 +123,7 @@ def test_a_recomputing_plan_takes_longer_and_saves_less():
     assert less.step_s > plain.step_s
     assert plain.prices.saved_bytes(2, 4) == 3 * WIDTH * 4
     assert less.prices.saved_bytes(2, 4) == WIDTH * 4
-    assert judge_of.judge(plan_with()).step_s == plain.step_s, "one plan's reliefs are not another's"
+    assert judge_of.judge(plan_with()).step_s == plain.step_s, "one plan's policies are not another's"
 
 
 def test_an_offloading_plan_is_copied_out_and_back_and_holds_less_in_between():

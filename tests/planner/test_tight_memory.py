@@ -23,7 +23,7 @@ CHAINS = {  # milliseconds of forward and backward, MB of activations, 100 kB of
         [(2, 10, 8, 1), (5, 11, 8, 5), (4, 4, 9, 8), (7, 5, 4, 6), (2, 10, 3, 6), (8, 10, 5, 5)],
         50_871_886,
     ),
-    "more warm-up is worth more relief": (
+    "more warm-up is worth more recomputing": (
         [(3, 13, 9, 4), (6, 15, 5, 5), (3, 14, 8, 5), (9, 14, 7, 7), (3, 8, 4, 6), (7, 16, 5, 6)],
         55_249_493,
     ),
@@ -51,7 +51,7 @@ def problem_of(layers, memory, path) -> Problem:
     path.write_text("\n".join([*lines, *links]) + "\n", encoding="utf-8")
     graph, profile = load_published(path, optimizer_state=2.0)
     host = Host("h", (Device("x", memory),) * 2, inside=LINK, network=LINK)
-    wishes = Constraints(MICROBATCHES, (1, 1), "1f1b", reliefs=frozenset(("recompute",)))
+    wishes = Constraints(MICROBATCHES, (1, 1), "1f1b", memory_policies=frozenset(("recompute",)))
     return Problem(graph, profile, Cluster((host,)), 4 * MICROBATCHES, wishes=wishes)
 
 

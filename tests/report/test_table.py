@@ -64,8 +64,8 @@ def test_replicas_with_weights_take_unequal_parts():
 
 
 def test_what_is_not_kept_is_counted_where_there_is_any():
-    relieved = StagePlan("model.blocks.1", (1,), recompute=("model.blocks.1", "gelu"), offload=("mm_1",))
-    table = plan_table(Plan((StagePlan("", (0,)), relieved), 1), GRAPH)
+    dropping = StagePlan("model.blocks.1", (1,), recompute=("model.blocks.1", "gelu"), offload=("mm_1",))
+    table = plan_table(Plan((StagePlan("", (0,)), dropping), 1), GRAPH)
     assert [row[-1] for row in rows(table)] == ["-", "recompute 2, offload 1"]
     assert "not kept" not in plan_table(PLAN, GRAPH)
 

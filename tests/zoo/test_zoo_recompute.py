@@ -12,7 +12,7 @@ import torch
 from capture.sequential import run_stages
 from lightning_pipe.capture import flatten
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.cost.activations import Reliefs, candidates
+from lightning_pipe.cost.activations import StagePolicy, candidates
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.planner.memory.policies import policy_of
 from zoo.test_zoo_pipelines import JOINT, buffers_of, of_zoo
@@ -39,7 +39,7 @@ def test_a_module_of_the_zoo_recomputes_without_a_difference(name, share):
         for work in cutter.works(cuts):
             can = [c.memory for c in candidates(graph, work) if c.is_remakeable]
             again = frozenset(dice.sample(can, round(share * len(can))))
-            policies.append(policy_of(cutter.tables, work, Reliefs(again, frozenset())))
+            policies.append(policy_of(cutter.tables, work, StagePolicy(again, frozenset())))
         runs = []
         for chosen in ((), tuple(policies)):
             replica = copy.deepcopy(module)

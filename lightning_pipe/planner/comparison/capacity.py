@@ -168,7 +168,7 @@ def _keep_all(problem: Problem, pricer: Pricer, planner: str) -> Trial:
 
 
 def _planned(problem: Problem, pricer: Pricer, planner: str) -> Trial:
-    wishes = replace(problem.wishes, reliefs=frozenset(("recompute", "offload")), shard_optimizer="auto")
+    wishes = replace(problem.wishes, memory_policies=frozenset(("recompute", "offload")), shard_optimizer="auto")
     wished = replace(problem, wishes=wishes)
     return _trial(wished, propose(wished, planner)[0])
 

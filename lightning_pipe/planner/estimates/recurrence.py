@@ -312,12 +312,12 @@ class Estimator:
         rooms = self.rooms(cuts, ranks, microbatches)
         free = [microbatches] * len(rooms)
         most = [int(min(microbatches, max(1.0, room.bytes / (room.saved or 1.0)))) for room in rooms]
-        limits = [free, most] if self.problem.wishes.reliefs else [most]
+        limits = [free, most] if self.problem.wishes.memory_policies else [most]
         depths = dict.fromkeys(d for m in limits for d in self.depth_choices(row, most=m, microbatches=microbatches))
         choices = []
         for found in depths:
-            relieved, excess = self._relieved(row, rooms, found)
-            seconds = row_s(relieved, depths=found, microbatches=microbatches)
+            less, excess = self._with_policies(row, rooms, found)
+            seconds = row_s(less, depths=found, microbatches=microbatches)
             choices.append((max(0.0, excess), seconds, sum(found), found, excess))
         _, seconds, _, best, excess = min(choices)
         return Candidate(tuple(cuts), tuple(ranks), microbatches, best), seconds, excess
@@ -349,7 +349,7 @@ class Estimator:
             )
         return self._rooms[key]
 
-    def _relieved(
+    def _with_policies(
         self, row: PipelineTimes, rooms: Sequence[Room], depths: Sequence[int]
     ) -> tuple[PipelineTimes, float]:
         """Return the times with as much recompute as memory asks for, and the bytes that are missing all the same.
@@ -357,14 +357,14 @@ class Estimator:
         As if saved bytes were a fluid: what a swap can carry while one micro-batch is worked on is swapped for nothing;
         of the rest, a share is dropped for the same share of the forward's seconds. What arrived for the stage stays.
         """
-        reliefs = self.problem.wishes.reliefs
+        policies = self.problem.wishes.memory_policies
         backward, excess = list(row.backward), -math.inf
         period = max(row.loads())
         for s, (room, depth) in enumerate(zip(rooms, depths, strict=True)):
             missing = depth * room.saved - room.bytes
-            if missing > 0 and "offload" in reliefs and depth > AHEAD:
+            if missing > 0 and "offload" in policies and depth > AHEAD:
                 missing -= (depth - AHEAD) * min(room.saved, room.swap_bytes_per_s * period)
-            if missing > 0 and "recompute" in reliefs:
+            if missing > 0 and "recompute" in policies:
                 missing += room.remade
                 droppable = depth * max(0.0, room.saved - room.arriving)
                 share = min(1.0, missing / droppable) if droppable else 0.0

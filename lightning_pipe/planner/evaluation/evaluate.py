@@ -4,8 +4,8 @@
     judged.step_s, judged.bubble, judged.peak_bytes, judged.overflow()
 
 Nothing is judged that has not been verified. Costs of a cut are worked out once and shared by all plans that cut alike
-and relieve their stages alike (`Judge`). Of long programs with many equal replicas only some are lowered and simulated
-(`planner.evaluation.symmetry`).
+and have the same activation policies (`Judge`). Of long programs with many equal replicas only some are lowered and
+simulated (`planner.evaluation.symmetry`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.program import CopyingOrder, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.cost.activations import Reliefs
+from lightning_pipe.cost.activations import StagePolicy
 from lightning_pipe.cost.prices import PlanPrices, Pricer
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.chain_times import times_of
 from lightning_pipe.planner.evaluation.copies import is_open, with_copies
-from lightning_pipe.planner.evaluation.resolve import resolve, resolve_reliefs
+from lightning_pipe.planner.evaluation.resolve import resolve, resolve_policies
 from lightning_pipe.planner.evaluation.symmetry import SymmetryReduction, fold, instructions, whole
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.schedule.construct.devices import peak_bytes
@@ -110,7 +110,7 @@ class Judge:
     def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
         self._problem = problem
         self.pricer = pricer or Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
-        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[Reliefs, ...], bool], PlanPrices] = {}
+        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[StagePolicy, ...], bool], PlanPrices] = {}
 
     def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None, *, folds: bool = True) -> Judged:
         """Lower, verify, price and simulate a plan.
@@ -201,10 +201,10 @@ class Judge:
         )
 
     def _priced(self, plan: Plan, cuts: tuple[int, ...]) -> PlanPrices:
-        reliefs = resolve_reliefs(plan, self._problem.graph, self.pricer.works(cuts))
-        key = (cuts, plan.layout, reliefs, plan.shard_optimizer)
+        policies = resolve_policies(plan, self._problem.graph, self.pricer.works(cuts))
+        key = (cuts, plan.layout, policies, plan.shard_optimizer)
         if key not in self._prices:
-            prices = self.pricer.price(cuts, plan.layout, reliefs, sharded=plan.shard_optimizer)
+            prices = self.pricer.price(cuts, plan.layout, policies, sharded=plan.shard_optimizer)
             _check_swaps(prices, self._problem.cluster)
             self._prices[key] = prices
         return self._prices[key]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from lightning_pipe.core.graph import Graph, Node
 from lightning_pipe.core.plan import Plan, StagePlan, keeps_all
-from lightning_pipe.cost.activations import KEEP, Reliefs, candidates, checkpointed
+from lightning_pipe.cost.activations import KEEP, StagePolicy, candidates, checkpointed
 from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.errors import PlanError
 
@@ -98,7 +98,7 @@ def check_weights(plan: Plan) -> None:
             )
 
 
-def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tuple[Reliefs, ...]:
+def resolve_policies(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tuple[StagePolicy, ...]:
     """Return what each stage of the plan does not keep.
 
     Args:
@@ -115,7 +115,7 @@ def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tup
             both recomputed and offloaded.
     """
     said = [
-        KEEP if keeps_all(stage) else _reliefs(_Places(graph, work, stage=s), stage)
+        KEEP if keeps_all(stage) else _policy(_Places(graph, work, stage=s), stage)
         for s, (stage, work) in enumerate(zip(plan.stages, works, strict=True))
     ]
     if plan.ignore_checkpoints:
@@ -126,7 +126,7 @@ def resolve_reliefs(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tup
     )
 
 
-def _reliefs(places: _Places, plan: StagePlan) -> Reliefs:
+def _policy(places: _Places, plan: StagePlan) -> StagePolicy:
     recomputed = places.resolve(plan.recompute, key="recompute")
     offloaded = places.resolve(plan.offload, key="offload")
     if recomputed:
@@ -136,7 +136,7 @@ def _reliefs(places: _Places, plan: StagePlan) -> Reliefs:
             f"Stage {places.stage} is to recompute and to offload {places.listed(both)}; expected one of both. Remove "
             "them from `recompute:` or from `offload:`, or name smaller places."
         )
-    return Reliefs(recomputed, offloaded)
+    return StagePolicy(recomputed, offloaded)
 
 
 def places_followed(graph: Graph, work: StageWork, places: Iterable[str], *, again: bool) -> tuple[str, ...]:

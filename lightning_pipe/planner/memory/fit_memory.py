@@ -34,7 +34,7 @@ from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.memory.offload_budget import Stay, absences, free_copy_s, stays
 from lightning_pipe.planner.memory.recompute_selection import Choice, Terms, choices
-from lightning_pipe.planner.problem import Problem, Relief
+from lightning_pipe.planner.problem import MemoryPolicy, Problem
 
 _MOST_JUDGED = 16
 _LEAST_JUDGED = 4
@@ -44,26 +44,26 @@ _HELPED = 0.25  # of its memory, by which a rank may exceed it at most for other
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the longest free copy: longer ones carry more, but are away for less long
 
 
-def relieve(problem: Problem, judged: Judged, *, judge: Judge) -> Judged:
+def fit_by_policies(problem: Problem, judged: Judged, *, judge: Judge) -> Judged:
     """Choose what the stages that exceed memory recompute and offload, so that every rank fits at little added time.
 
     Stages that fit are left alone. What an exceeding stage gave up before is chosen again.
 
     Args:
-        problem: memory of the devices, and which reliefs are wished.
+        problem: memory of the devices, and which policies are wished.
         judged: a plan.
         judge: of the same problem.
 
     Returns:
         The fastest plan found that fits, or else the one that exceeds memory least.
     """
-    if not problem.wishes.reliefs or not problem.training or judged.overflow(problem.cluster) <= 0:
+    if not problem.wishes.memory_policies or not problem.training or judged.overflow(problem.cluster) <= 0:
         return judged
-    return _Relieving(problem, judged, judge).best()
+    return _Fitting(problem, judged, judge).best()
 
 
-class _Relieving:
-    """One plan under relief."""
+class _Fitting:
+    """One plan whose stages are to fit."""
 
     def __init__(self, problem: Problem, judged: Judged, judge: Judge) -> None:
         self._problem, self._judge = problem, judge
@@ -72,16 +72,16 @@ class _Relieving:
         self._found: dict[tuple[tuple[int, ...], ...], Judged] = {}
         exceeding = {s: excess for s in range(len(self._works)) if (excess := self._excess(judged, s)) > 0}
         self._searches = {s: self._search(judged, s, excess) for s, excess in exceeding.items()}
-        self._unrelieved = judged
+        self._keeping = judged
 
     def best(self) -> Judged:
         """Search, and return the best that was judged on the way."""
-        allowed = _INSTRUCTIONS // sum(map(len, self._unrelieved.program.ranks))
+        allowed = _INSTRUCTIONS // sum(map(len, self._keeping.program.ranks))
         for _ in range(min(_MOST_JUDGED, max(_LEAST_JUDGED, allowed))):
             if not self._try({s: search.next() for s, search in self._searches.items()}):
                 break
         self._try({s: search.spared() for s, search in self._searches.items()})
-        best = min((self._unrelieved, *self._found.values()), key=self._rank_of)
+        best = min((self._keeping, *self._found.values()), key=self._rank_of)
         return self._waiting(self._helped(best, left=min(_MOST_JUDGED, allowed)))
 
     def _waiting(self, best: Judged) -> Judged:
@@ -121,12 +121,12 @@ class _Relieving:
         key = tuple(tuple(chosen) for chosen in asked.values())
         if key in self._found:
             return False
-        judged = self._found[key] = self._judge.judge(self._relieved(asked))
+        judged = self._found[key] = self._judge.judge(self._with_policies(asked))
         for s, search in self._searches.items():
             search.learn(asked[s], self._excess(judged, s))
         return True
 
-    def _relieved(self, asked: Mapping[int, Sequence[int]]) -> Plan:
+    def _with_policies(self, asked: Mapping[int, Sequence[int]]) -> Plan:
         plan = self._plan
         for s, numbers in asked.items():
             plan = self._giving_up(plan, s, self._searches[s].given_up(numbers))
@@ -135,12 +135,12 @@ class _Relieving:
     def _giving_up(self, plan: Plan, stage: int, given_up: Iterable[Choice]) -> Plan:
         """Return a plan of which one stage gives up these choices, and nothing else."""
         chosen, stages = [*given_up], [*plan.stages]
-        recompute, offload = (self._places(stage, chosen, relief) for relief in ("recompute", "offload"))
+        recompute, offload = (self._places(stage, chosen, policy) for policy in ("recompute", "offload"))
         stages[stage] = replace(stages[stage], recompute=recompute, offload=offload, beside_copy=None)
         return replace(plan, stages=tuple(stages))
 
-    def _places(self, stage: int, given_up: Iterable[Choice], relief: Relief) -> tuple[str, ...]:
-        memories = [choice.memory for choice in given_up if choice.relief == relief]
+    def _places(self, stage: int, given_up: Iterable[Choice], policy: MemoryPolicy) -> tuple[str, ...]:
+        memories = [choice.memory for choice in given_up if choice.policy == policy]
         return places_of(self._problem.graph, self._works[stage], memories)
 
     def _rank_of(self, judged: Judged) -> tuple[int, int, float]:
@@ -171,10 +171,10 @@ class _Relieving:
     def _terms(self, judged: Judged, stage: int, rank: int, samples: int) -> tuple[Terms, _Moments]:
         """Return what giving up costs a stage, with as much offloaded for free as makes most room."""
         cluster, ranks = self._problem.cluster, judged.program.layout.stages[stage]
-        reliefs = self._problem.wishes.reliefs
+        policies = self._problem.wishes.memory_policies
         link = min((cluster.hosts[cluster.host_of(r)].swap for r in ranks), key=lambda swap: -swap.latency_s)
-        if link == NO_SWAP or "offload" not in reliefs:
-            link, reliefs = NO_SWAP, reliefs - {"offload"}
+        if link == NO_SWAP or "offload" not in policies:
+            link, policies = NO_SWAP, policies - {"offload"}
         at_rest, memory = stays(judged.timeline, rank), cluster.device(rank).memory_bytes
         longest_s = min(free_copy_s(stays(judged.timeline, r)) for r in ranks) if link != NO_SWAP else 0.0
         most = float(judged.prices.saved_bytes(stage, samples))
@@ -186,7 +186,7 @@ class _Relieving:
             offers.append((moments.excess(0.0, 0.0) - moments.excess(0.0, copied), copied, moments))
         room, copied, moments = max(offers, key=lambda offer: offer[0])
         offloaded = room / copied if copied else 0.0
-        return Terms(samples, reliefs, copied, link.bytes_per_s, moments.at_rest(), offloaded), moments
+        return Terms(samples, policies, copied, link.bytes_per_s, moments.at_rest(), offloaded), moments
 
 
 @dataclass(frozen=True)
@@ -255,19 +255,19 @@ class _Search:
         """Return the choices of these numbers, the later one where a memory is chosen twice."""
         return {self.choices[number].memory: self.choices[number] for number in sorted(numbers)}.values()
 
-    def _beginnings(self) -> Iterator[dict[Relief, float]]:
+    def _beginnings(self) -> Iterator[dict[MemoryPolicy, float]]:
         """Yield the bytes that every beginning gives up."""
-        sums: dict[Relief, float] = {"recompute": 0.0, "offload": 0.0}
+        sums: dict[MemoryPolicy, float] = {"recompute": 0.0, "offload": 0.0}
         before: dict[int, Choice] = {}
         yield sums
         for choice in self.choices:
             if choice.memory in before:
                 sums["offload"] -= before[choice.memory].bytes
             before[choice.memory] = choice
-            sums[choice.relief] += choice.bytes
+            sums[choice.policy] += choice.bytes
             yield sums
 
-    def _estimate(self, given_up: Mapping[Relief, float]) -> float:
+    def _estimate(self, given_up: Mapping[MemoryPolicy, float]) -> float:
         return self._moments.excess(given_up["recompute"], given_up["offload"])
 
     def next(self) -> range:
@@ -300,14 +300,14 @@ class _Search:
         best = self._best
         numbers = {choice: number for number, choice in enumerate(self.choices[:best])}
         chosen = [numbers[choice] for choice in self.given_up(range(best))]
-        sums: dict[Relief, float] = {"recompute": 0.0, "offload": 0.0}
+        sums: dict[MemoryPolicy, float] = {"recompute": 0.0, "offload": 0.0}
         for number in chosen:
-            sums[self.choices[number].relief] += self.choices[number].bytes
+            sums[self.choices[number].policy] += self.choices[number].bytes
         shift = self._excess[best] - self._estimates[best]
         for number in sorted(chosen, reverse=True):
             choice = self.choices[number]
-            fewer = {**sums, choice.relief: sums[choice.relief] - choice.bytes}
-            if choice.relief == "recompute" and number < best - 1 and self._estimate(fewer) + shift <= 0:
+            fewer = {**sums, choice.policy: sums[choice.policy] - choice.bytes}
+            if choice.policy == "recompute" and number < best - 1 and self._estimate(fewer) + shift <= 0:
                 chosen.remove(number)
                 sums = fewer
         return chosen

@@ -96,7 +96,7 @@ class LeastMemory:
 def _needed(segments: StageCostTable, samples: float) -> Matrix:
     """Return the bytes that every stage needs at least, with so many samples of a micro-batch."""
     problem = segments.problem
-    if problem.wishes.reliefs or not problem.training:
+    if problem.wishes.memory_policies or not problem.training:
         return segments.state_bytes
     return segments.state_bytes + _SURE * segments.saved_bytes.all(samples)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, keeps_all
 from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy, RecomputingBackward
-from lightning_pipe.cost.activations import KEEP, Memories, Reliefs, relieved
+from lightning_pipe.cost.activations import KEEP, Memories, StagePolicy, with_policy
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.cost.tables import GraphArrays
-from lightning_pipe.planner.evaluation.resolve import places_followed, resolve_reliefs
+from lightning_pipe.planner.evaluation.resolve import places_followed, resolve_policies
 
 
 def policies_of(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[ActivationPolicy, ...]:
@@ -29,8 +29,8 @@ def policies_of(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Activati
         return (KEEP_ALL,) * len(plan.stages)
     cutter = Cutter(graph)
     works = cutter.works(cuts)
-    reliefs = resolve_reliefs(plan, graph, works)
-    return tuple(policy_of(cutter.tables, work, relief) for work, relief in zip(works, reliefs, strict=True))
+    policies = resolve_policies(plan, graph, works)
+    return tuple(policy_of(cutter.tables, work, policy) for work, policy in zip(works, policies, strict=True))
 
 
 def keeps_everything(plan: Plan, graph: Graph) -> bool:
@@ -59,21 +59,21 @@ def known_places(plan: Plan, graph: Graph, cuts: Sequence[int]) -> tuple[Plan, t
     return replace(plan, stages=tuple(stages)), tuple(sorted(missing))
 
 
-def policy_of(tables: GraphArrays, work: StageWork, reliefs: Reliefs) -> ActivationPolicy:
+def policy_of(tables: GraphArrays, work: StageWork, policy: StagePolicy) -> ActivationPolicy:
     """Return the policy of one stage.
 
     Args:
         tables: of the graph.
         work: the stage when all is kept.
-        reliefs: what it does not keep.
+        policy: what it does not keep.
     """
-    if reliefs == KEEP:
+    if policy == KEEP:
         return KEEP_ALL
-    less, memories = relieved(tables, work, reliefs), Memories(tables.graph, work)
+    less, memories = with_policy(tables, work, policy), Memories(tables.graph, work)
     names = tables.graph.tensors
-    leaving = reliefs.offloaded.intersection(less.saved)
+    leaving = policy.offloaded.intersection(less.saved)
     offloaded = tuple(tensor.name for t, tensor in enumerate(names) if memories.of(t) in leaving)
-    return ActivationPolicy(_backward(tables, less, memories, reliefs.recomputed), offloaded)
+    return ActivationPolicy(_backward(tables, less, memories, policy.recomputed), offloaded)
 
 
 def _backward(

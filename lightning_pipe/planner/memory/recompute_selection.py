@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.cost.activations import Memories
 from lightning_pipe.cost.stage import StageWork
-from lightning_pipe.planner.problem import Relief
+from lightning_pipe.planner.problem import MemoryPolicy
 
 _NO_TIME = 1e-12  # seconds; for operations that were too quick to be measured
 
@@ -37,12 +37,12 @@ class Choice:
 
     Attributes:
         memory: its tensor.
-        relief: how.
+        policy: how.
         bytes: bytes that the stage saves by it per micro-batch.
     """
 
     memory: int
-    relief: Relief
+    policy: MemoryPolicy
     bytes: float
 
 
@@ -52,7 +52,7 @@ class Terms:
 
     Attributes:
         samples: its samples of a micro-batch.
-        reliefs: what it may do.
+        memory_policies: what it may do.
         free_bytes: bytes per micro-batch that it can offload without waiting.
         bytes_per_s: bandwidth to its host.
         remade, offloaded: micro-batches of which the device is rid at its fullest moment, of what is recomputed and of
@@ -60,7 +60,7 @@ class Terms:
     """
 
     samples: int
-    reliefs: frozenset[Relief]
+    memory_policies: frozenset[MemoryPolicy]
     free_bytes: float
     bytes_per_s: float
     remade: float
@@ -99,12 +99,12 @@ class _Chooser:
         self._open = np.ones(len(work.saved), dtype=bool)
         self._remade, self._offloaded = ~self._open, ~self._open
         self._times = np.ones(len(work.saved))  # for which each would be made: for itself, and for those chosen before
-        remakeable = needs.memories.remakeable if "recompute" in terms.reliefs else frozenset()
+        remakeable = needs.memories.remakeable if "recompute" in terms.memory_policies else frozenset()
         self._remakeable = np.array([m in remakeable for m in work.saved], dtype=bool)
 
     def free(self) -> list[Choice]:
         """Return what is offloaded in the copies' free time: most expensive to recompute first, then largest."""
-        if "offload" not in self._terms.reliefs or not self._terms.offloaded:
+        if "offload" not in self._terms.memory_policies or not self._terms.offloaded:
             return []
         dear = np.where(self._remakeable, self._cost_s / np.maximum(self._bytes, 1.0), np.inf)
         room, found = self._terms.free_bytes, []
@@ -117,7 +117,7 @@ class _Chooser:
     def paid(self) -> list[Choice]:
         """Return the others by what they save per second, recomputed or offloaded."""
         terms, found = self._terms, []
-        by_copy = terms.offloaded * terms.bytes_per_s if "offload" in terms.reliefs else 0.0
+        by_copy = terms.offloaded * terms.bytes_per_s if "offload" in terms.memory_policies else 0.0
         while self._open.any():
             best, worth = self._worthiest(self._open)
             if by_copy > worth:

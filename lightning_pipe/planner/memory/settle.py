@@ -14,7 +14,7 @@ from dataclasses import replace
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.candidates.candidate import Candidate, falling
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
-from lightning_pipe.planner.memory.fit_memory import relieve
+from lightning_pipe.planner.memory.fit_memory import fit_by_policies
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.units import format_bytes
 
@@ -59,9 +59,9 @@ def squeezed(problem: Problem, judged: Sequence[Judged], *, judge: Judge) -> lis
     if problem.wishes.shard_optimizer == "auto":
         plans = [replace(one.plan, shard_optimizer=True) for one in judged if judge.shares_state(one)]
         shared = [judge.judge(plan) for plan in plans]
-    if not problem.wishes.reliefs:
+    if not problem.wishes.memory_policies:
         return shared
-    return [*shared, *(relieve(problem, one, judge=judge) for one in (*judged, *shared))]
+    return [*shared, *(fit_by_policies(problem, one, judge=judge) for one in (*judged, *shared))]
 
 
 def _shallower(problem: Problem, outline: Candidate, judged: Judged, *, judge: Judge) -> Iterator[Judged]:
@@ -136,7 +136,7 @@ def _helps(problem: Problem, judged: Judged, rank: int) -> Iterator[str]:
         yield "a smaller batch"
     if wishes.microbatches is not None and wishes.microbatches < problem.samples:
         yield "more micro-batches"
-    missing = {"recompute", "offload"} - wishes.reliefs if problem.training and holds_state else set()
+    missing = {"recompute", "offload"} - wishes.memory_policies if problem.training and holds_state else set()
     if missing:
         yield f"{' or '.join(sorted(missing))} of saved tensors"
     if wishes.shard_optimizer == "off" and problem.training and not plan.shard_optimizer:

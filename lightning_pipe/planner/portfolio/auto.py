@@ -202,7 +202,7 @@ class _Search:
         else:
             self._judge_best(ranked, found, judge, budget, sieve)
         best = min(found, key=lambda outline: self._rank(found[outline]))
-        if not is_short or not all(map(keeps_all, found[best].plan.stages)):  # bounds know of no relief
+        if not is_short or not all(map(keeps_all, found[best].plan.stages)):  # bounds know only plans that keep all
             self._refine(best, found, judge, budget, sieve)
         different = {_identity(one): one for one in found.values()}  # lowering depths may have made some equal
         return sorted(different.values(), key=self._rank)
@@ -211,8 +211,8 @@ class _Search:
         """Return whether bounds are cheap and hold: they ignore activation policies and nearby warm-up depths."""
         wishes = self._problem.wishes
         size = _instructions(outline) + len(self._problem.graph.operations)
-        may_relieve = wishes.reliefs or wishes.shard_optimizer == "auto"
-        is_tight = may_relieve and any(excess > 0 for excess, _ in self._values.values())
+        may_free = wishes.memory_policies or wishes.shard_optimizer == "auto"
+        is_tight = may_free and any(excess > 0 for excess, _ in self._values.values())
         return size <= _SHORT and wishes.warmup is None and not is_tight
 
     def _climb(self, ranked: Sequence[Candidate], found: dict[Candidate, Judged], judge: Judge) -> None:

@@ -234,7 +234,8 @@ def _joined(one: Judged, judge: Judge) -> Iterator[Judged]:
 def _copying(problem: Problem, one: Judged, judge: Judge) -> Iterator[Judged]:
     """Yield a plan whose schedule decides what is offloaded when, where some rank cannot hold all micro-batches."""
     hosts, wishes = problem.cluster.hosts, problem.wishes
-    if not decides_copies(one.plan) or "offload" not in wishes.reliefs or NO_SWAP in [host.swap for host in hosts]:
+    may_offload = "offload" in wishes.memory_policies and NO_SWAP not in [host.swap for host in hosts]
+    if not decides_copies(one.plan) or not may_offload:
         return
     needed = [_bytes_of_all(one, rank) for rank in range(problem.cluster.ranks)]
     if any(need > problem.cluster.device(rank).memory_bytes for rank, need in enumerate(needed)):
@@ -290,7 +291,7 @@ def _least_overflow(draft: Draft, prices: PlanPrices, problem: Problem) -> float
     for rank in range(draft.layout.ranks):
         held = [(s, ranks) for s, ranks in enumerate(draft.layout.stages) if rank in ranks]
         saved = 0.0
-        if not problem.wishes.reliefs and not draft.layout.whole:
+        if not problem.wishes.memory_policies and not draft.layout.whole:
             saved = sum(prices.saved_bytes(s, size // len(ranks)) for s, ranks in held)
         least = max(least, prices.state_bytes(rank) + saved - problem.cluster.device(rank).memory_bytes)
     return least

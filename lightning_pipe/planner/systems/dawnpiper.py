@@ -82,7 +82,7 @@ def dawnpiper(problem: Problem) -> list[Candidate]:
         for (cuts, most), count in itertools.product(partitions, counts):
             outline, seconds, excess = estimator.outline(cuts, groups, count)
             found[outline] = (max(0.0, excess), seconds)
-            if most < len(groups) and problem.wishes.reliefs:
+            if most < len(groups) and problem.wishes.memory_policies:
                 capped = replace(outline, depths=tuple(min(depth, most) for depth in outline.depths))
                 found[capped] = (max(0.0, excess), max(seconds, estimator.step_s(capped)))
     return sorted(found, key=lambda outline: found[outline])[:_MOST_OUTLINES]
@@ -143,7 +143,7 @@ class StageTimes:
 
     def __init__(self, estimator: Estimator, groups: Ranks, microbatches: int) -> None:
         self._estimator, self._microbatches = estimator, microbatches
-        self._reliefs = estimator.problem.wishes.reliefs
+        self._memory_policies = estimator.problem.wishes.memory_policies
         samples = estimator.problem.samples / microbatches
         self._arriving = estimator.segments.crossing["F"].bytes(samples / max(map(len, groups)))
         kinds: dict[tuple[object, ...], _Kind] = {}
@@ -197,9 +197,9 @@ class StageTimes:
         kind, held = self._kinds[first], sum(self.held[first : first + count]) / count
         load, forward, saved = (matrix[a, b] / count for matrix in (kind.load, kind.forward, kind.saved))
         missing = held * saved + kind.own[a, b] / count - kind.memory
-        if "offload" in self._reliefs:
+        if "offload" in self._memory_policies:
             missing = missing - max(0.0, held - AHEAD) * np.minimum(saved, kind.carried * load)
-        if "recompute" in self._reliefs:
+        if "recompute" in self._memory_policies:
             droppable = np.maximum(held * (saved - self._arriving[a]) - kind.remade[a, b], 0.0)
             dropped = np.clip(missing, 0.0, droppable)
             load = load + forward * dropped / np.maximum(droppable, 1.0)

@@ -80,7 +80,7 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, repla
         return [judged]
     wishes = config.wishes
     found = planned(
-        replace(problem, wishes=replace(wishes, reliefs=frozenset()) if replayed else wishes), config.planner
+        replace(problem, wishes=replace(wishes, memory_policies=frozenset()) if replayed else wishes), config.planner
     )
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 

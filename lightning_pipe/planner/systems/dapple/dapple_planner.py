@@ -232,7 +232,7 @@ class _Planner:
         )
         most = [int(room.bytes / (room.saved * part or 1.0)) for room, part in zip(rooms, parts, strict=True)]
         depths = outline.depths
-        if excess <= 0 and not self._problem.wishes.reliefs:
+        if excess <= 0 and not self._problem.wishes.memory_policies:
             depths = never_growing([max(1, min(pair)) for pair in zip(depths, most, strict=True)])
             held = zip(rooms, parts, depths, strict=True)
             excess = max(room.saved * part * depth - room.bytes for room, part, depth in held)

@@ -68,9 +68,9 @@ class Processor:
     def bytes(self, a: int, b: int, *, held: int, dropped: float = 0.0) -> float:
         """Return the bytes of a stage that holds so many micro-batches and drops a share of what it may."""
         kept = float(self.fixed_bytes[a, b] + held * self.saved_bytes[a, b])
-        return kept - dropped * self.relief_bytes(a, b, held=held) if dropped else kept
+        return kept - dropped * self.freed_bytes(a, b, held=held) if dropped else kept
 
-    def relief_bytes(self, a: int, b: int, *, held: int) -> float:
+    def freed_bytes(self, a: int, b: int, *, held: int) -> float:
         """Return the bytes that a stage saves less if it drops all that it may."""
         return max((held - 1) * float(self.droppable_bytes[a, b]), held * float(self.spread_bytes[a, b]))
 
@@ -156,7 +156,7 @@ def _processor(
     fixed = segments.state_bytes + _workspace_bytes(segments, most) + ends
     if is_replicated and training:
         fixed = fixed + segments.trained_bytes
-    if "recompute" in segments.problem.wishes.reliefs:
+    if "recompute" in segments.problem.wishes.memory_policies:
         arriving = crossing["F"].copy()
         arriving[0] = _batch_bytes(segments.problem.graph, most)
         droppable = np.maximum(0.0, saved - arriving[:, None])

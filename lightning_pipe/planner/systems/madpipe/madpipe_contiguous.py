@@ -172,8 +172,8 @@ def _share(processor: Processor, a: int, b: int, held: int) -> float:
     excess = processor.bytes(a, b, held=held) - processor.memory_bytes
     if excess <= 0:
         return 0.0
-    relief = processor.relief_bytes(a, b, held=held)
-    return excess / relief if relief else np.inf
+    freed = processor.freed_bytes(a, b, held=held)
+    return excess / freed if freed else np.inf
 
 
 @dataclass(frozen=True)
@@ -284,9 +284,9 @@ class _Search:
         excess = band.fixed_bytes + held * band.saved_bytes - chain.processors[s].memory_bytes
         if not band.can_drop:
             return np.where(excess <= 0, band.load_s, np.inf)
-        relief = np.maximum((held - 1) * band.droppable_bytes, held * band.spread_bytes)
-        enough = excess <= relief
-        share = np.divide(np.maximum(excess, 0.0), relief, out=np.zeros_like(relief), where=enough & (excess > 0))
+        freed = np.maximum((held - 1) * band.droppable_bytes, held * band.spread_bytes)
+        enough = excess <= freed
+        share = np.divide(np.maximum(excess, 0.0), freed, out=np.zeros_like(freed), where=enough & (excess > 0))
         return np.where(enough, band.load_s + share * band.forward_s, np.inf)
 
 
