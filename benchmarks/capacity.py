@@ -171,8 +171,8 @@ def _problem_of_gpt(
     profile = profile_capture(capture, device=CPU, sizes=sizes, cache=None, progress=False)
     profile = replace(profile, optimizer=counted_optimizer(module.configure_optimizers(), device=CPU))
     host = Host("here", (Device("cpu", limit),) * ranks, inside=Link(1e-4, 1e9), network=Link(1e-4, 1e9), swap=PCIE)
-    wishes = Constraints(microbatches=microbatches, replicas=(1,) * ranks)
-    return Problem(capture.graph, profile, Cluster((host,)), microbatches, wishes=wishes)
+    constraints = Constraints(microbatches=microbatches, replicas=(1,) * ranks)
+    return Problem(capture.graph, profile, Cluster((host,)), microbatches, constraints=constraints)
 
 
 # --- sections
@@ -186,7 +186,7 @@ def bert(profile_path: str | None) -> None:
     graph, profile = load_published(profile_path, optimizer_state=2.0)
     for gigabytes in (40, 16):
         host = Host("h", (Device("A100", gigabytes * 10**9),) * 4, inside=NVLINK, network=NVLINK, swap=PCIE)
-        problem = Problem(graph, profile, Cluster((host,)), 8, wishes=Constraints(microbatches=8))
+        problem = Problem(graph, profile, Cluster((host,)), 8, constraints=Constraints(microbatches=8))
         print(f"\nBERT-32, {gigabytes} GB, 4 devices, 8 micro-batches, swap 12 GB/s")
         _print_reached(list(largest_batches(problem)))
 
@@ -252,11 +252,11 @@ def gpt() -> None:
 def _plan_limit(model: dict[str, int], part: float) -> tuple[str, str, int, int]:
     """Return a plan within a part of what keeping all takes, the same layout keeping all, and both peaks."""
     free = _problem_of_gpt(model, ranks=2, limit=1 << 50, microbatches=4, sizes=(8, LIMIT_BATCH // 4))
-    free = replace(free, samples=LIMIT_BATCH, wishes=replace(free.wishes, warmup="pa"))
+    free = replace(free, samples=LIMIT_BATCH, constraints=replace(free.constraints, warmup="pa"))
     whole = propose(free, "uniform")[0]
-    wishes = replace(free.wishes, memory_policies=frozenset(("recompute", "offload")))
+    constraints = replace(free.constraints, memory_policies=frozenset(("recompute", "offload")))
     host = replace(free.cluster.hosts[0], devices=(Device("cpu", int(part * max(whole.peak_bytes))),) * 2)
-    tight = replace(free, wishes=wishes, cluster=Cluster((host,)))
+    tight = replace(free, constraints=constraints, cluster=Cluster((host,)))
     found = propose(tight, "uniform")[0]
     stages = tuple(replace(stage, recompute=(), offload=()) for stage in found.plan.stages)
     keeping = replace(found.plan, stages=stages)
@@ -428,11 +428,11 @@ def _any_problem(draw: random.Random) -> Problem:
         path = Path(folder) / "chain-pbs-4.txt"
         path.write_text("\n".join([*layers, *links]) + "\n", encoding="utf-8")
         graph, profile = load_published(path, optimizer_state=2.0)
-    wishes = Constraints(EXHAUSTIVE_COUNT, (1, 1), "1f1b", memory_policies=frozenset(("recompute",)))
+    constraints = Constraints(EXHAUSTIVE_COUNT, (1, 1), "1f1b", memory_policies=frozenset(("recompute",)))
 
     def asked(memory: int) -> Problem:
         host = Host("h", (Device("x", memory),) * 2, inside=NVLINK, network=NVLINK)
-        return Problem(graph, profile, Cluster((host,)), 4 * EXHAUSTIVE_COUNT, wishes=wishes)
+        return Problem(graph, profile, Cluster((host,)), 4 * EXHAUSTIVE_COUNT, constraints=constraints)
 
     whole = propose(asked(1 << 50), "uniform")[0]
     return asked(int(draw.uniform(0.5, 0.95) * max(whole.peak_bytes)))

@@ -100,7 +100,7 @@ def captured(module: pl.LightningModule, tensors: Sequence[torch.Tensor]) -> Cap
 
 def problem_of(capture: Capture, ranks: int) -> Problem:
     problem = counted_problem(capture.graph, ranks=ranks, samples=BATCH)
-    return replace(problem, wishes=Constraints(MICROBATCHES, (1,) * ranks, "1f1b", "pa"))
+    return replace(problem, constraints=Constraints(MICROBATCHES, (1,) * ranks, "1f1b", "pa"))
 
 
 def plan_of(problem: Problem, *, recompute: float = 0.0, offload: float = 0.0) -> Plan:
@@ -316,7 +316,7 @@ def resident(console: Console) -> None:
     table = Table("policy", "saved, simulated, after all forwards", "resident memory above that before the step")
     module, tensors = GPT(depth=8).train(), MODELS["gpt"].batch(BATCH)
     capture = captured(module, tensors)
-    problem = replace(problem_of(capture, ranks=1), wishes=Constraints(MICROBATCHES, (1,), "gpipe"))
+    problem = replace(problem_of(capture, ranks=1), constraints=Constraints(MICROBATCHES, (1,), "gpipe"))
     for name, share in (("keep all", 0.0), ("offload all", 1.0)):
         run = pipeline(module, tensors, capture, plan_of(problem, offload=share), problem)
         run.step()  # touches what stays

@@ -167,7 +167,7 @@ class DappleConfig:
         return None if self.layout is None else tuple(int(count) for count in self.layout.split("-"))
 
     @property
-    def wishes(self) -> Constraints:
+    def constraints(self) -> Constraints:
         """Return what a plan must keep to; a file of a schedule is read for it.
 
         Raises:
@@ -178,8 +178,8 @@ class DappleConfig:
             order = format_order(load_csv(self.schedule))
             return Constraints(self.microbatches, order=order, memory_policies=EXECUTED, shard_optimizer=self._sharding)
         schedule = "1f1b" if self.warmup is not None else self.schedule
-        wishes = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=EXECUTED)
-        return replace(wishes, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
+        constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=EXECUTED)
+        return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 
     @property
     def _sharding(self) -> Sharding:

@@ -332,7 +332,7 @@ def test_planners_are_compared_in_one_table_and_say_why_they_have_no_plan(run):
 def test_the_old_name_of_activation_policies_is_read_and_noted_once(caplog):
     words = [*CHAIN, "ranks=2"]
     new = read_options(PlanOptions, [*words, "activation_policies=[recompute]"])
-    assert not caplog.messages and new.wishes.memory_policies == {"recompute"}
+    assert not caplog.messages and new.constraints.memory_policies == {"recompute"}
     assert read_options(PlanOptions, [*words, "reliefs=[recompute]"]) == new
     assert len(caplog.messages) == 1 and "reliefs is called activation_policies now" in caplog.messages[0]
 

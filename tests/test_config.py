@@ -115,13 +115,13 @@ def test_layout_and_warmup_are_given_to_planner_and_schedule():
     assert DappleConfig(layout="2-1").replicas == (2, 1)
     assert DappleConfig().replicas is None
     may = {"memory_policies": EXECUTED, "shard_optimizer": "auto"}
-    assert DappleConfig(warmup="pb", layout="2-1").wishes == Constraints(None, (2, 1), "1f1b", "pb", **may)
-    assert DappleConfig(schedule="gpipe", microbatches=4).wishes == Constraints(4, schedule="gpipe", **may)
-    assert DappleConfig(post_validation=True).wishes.shard_optimizer == "off"
+    assert DappleConfig(warmup="pb", layout="2-1").constraints == Constraints(None, (2, 1), "1f1b", "pb", **may)
+    assert DappleConfig(schedule="gpipe", microbatches=4).constraints == Constraints(4, schedule="gpipe", **may)
+    assert DappleConfig(post_validation=True).constraints.shard_optimizer == "off"
 
 
 def test_plans_may_by_default_do_what_runs_can_do():
-    assert DappleConfig().wishes.memory_policies == {"recompute", "offload"}
+    assert DappleConfig().constraints.memory_policies == {"recompute", "offload"}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_old_name_of_stages_per_device_is_read_and_noted_once():
     new = {"schedule": "interleaved", "stages_per_device": 2}
     assert read_config(old, warn=notes.append) == read_config(new, warn=notes.append)
     assert [note for note in notes if "chunks is called stages_per_device now" in note] == notes != []
-    assert read_config(new).wishes.stages_per_device == 2
+    assert read_config(new).constraints.stages_per_device == 2
     node = OmegaConf.merge(OmegaConf.structured(hydra_schema()), {"chunks": 4})
     del node._target_
     with pytest.warns(FutureWarning, match=r"called stages_per_device now.*microbatches"):

@@ -105,7 +105,9 @@ PLENTY = 1 << 50  # bytes of memory
 def problem(model: Model, configuration: str) -> Problem:
     """Return one entry of the table."""
     graph, profile = read_profile(model)
-    return Problem(graph, profile, cluster(configuration), model.batch, wishes=Constraints(least_samples=model.slice))
+    return Problem(
+        graph, profile, cluster(configuration), model.batch, constraints=Constraints(least_samples=model.slice)
+    )
 
 
 def read_profile(model: Model) -> tuple[Graph, Profile]:

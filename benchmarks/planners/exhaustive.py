@@ -51,7 +51,7 @@ def random_problem(seed: int, size: Size = Size()) -> Problem:  # noqa: B008 - i
     devices = [
         Device("x", 1 << 40, draw.choice((1.0, 1.0, 1.0, 0.5, 2.0))) for _ in range(draw.randint(1, size.devices))
     ]
-    problem = Problem(graph, profile, _cluster(draw, devices), SAMPLES, wishes=Constraints(schedule="1f1b"))
+    problem = Problem(graph, profile, _cluster(draw, devices), SAMPLES, constraints=Constraints(schedule="1f1b"))
     whole = judge(Candidate((), (tuple(range(len(devices))),), 1, (1,)).plan(problem), problem)
     memory = round(max(whole.peak_bytes) * draw.choice((0.4, 0.6, 0.8, 1.0, 2.0)))
     return replace(problem, cluster=_with_memory(problem.cluster, memory))

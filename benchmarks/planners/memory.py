@@ -73,7 +73,9 @@ def problem(gigabytes: float, devices: int, *policies: MemoryPolicy) -> Problem:
     """Return the problem of a batch on so many devices with so much memory."""
     graph, profile = load_published(PROFILE, optimizer_state=0.0)
     host = Host("host", (Device("A100", round(gigabytes * 1e9)),) * devices, inside=LINK, network=LINK)
-    return Problem(graph, profile, Cluster((host,)), SAMPLES, wishes=Constraints(memory_policies=frozenset(policies)))
+    return Problem(
+        graph, profile, Cluster((host,)), SAMPLES, constraints=Constraints(memory_policies=frozenset(policies))
+    )
 
 
 def best(asked: Problem, planner: str) -> Found:

@@ -49,8 +49,8 @@ class Verdict:
 
 
 def any_problem(seed: int, size: Size = SIZE) -> Problem:
-    """Return a random problem without wishes."""
-    return replace(random_problem(seed, size), wishes=Constraints())
+    """Return a random problem without constraints."""
+    return replace(random_problem(seed, size), constraints=Constraints())
 
 
 def verdict(seed: int, size: Size = SIZE) -> Verdict:

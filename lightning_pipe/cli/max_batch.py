@@ -83,7 +83,7 @@ def _as_deep(options: MaxBatchOptions, depth: int) -> MaxBatchOptions:
 def _problem(options: MaxBatchOptions) -> Problem:
     problem = problem_of(options)
     cluster = problem.cluster if options.swap is None else _swapping(problem.cluster, parse_rate(options.swap))
-    return replace(problem, cluster=cluster, wishes=Constraints(microbatches=options.microbatches))
+    return replace(problem, cluster=cluster, constraints=Constraints(microbatches=options.microbatches))
 
 
 def _swapping(cluster: Cluster, bytes_per_s: float) -> Cluster:

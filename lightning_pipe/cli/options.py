@@ -106,7 +106,7 @@ class StepOptions:
         return read_config({name: value for name, value in shared.items() if value is not None})
 
     @property
-    def wishes(self) -> Constraints:
+    def constraints(self) -> Constraints:
         """Return what a plan must keep to."""
         return Constraints()
 
@@ -158,10 +158,10 @@ class WishedOptions(StepOptions):
         check_names("activation_policies", self.activation_policies, get_args(MemoryPolicy))
 
     @property
-    def wishes(self) -> Constraints:
+    def constraints(self) -> Constraints:
         """Return what a plan must keep to."""
         policies: frozenset[Any] = frozenset(self.activation_policies)
-        return replace(self.config.wishes, least_samples=self.least_samples, memory_policies=policies)
+        return replace(self.config.constraints, least_samples=self.least_samples, memory_policies=policies)
 
 
 class Drawn(Protocol):

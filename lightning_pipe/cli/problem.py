@@ -35,7 +35,7 @@ def problem_of(options: StepOptions) -> Problem:
         profile, cluster = _by_rates(graph, profile, cluster)
     cluster, profile = _faster(cluster, options.speed), _with_runtime(profile, options)
     samples, tokens = options.samples or step.samples, options.tokens or step.tokens
-    problem = Problem(graph, profile, cluster, samples, wishes=options.wishes, tokens=tokens)
+    problem = Problem(graph, profile, cluster, samples, constraints=options.constraints, tokens=tokens)
     return problem.ahead(takes_back=True) if options.config.post_validation else problem
 
 

@@ -63,7 +63,7 @@ class Problem:
         cluster: devices and links; every rank is used.
         samples: samples of a batch.
         training: whether the step has a backward and ends with an optimizer step.
-        wishes: what is decided already.
+        constraints: what is decided already.
         runs_ahead: whether ranks go on to the next batch without waiting for each other.
         tokens: of a sample, for what is reported only; 0 if it is not known.
     """
@@ -73,7 +73,7 @@ class Problem:
     cluster: Cluster
     samples: int
     training: bool = True
-    wishes: Constraints = ANYTHING
+    constraints: Constraints = ANYTHING
     runs_ahead: bool = False
     tokens: int = 0
 

@@ -57,7 +57,7 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
     if planner not in PLANNER_NAMES:
         names = dict.fromkeys(PLANNER_NAMES)
         raise ConfigError(f"no planner {planner!r}; planners: {', '.join(names)}{hint(planner, names)}")
-    wished = problem.wishes.replicas
+    wished = problem.constraints.replicas
     if wished is not None and planner not in FOLLOW_LAYOUTS:
         layout = "-".join(map(str, wished))
         raise ConfigError(
@@ -75,14 +75,14 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
 
 
 def _proposed(problem: Problem, planner: str) -> list[Judged]:
-    """Return the plans of outlines, of drafts, or of both, as the wishes ask for."""
+    """Return the plans of outlines, of drafts, or of both, as the constraints ask for."""
     judge = Judge(problem)
-    if problem.wishes.order:
+    if problem.constraints.order:
         return [judge.judge(ScheduleCandidates(problem).given().plan(problem))]
     asked = problem
     if asks_for_drafts(problem):
-        schedule = problem.wishes.schedule if problem.wishes.schedule in OUTLINED else None
-        asked = replace(problem, wishes=replace(problem.wishes, schedule=schedule, stages_per_device=None))
+        schedule = problem.constraints.schedule if problem.constraints.schedule in OUTLINED else None
+        asked = replace(problem, constraints=replace(problem.constraints, schedule=schedule, stages_per_device=None))
     least = LeastMemory(asked) if planner == "auto" else None
     if least is not None and not least.may_fit():
         return settle(asked, least.nearest(), judge=judge)
@@ -92,8 +92,8 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
         found = _outlined(asked, planner)
     if asked is not problem:
         return judged_drafts(problem, found, judge=judge)
-    wishes = problem.wishes
-    if planner == "auto" and problem.training and wishes.schedule is None and wishes.warmup is None:
+    constraints = problem.constraints
+    if planner == "auto" and problem.training and constraints.schedule is None and constraints.warmup is None:
         found = sorted([*found, *judged_drafts(problem, found, judge=judge)], key=lambda one: one.rank(problem.cluster))
     return found
 
@@ -104,7 +104,7 @@ def _outlined(problem: Problem, planner: str) -> list[Judged]:
         judge = Judge(problem)
         return [judge.judge(one.plan) for one in _outlined(replace(problem, runs_ahead=False), planner)]
     match planner:
-        case "auto" if problem.wishes.replicas is not None:
+        case "auto" if problem.constraints.replicas is not None:
             return auto(problem, {"uniform": uniform})
         case "auto":
             return auto(problem, PLANNERS)

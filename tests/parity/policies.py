@@ -41,8 +41,8 @@ class Ran:
 def swapping_problem(name: str, *, layout: str, schedule: str, microbatches: int, dropout: float) -> Problem:
     """Return a problem on hosts that tensors can be offloaded to."""
     replicas = tuple(int(n) for n in layout.split("-"))
-    wishes = Constraints(microbatches, replicas, schedule, "pa" if schedule == "1f1b" else None)
-    problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
+    constraints = Constraints(microbatches, replicas, schedule, "pa" if schedule == "1f1b" else None)
+    problem = problem_of(name, ranks=sum(replicas), constraints=constraints, dropout=dropout)
     hosts = tuple(replace(host, swap=host.inside) for host in problem.cluster.hosts)
     return replace(problem, cluster=replace(problem.cluster, hosts=hosts))
 
@@ -58,8 +58,8 @@ def tight(problem: Problem, *, share: float) -> Problem:
     judged = propose(problem, "uniform")[0]
     states = [curve.state_bytes for curve in judged.curves]
     needs = (round(state + share * (peak - state)) for state, peak in zip(states, judged.peak_bytes, strict=True))
-    wishes = replace(problem.wishes, memory_policies=frozenset({"offload"}))
-    return replace(problem, cluster=limited(problem.cluster, {"": max(needs)}), wishes=wishes)
+    constraints = replace(problem.constraints, memory_policies=frozenset({"offload"}))
+    return replace(problem, cluster=limited(problem.cluster, {"": max(needs)}), constraints=constraints)
 
 
 def mixed(plan: Plan, problem: Problem, *, recompute: float, offload: float, seed: str) -> Plan:

@@ -88,8 +88,8 @@ def test_tied_gradients_that_are_added_once_per_step_differ_by_rounding_only():
     """The default: bit-equal but for the tied parameter, whose two sums are added in another order."""
     capture = captured("gpt_tied", 0.0)
     problem = counted_problem(capture.graph, ranks=2, samples=BATCH)
-    wishes = Constraints(MICROBATCHES, (1, 1), warmup="pa")
-    plan = propose(replace(problem, wishes=wishes), "uniform")[0].plan
+    constraints = Constraints(MICROBATCHES, (1, 1), warmup="pa")
+    plan = propose(replace(problem, constraints=constraints), "uniform")[0].plan
     split = capture.split(resolve(plan, capture.graph, ranks=2))
     tied = {
         p

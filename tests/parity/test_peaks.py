@@ -40,7 +40,7 @@ def test_the_peak_of_the_runtime_is_that_of_the_simulator(schedule):
     rng = random.Random(schedule)
     ranks = rng.choice((2, 4) if SCHEDULES[schedule].shape is both_ways else (2, 3, 4))
     microbatches, name = rng.randint(2, 8), "gpt_tied"
-    problem = problem_of(name, ranks=ranks, wishes=Constraints(microbatches, (1,) * ranks, schedule))
+    problem = problem_of(name, ranks=ranks, constraints=Constraints(microbatches, (1,) * ranks, schedule))
     check_peaks(propose(problem, "uniform")[0], name, microbatches)
 
 
@@ -48,7 +48,7 @@ def test_the_peak_of_the_runtime_is_that_of_the_simulator(schedule):
     "options", [{"join": 2}, {"join": 8}, {"join": 3, "base": "gpipe"}, {"join": 8, "delay": "idle"}]
 )
 def test_so_it_is_with_joined_w(options):
-    problem = problem_of("gpt_tied", ranks=3, wishes=Constraints(5, (1, 1, 1), "2bp"))
+    problem = problem_of("gpt_tied", ranks=3, constraints=Constraints(5, (1, 1, 1), "2bp"))
     judged = judge(replace(propose(problem, "uniform")[0].plan, options=options), problem)
     assert any(isinstance(x, Joined) for line in judged.program.ranks for x in line)
     check_peaks(judged, "gpt_tied", 5)
@@ -98,7 +98,7 @@ def offloading_all(problem: Problem, keeping: Judged) -> Judged:
 def test_the_peak_of_all_tensors_with_offload_is_what_was_predicted(schedule):
     """What has come back is gone after the backward that reads it, although when it was copied is still to be told."""
     name, microbatches = "gpt_tied", 8
-    problem = problem_of(name, ranks=1, wishes=Constraints(microbatches, (1,), schedule))
+    problem = problem_of(name, ranks=1, constraints=Constraints(microbatches, (1,), schedule))
     keeping = propose(problem, "uniform")[0]
     offloading = offloading_all(problem, keeping)
     seen = [PeakMemory(torch.device("cpu")) for _ in range(2)]
@@ -116,7 +116,7 @@ def test_the_peak_of_all_tensors_with_offload_is_what_was_predicted(schedule):
 def test_copies_that_are_slower_than_foreseen_make_a_rank_late_and_never_too_full():
     """Copies were taken to take no time. Without the wait all micro-batches were there at once."""
     name, microbatches = "gpt_tied", 8
-    problem = problem_of(name, ranks=1, wishes=Constraints(microbatches, (1,), "gpipe"))
+    problem = problem_of(name, ranks=1, constraints=Constraints(microbatches, (1,), "gpipe"))
     judged = offloading_all(problem, propose(problem, "uniform")[0])
     copied = judged.prices.offloaded_bytes(0, 1)
     peaks, waits = [], []

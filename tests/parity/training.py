@@ -94,9 +94,9 @@ def accumulation(module: pl.LightningModule) -> Update:
     return update
 
 
-def problem_of(name: str, *, ranks: int, wishes: Constraints, dropout: float = 0.0) -> Problem:
+def problem_of(name: str, *, ranks: int, constraints: Constraints, dropout: float = 0.0) -> Problem:
     """Return the problem of a captured module with counted costs."""
-    return replace(counted_problem(captured(name, dropout).graph, ranks=ranks, samples=BATCH), wishes=wishes)
+    return replace(counted_problem(captured(name, dropout).graph, ranks=ranks, samples=BATCH), constraints=constraints)
 
 
 def pipeline(
@@ -112,8 +112,8 @@ def pipeline(
     """Programs on ranks of one process; gradients are brought to `module`, parameters back to the ranks."""
     capture = captured(name, dropout)
     replicas = [int(n) for n in layout.split("-")]
-    wishes = Constraints(MICROBATCHES, tuple(replicas), schedule, "pa" if schedule == "1f1b" else None)
-    problem = problem_of(name, ranks=sum(replicas), wishes=wishes, dropout=dropout)
+    constraints = Constraints(MICROBATCHES, tuple(replicas), schedule, "pa" if schedule == "1f1b" else None)
+    problem = problem_of(name, ranks=sum(replicas), constraints=constraints, dropout=dropout)
     plan = propose(problem, "uniform")[0].plan
     stages = itertools.zip_longest(plan.stages, weights, fillvalue=())
     options = {**plan.options, "join": join} if planned_join(plan) > 1 or join > 1 else plan.options

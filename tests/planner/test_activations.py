@@ -60,7 +60,7 @@ def asked(
     graph, profile = blocks(size)
     host = Host("a", (Device("x", int(memory)),) * stages, inside=FAST, network=FAST, swap=swap)
     problem = Problem(
-        graph, profile, Cluster((host,)), MICROBATCHES, wishes=Constraints(memory_policies=frozenset(policies))
+        graph, profile, Cluster((host,)), MICROBATCHES, constraints=Constraints(memory_policies=frozenset(policies))
     )
     begins = ["", *(f"n{s * size // stages}" for s in range(1, stages))]
     plan = Plan(tuple(StagePlan(at, (s,)) for s, at in enumerate(begins)), MICROBATCHES, "1f1b", {"warmup": "pa"})
@@ -119,8 +119,8 @@ def test_policies_suit_any_layout_and_schedule(layout, schedule):
 
     def problem(memory: float) -> Problem:
         host = Host("a", (Device("x", int(memory)),) * ranks, inside=FAST, network=FAST, swap=Link(0.0, 1000.0))
-        wishes = Constraints(memory_policies=frozenset({"recompute", "offload"}))
-        return Problem(graph, profile, Cluster((host,)), 24, wishes=wishes)
+        constraints = Constraints(memory_policies=frozenset({"recompute", "offload"}))
+        return Problem(graph, profile, Cluster((host,)), 24, constraints=constraints)
 
     judged = Judge(problem(1e12)).judge(plan)
     state = judged.curves[0].state_bytes
@@ -190,8 +190,10 @@ def test_policies_fit_whenever_some_tensors_do_and_mostly_cost_the_least():
     for seed, part in ((0, 0.5), (0, 0.7), (1, 0.7), (2, 0.7)):
         graph, profile = uneven(seed, 8)
         plan = Plan((StagePlan("", (0,)), StagePlan("n6", (1,))), 5, "1f1b", {"warmup": "4,1"})
-        wishes = Constraints(memory_policies=frozenset({"recompute"}))
-        free = Problem(graph, profile, Cluster((Host("a", (Device("x", 1 << 40),) * 2, FAST, FAST),)), 5, wishes=wishes)
+        constraints = Constraints(memory_policies=frozenset({"recompute"}))
+        free = Problem(
+            graph, profile, Cluster((Host("a", (Device("x", 1 << 40),) * 2, FAST, FAST),)), 5, constraints=constraints
+        )
         kept = Judge(free).judge(plan)
         state = kept.curves[0].state_bytes
         first = Device("x", int(state + part * (kept.peak_bytes[0] - state)))

@@ -14,10 +14,12 @@ from lightning_pipe.simulator import period
 from planner.test_uniform import cluster, layers
 
 
-def problem(**wishes) -> Problem:
+def problem(**constraints) -> Problem:
     graph, profile = layers([1.0] * 8, [0.0] * 8, samples=8)
     optimizer = replace(profile.optimizer, state_bytes_per_byte=2.0)
-    return Problem(graph, replace(profile, optimizer=optimizer), cluster(4), 8, wishes=Constraints(8, **wishes))
+    return Problem(
+        graph, replace(profile, optimizer=optimizer), cluster(4), 8, constraints=Constraints(8, **constraints)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "zb_v"])

@@ -78,16 +78,16 @@ def test_plans_over_memory_are_never_returned():
 
 def test_wishes_are_kept_to():
     graph, profile = layers([1, 1, 2, 2, 1, 1], [8] * 6)
-    wishes = Constraints(microbatches=4, replicas=(2, 1), warmup="2")
+    constraints = Constraints(microbatches=4, replicas=(2, 1), warmup="2")
     for planner in ("auto", "uniform", "exhaustive"):
-        plan = propose(Problem(graph, profile, cluster(3), 16, wishes=wishes), planner)[0].plan
+        plan = propose(Problem(graph, profile, cluster(3), 16, constraints=constraints), planner)[0].plan
         assert [stage.ranks for stage in plan.stages] == [(0, 1), (2,)]
         assert (plan.microbatches, plan.options) == (4, {"warmup": "2,2"})
 
 
 def test_layouts_that_cannot_be_are_refused():
     graph, profile = layers([1] * 4, [8] * 4)
-    asked = Problem(graph, profile, cluster(3), 16, wishes=Constraints(replicas=(2, 2)))
+    asked = Problem(graph, profile, cluster(3), 16, constraints=Constraints(replicas=(2, 2)))
     with pytest.raises(PlanError, match="layout='2-2' asks for 4 ranks, the trainer has 3"):
         propose(asked, "auto")
     with pytest.raises(ConfigError, match="planner='dapple' decides the layout"):
@@ -117,14 +117,14 @@ def test_more_micro_batches_than_samples_are_refused_by_every_planner(planner, m
     graph, profile = layers([1] * 6, [8] * 6)
     layouts = (None, (1, 1)) if planner in FOLLOW_LAYOUTS else (None,)
     for layout, schedule in itertools.product(layouts, (None, "gpipe", "zb_h1")):
-        wishes = Constraints(microbatches, layout, schedule)
+        constraints = Constraints(microbatches, layout, schedule)
         expected = f"A batch has {samples} samples, too few for {microbatches} micro-batches. Set .* at most {samples}"
         with pytest.raises(PlanError, match=expected):
-            propose(Problem(graph, profile, cluster(2), samples, wishes=wishes), planner)
+            propose(Problem(graph, profile, cluster(2), samples, constraints=constraints), planner)
 
 
 def test_a_layout_with_more_stages_than_operations_is_refused_with_the_numbers():
     graph, profile = layers([1] * 2, [8] * 2)
-    asked = Problem(graph, profile, cluster(3), 16, wishes=Constraints(replicas=(1, 1, 1)))
+    asked = Problem(graph, profile, cluster(3), 16, constraints=Constraints(replicas=(1, 1, 1)))
     with pytest.raises(PlanError, match=r"2 operations and can be cut at 1 place .*, too few for 3 stages"):
         propose(asked, "auto")

@@ -54,7 +54,7 @@ def test_slow_links_ask_for_more_warm_up():
     wished = Constraints(microbatches=16)
 
     def depths(link: Link) -> tuple[int, ...]:
-        problem = Problem(graph, profile, cluster(4, link=link), 16, wishes=wished)
+        problem = Problem(graph, profile, cluster(4, link=link), 16, constraints=wished)
         return next(outline.depths for outline in bapipe(problem) if len(outline.ranks) == 4)
 
     assert sum(depths(Link(1.0, 1e12))) > sum(depths(FAST))
@@ -63,7 +63,7 @@ def test_slow_links_ask_for_more_warm_up():
 @pytest.mark.parametrize("seed", range(4))
 def test_partitions_are_mended_until_they_fit(seed):
     free = asked(seed)
-    wished = replace(free, wishes=Constraints(microbatches=8))
+    wished = replace(free, constraints=Constraints(microbatches=8))
     judge = Judge(wished)
     straight = [outline for outline in bapipe(wished) if len(outline.ranks) == 4]
     least = min(max(judge.judge(outline.plan(wished)).peak_bytes) for outline in straight)

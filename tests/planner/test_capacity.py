@@ -18,7 +18,7 @@ SWAP = Link(latency_s=0.0, bytes_per_s=1e6)
 def chain(memory: float, *, size: int = 8, samples: int = MICROBATCHES, swap: Link = SWAP) -> Problem:
     graph, profile = blocks(size)
     host = Host("a", (Device("x", int(memory)),) * STAGES, inside=FAST, network=FAST, swap=swap)
-    return Problem(graph, profile, Cluster((host,)), samples, wishes=Constraints(microbatches=MICROBATCHES))
+    return Problem(graph, profile, Cluster((host,)), samples, constraints=Constraints(microbatches=MICROBATCHES))
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ RANKS, MICROBATCHES = 2, 8
 
 def offloading(schedule: str, rate: float) -> tuple[Problem, Plan]:
     """Return a plan whose stages offload all they save over a link of this rate, in units of what hides the copies."""
-    wishes = Constraints(MICROBATCHES, (1,) * RANKS, schedule, "pb" if schedule == "1f1b" else None)
-    problem = problem_of("gpt_tied", ranks=RANKS, wishes=wishes)
+    constraints = Constraints(MICROBATCHES, (1,) * RANKS, schedule, "pb" if schedule == "1f1b" else None)
+    problem = problem_of("gpt_tied", ranks=RANKS, constraints=constraints)
     keeping = propose(problem, "uniform")[0]
     prices, works = keeping.prices, Cutter(problem.graph).works(keeping.cuts)
     saved = max(prices.saved_bytes(s, 1) for s in range(RANKS))
@@ -114,8 +114,10 @@ def test_saved_tensors_are_given_up_by_waiting_sooner_where_giving_up_more_does_
     (host,) = problem.cluster.hosts
     keeping = judge(replace(plan, stages=tuple(replace(stage, offload=()) for stage in plan.stages)), problem)
     devices = tuple(replace(device, memory_bytes=min(keeping.peak_bytes) // 2) for device in host.devices)
-    wishes = replace(problem.wishes, memory_policies=frozenset(("offload",)))
-    tight = replace(problem, cluster=replace(problem.cluster, hosts=(replace(host, devices=devices),)), wishes=wishes)
+    constraints = replace(problem.constraints, memory_policies=frozenset(("offload",)))
+    tight = replace(
+        problem, cluster=replace(problem.cluster, hosts=(replace(host, devices=devices),)), constraints=constraints
+    )
     found = fit_by_policies(tight, judge(keeping.plan, tight), judge=Judge(tight))
     monkeypatch.setattr(fit_memory, "tighter", lambda plan: ())
     without = fit_by_policies(tight, judge(keeping.plan, tight), judge=Judge(tight))

@@ -119,7 +119,7 @@ def test_straight_and_data_parallel_plans_are_no_better(seed):
     ranks = asked.cluster.ranks
     ours = min(settle(asked, dapple(asked), judge=Judge(asked)), key=lambda found: found.step_s)
     for layout in ((ranks,), (1,) * ranks):
-        other = settle(asked, uniform(replace(asked, wishes=Constraints(replicas=layout))), judge=Judge(asked))[0]
+        other = settle(asked, uniform(replace(asked, constraints=Constraints(replicas=layout))), judge=Judge(asked))[0]
         assert ours.step_s <= other.step_s * 1.02, layout
 
 
@@ -133,12 +133,12 @@ def check_outlines(asked: Problem) -> None:
         assert not set(outline.cuts) & asked.graph.uncuttable
         for cut, here, there in zip(outline.cuts, outline.ranks[:-1], outline.ranks[1:], strict=True):
             assert cut not in asked.graph.unsliceable or len(here) == len(there)
-        assert asked.wishes.microbatches in (None, outline.microbatches)
+        assert asked.constraints.microbatches in (None, outline.microbatches)
     assert found == dapple(asked)
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "constraints",
     [
         Constraints(),
         Constraints(microbatches=4),
@@ -147,12 +147,12 @@ def check_outlines(asked: Problem) -> None:
         Constraints(least_samples=4),
     ],
 )
-def test_outlines_use_every_device_once_and_keep_to_wishes(wishes):
+def test_outlines_use_every_device_once_and_keep_to_wishes(constraints):
     graph, profile = layers([1.0, 2.0, 1.0, 1.0, 3.0, 1.0], [8.0] * 6)
     graph = replace(graph, uncuttable=frozenset({2}), unsliceable=frozenset({4}))
-    check_outlines(Problem(graph, profile, cluster(4, link=Link(0.01, 1000.0)), 16, wishes=wishes))
-    check_outlines(Problem(graph, profile, cluster(1), 16, wishes=wishes))
-    check_outlines(Problem(graph, profile, cluster(4), 16, training=False, wishes=wishes))
+    check_outlines(Problem(graph, profile, cluster(4, link=Link(0.01, 1000.0)), 16, constraints=constraints))
+    check_outlines(Problem(graph, profile, cluster(1), 16, constraints=constraints))
+    check_outlines(Problem(graph, profile, cluster(4), 16, training=False, constraints=constraints))
 
 
 def test_many_devices_are_planned_too():
@@ -219,5 +219,5 @@ def test_communication_weighs_what_the_paper_prints(name, configuration, stages,
     ranks = tuple(tuple(range(s * each, (s + 1) * each)) for s in range(stages))
     first = len(entry.graph.nodes) % 16  # cut between layers only
     cuts = tuple(first + 32 // stages * s for s in range(1, stages))
-    outline = Candidate(cuts, ranks, entry.samples // (entry.wishes.least_samples * each), (1,) * stages)
+    outline = Candidate(cuts, ranks, entry.samples // (entry.constraints.least_samples * each), (1,) * stages)
     assert table.ratio(entry, outline) == pytest.approx(expected, rel=0.1, abs=0.005)

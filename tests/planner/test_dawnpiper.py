@@ -44,11 +44,13 @@ def test_the_best_cut_lies_between_balance_of_time_and_of_memory():
         assert slowest[low : high + 1].min() == pytest.approx(slowest.min()), case
 
 
-def chain(seed: int, *, nodes: int, stages: int, memory: int = 1 << 40, wishes: Constraints = RECOMPUTE) -> Problem:
+def chain(
+    seed: int, *, nodes: int, stages: int, memory: int = 1 << 40, constraints: Constraints = RECOMPUTE
+) -> Problem:
     draw = random.Random(seed)
     seconds = [draw.uniform(0.2, 2.0) for _ in range(nodes)]
     graph, profile = layers(seconds, [draw.choice((8, 80, 800)) for _ in seconds])
-    return Problem(graph, profile, cluster(stages, memory=memory), 16, wishes=wishes)
+    return Problem(graph, profile, cluster(stages, memory=memory), 16, constraints=constraints)
 
 
 def slowest(problem: Problem, model: StageTimes, cuts: tuple[int, ...]) -> float:
@@ -98,7 +100,7 @@ def best_balance(model: StageTimes, units: int, stages: int) -> float:
 
 def test_less_memory_moves_work_to_stages_that_hold_fewer_micro_batches():
     graph, profile = blocks(40)
-    free = Problem(graph, profile, cluster(4), 16, wishes=replace(RECOMPUTE, microbatches=16))
+    free = Problem(graph, profile, cluster(4), 16, constraints=replace(RECOMPUTE, microbatches=16))
     judge = Judge(free)
     straight = next(o for o in dawnpiper(free) if len(o.ranks) == 4)
     peak = judge.judge(straight.plan(free)).peak_bytes[0]
@@ -111,7 +113,7 @@ def test_less_memory_moves_work_to_stages_that_hold_fewer_micro_batches():
 @pytest.mark.parametrize("part", [0.5, 0.7])
 def test_every_stage_fits_by_its_policies_where_without_none_does(part):
     graph, profile = blocks(16)
-    free = Problem(graph, profile, cluster(4), 16, wishes=replace(RECOMPUTE, microbatches=16))
+    free = Problem(graph, profile, cluster(4), 16, constraints=replace(RECOMPUTE, microbatches=16))
     straight = next(o for o in dawnpiper(free) if len(o.ranks) == 4)
     memory = int(part * Judge(free).judge(straight.plan(free)).peak_bytes[0])
     tight = replace(free, cluster=cluster(4, memory=memory))

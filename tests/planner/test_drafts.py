@@ -23,9 +23,9 @@ from planner.test_uniform import cluster, layers
 SECONDS = [1.0] * 16
 
 
-def problem(ranks: int, wishes: Constraints, *, samples: int = 16, seconds: list[float] = SECONDS) -> Problem:
+def problem(ranks: int, constraints: Constraints, *, samples: int = 16, seconds: list[float] = SECONDS) -> Problem:
     graph, profile = layers(seconds, [8.0] * len(seconds), samples=samples)
-    return Problem(graph, profile, cluster(ranks), samples, wishes=wishes)
+    return Problem(graph, profile, cluster(ranks), samples, constraints=constraints)
 
 
 @pytest.mark.parametrize("planner", ["uniform", "dapple"])
@@ -72,8 +72,8 @@ def test_w_that_take_as_long_joined_stay_apart():
 def test_auto_is_at_least_as_good_as_every_schedule_on_its_own():
     """Few micro-batches, and sums of gradients that take longer than messages: 1F1B's bubble is large."""
 
-    def asked(**wishes) -> Problem:
-        made = problem(4, Constraints(4, **wishes))
+    def asked(**constraints) -> Problem:
+        made = problem(4, Constraints(4, **constraints))
         return replace(made, cluster=cluster(4, link=Link(latency_s=0.0, bytes_per_s=100.0)))
 
     best = propose(asked(), "auto")[0]
@@ -105,7 +105,7 @@ def test_fewer_micro_batches_leave_out_the_computes_of_the_others():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "wishes", "error", "message"),
+    ("ranks", "constraints", "error", "message"),
     [
         (
             2,
@@ -125,9 +125,9 @@ def test_fewer_micro_batches_leave_out_the_computes_of_the_others():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(ranks, wishes, error, message):
+def test_what_cannot_be_is_refused(ranks, constraints, error, message):
     with pytest.raises(error, match=message):
-        propose(problem(ranks, wishes), "uniform")
+        propose(problem(ranks, constraints), "uniform")
 
 
 def test_a_schedule_of_your_own_is_known_by_its_name():

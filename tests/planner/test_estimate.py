@@ -148,8 +148,8 @@ def test_recompute_keeps_depths_for_time():
     _, free_s, _ = estimator.outline(*layout)
     room = estimator.rooms(*layout)[0]
     memory = int((1 << 40) - room.bytes + 1.5 * room.saved)
-    wishes = Constraints(memory_policies=frozenset({"recompute"}))
-    tight = Problem(problem.graph, problem.profile, cluster(4, memory=memory), 16, wishes=wishes)
+    constraints = Constraints(memory_policies=frozenset({"recompute"}))
+    tight = Problem(problem.graph, problem.profile, cluster(4, memory=memory), 16, constraints=constraints)
     _, seconds, excess = Estimator(StageCostTable(tight, cuttable(tight.graph, sliced=True))).outline(*layout)
     assert excess <= 0
     assert free_s < seconds

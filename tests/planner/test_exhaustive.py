@@ -104,8 +104,8 @@ def test_too_many_plans_are_not_tried():
 
 def test_wished_warmups_are_kept_to():
     graph, profile = layers([1, 2, 1, 2], [8] * 4)
-    free = Problem(graph, profile, cluster(2), 4, wishes=Constraints(microbatches=4, replicas=(1, 1)))
+    free = Problem(graph, profile, cluster(2), 4, constraints=Constraints(microbatches=4, replicas=(1, 1)))
     for warmup, spelled in (("pa", "pa"), ("pb", "pb"), ("2", "2,2"), ("4,1", "4,1")):
-        found = exhaustive(replace(free, wishes=replace(free.wishes, warmup=warmup)))[0]
+        found = exhaustive(replace(free, constraints=replace(free.constraints, warmup=warmup)))[0]
         assert found.plan.options["warmup"] == spelled
         assert found.step_s >= exhaustive(free)[0].step_s * (1 - ROUNDING), warmup

@@ -307,11 +307,11 @@ def test_a_special_processor_among_different_ones_is_refused():
 # ---- the planner -----------------------------------------------------------------------------------------------------
 
 
-def problem(devices: Cluster, *, seed: int = 0, units: int = 12, samples: int = 32, **wishes) -> Problem:
+def problem(devices: Cluster, *, seed: int = 0, units: int = 12, samples: int = 32, **constraints) -> Problem:
     draw = random.Random(seed)
     seconds = [draw.uniform(0.5, 2.0) for _ in range(units)]
     graph, profile = layers(seconds, [draw.choice((80, 800)) for _ in seconds])
-    return Problem(graph, profile, devices, samples, wishes=Constraints(**wishes))
+    return Problem(graph, profile, devices, samples, constraints=Constraints(**constraints))
 
 
 def chain_for(asked: Problem, outline) -> tuple[Chain, Estimator]:
@@ -339,7 +339,7 @@ def test_no_stage_is_modelled_to_exceed_memory_while_any_pipeline_fits(policies)
     asked = replace(
         free,
         cluster=cluster(4, link=Link(0.01, 1e5), memory=round(0.6 * peak)),
-        wishes=Constraints(memory_policies=policies),
+        constraints=Constraints(memory_policies=policies),
     )
     for outline in madpipe(asked):
         chain, estimator = chain_for(asked, outline)
@@ -351,7 +351,7 @@ def test_recompute_shortens_the_period_within_memory():
     groups, free = ((0,), (1,), (2,), (3,)), problem(cluster(4, link=Link(0.01, 1e5)), units=40, microbatches=8)
     chains = []
     for policies in (frozenset(), frozenset({"recompute"})):
-        asked = replace(free, wishes=Constraints(8, memory_policies=policies))
+        asked = replace(free, constraints=Constraints(8, memory_policies=policies))
         chains.append(chain_of(Estimator(StageCostTable(asked, cuttable(asked.graph, sliced=False))), groups, 8))
     without, recomputing = chains
     memory = 1.1 * least_exceeding(without.with_memory(0.0)).excess(without.with_memory(0.0))

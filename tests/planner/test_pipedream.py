@@ -159,7 +159,7 @@ def test_the_first_stage_has_the_papers_number_of_mini_batches_in_flight():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "wishes"),
+    ("nodes", "devices", "constraints"),
     [
         (1, hosts(1, 4), {}),
         (6, hosts(1, 1), {}),
@@ -174,8 +174,8 @@ def test_the_first_stage_has_the_papers_number_of_mini_batches_in_flight():
         (12, Cluster((*hosts(1, 3).hosts, *hosts(2, 2).hosts[1:])), {}),
     ],
 )
-def test_outlines_use_every_device_once_and_keep_to_wishes(nodes, devices, wishes):
-    asked = problem(nodes, devices, **wishes)
+def test_outlines_use_every_device_once_and_keep_to_wishes(nodes, devices, constraints):
+    asked = problem(nodes, devices, **constraints)
     outlines = pipedream(asked)
     assert 1 <= len(outlines) <= 8
     assert len(set(outlines)) == len(outlines)
@@ -183,16 +183,16 @@ def test_outlines_use_every_device_once_and_keep_to_wishes(nodes, devices, wishe
     for outline in outlines:
         assert sorted(rank for group in outline.ranks for rank in group) == list(range(devices.ranks))
         assert list(outline.depths) == sorted(outline.depths, reverse=True)
-        assert outline.microbatches == wishes.get("microbatches", outline.microbatches)
-        if "microbatches" not in wishes:
-            least = wishes.get("least_samples", 1)
+        assert outline.microbatches == constraints.get("microbatches", outline.microbatches)
+        if "microbatches" not in constraints:
+            least = constraints.get("least_samples", 1)
             assert max(map(len, outline.ranks)) * outline.microbatches * least <= max(64, least)
     Judge(asked).judge(outlines[0].plan(asked))
     Judge(asked).judge(outlines[-1].plan(asked))
 
 
 def test_memory_forbids_stages_for_which_it_is_too_small():
-    free = replace(problem(12, hosts(1, 4)), wishes=Constraints(microbatches=8))
+    free = replace(problem(12, hosts(1, 4)), constraints=Constraints(microbatches=8))
     free = replace(free, graph=replace(free.graph, parameter_bytes=dict.fromkeys(free.graph.parameter_bytes, 10**6)))
     assert max(map(len, pipedream(free)[0].ranks)) > 1
     whole = StageCostTable(free, cuttable(free.graph, sliced=True)).state_bytes[0, -1]

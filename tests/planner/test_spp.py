@@ -141,18 +141,18 @@ def hosts(count: int, devices: int, **more) -> Cluster:
     return Cluster(tuple(Host(f"h{i}", (device,) * devices, Link(1e-5, 1e10), network) for i in range(count)))
 
 
-def problem(nodes: int, devices: Cluster, *, wide: float = 1e5, samples: int = 64, **wishes) -> Problem:
+def problem(nodes: int, devices: Cluster, *, wide: float = 1e5, samples: int = 64, **constraints) -> Problem:
     draw = random.Random(nodes)
     seconds = [draw.uniform(0.5, 2.0) * 1e-3 for _ in range(nodes)]
     graph, profile = layers(seconds, [draw.choice((1e3, wide)) for _ in range(nodes)], samples=samples)
-    return Problem(graph, profile, devices, samples, wishes=Constraints(**wishes))
+    return Problem(graph, profile, devices, samples, constraints=Constraints(**constraints))
 
 
 UNEQUAL = Cluster((Host("a", (Device("x", 1 << 40), Device("y", 1 << 40, 0.5)), FAST, FAST), *hosts(2, 2).hosts[1:]))
 
 
 @pytest.mark.parametrize(
-    ("nodes", "devices", "wishes"),
+    ("nodes", "devices", "constraints"),
     [
         (1, hosts(1, 4), {}),
         (6, hosts(1, 1), {}),
@@ -166,8 +166,8 @@ UNEQUAL = Cluster((Host("a", (Device("x", 1 << 40), Device("y", 1 << 40, 0.5)), 
         (12, UNEQUAL, {}),
     ],
 )
-def test_outlines_use_every_device_once_and_keep_to_wishes(nodes, devices, wishes):
-    asked = problem(nodes, devices, **wishes)
+def test_outlines_use_every_device_once_and_keep_to_wishes(nodes, devices, constraints):
+    asked = problem(nodes, devices, **constraints)
     outlines = spp(asked)
     assert 1 <= len(outlines) <= 8
     assert len(set(outlines)) == len(outlines)
@@ -175,9 +175,9 @@ def test_outlines_use_every_device_once_and_keep_to_wishes(nodes, devices, wishe
     for outline in outlines:
         assert sorted(rank for group in outline.ranks for rank in group) == list(range(devices.ranks))
         assert list(outline.depths) == sorted(outline.depths, reverse=True)
-        assert outline.microbatches == wishes.get("microbatches", outline.microbatches)
+        assert outline.microbatches == constraints.get("microbatches", outline.microbatches)
     Judge(asked).judge(outlines[-1].plan(asked))
-    if "least_samples" in wishes and "microbatches" not in wishes:
+    if "least_samples" in constraints and "microbatches" not in constraints:
         for outline in outlines:
             assert max(map(len, outline.ranks)) * outline.microbatches * 16 <= 64
 

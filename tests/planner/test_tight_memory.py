@@ -51,8 +51,8 @@ def problem_of(layers, memory, path) -> Problem:
     path.write_text("\n".join([*lines, *links]) + "\n", encoding="utf-8")
     graph, profile = load_published(path, optimizer_state=2.0)
     host = Host("h", (Device("x", memory),) * 2, inside=LINK, network=LINK)
-    wishes = Constraints(MICROBATCHES, (1, 1), "1f1b", memory_policies=frozenset(("recompute",)))
-    return Problem(graph, profile, Cluster((host,)), 4 * MICROBATCHES, wishes=wishes)
+    constraints = Constraints(MICROBATCHES, (1, 1), "1f1b", memory_policies=frozenset(("recompute",)))
+    return Problem(graph, profile, Cluster((host,)), 4 * MICROBATCHES, constraints=constraints)
 
 
 def everything(problem: Problem) -> Iterator[Judged]:

@@ -53,7 +53,7 @@ def problem(seconds: list[float], widths: list[float], devices: Cluster, *, samp
 
 
 def candidates(asked: Problem, *, replicas: list[int], microbatches: int | None = None) -> list[Judged]:
-    return propose(replace(asked, wishes=Constraints(microbatches, tuple(replicas), warmup="pa")), "uniform")
+    return propose(replace(asked, constraints=Constraints(microbatches, tuple(replicas), warmup="pa")), "uniform")
 
 
 def uniform(asked: Problem, *, replicas: list[int], microbatches: int | None = None) -> Plan:

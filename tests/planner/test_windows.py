@@ -45,7 +45,7 @@ def gpt(depth: int) -> Graph:
     return capture_step(Request(module, "training_step", structure, samples=2)).graph
 
 
-def measured(depth: int, devices: int, seed: int, wishes: Constraints) -> Problem:
+def measured(depth: int, devices: int, seed: int, constraints: Constraints) -> Problem:
     """Return a problem whose times differ from seed to seed as measured ones do."""
     graph, draw = gpt(depth), random.Random(seed)
     profile = counted(graph)
@@ -53,7 +53,7 @@ def measured(depth: int, devices: int, seed: int, wishes: Constraints) -> Proble
         tuple(s * TIMES_OF_COUNTED * factor for s in row)
         for row, factor in ((row, draw.lognormvariate(0.0, SPREAD)) for row in profile.seconds)
     )
-    return Problem(graph, replace(profile, seconds=seconds), nominal_cluster(devices), SAMPLES, wishes=wishes)
+    return Problem(graph, replace(profile, seconds=seconds), nominal_cluster(devices), SAMPLES, constraints=constraints)
 
 
 def chain(length: int, devices: int, seed: int) -> Problem:
@@ -155,8 +155,8 @@ def test_whatever_was_measured_of_a_long_model_there_is_a_plan(
 ) -> None:
     shorten(monkeypatch, judged=1_500 * devices)
     for seed in range(seeds):
-        wishes = Constraints(replicas=(1,) * devices if seed % 2 == 0 else None, microbatches=4)
-        best = search.auto(measured(depth, devices, seed, wishes), {"uniform": uniform})[0]
+        constraints = Constraints(replicas=(1,) * devices if seed % 2 == 0 else None, microbatches=4)
+        best = search.auto(measured(depth, devices, seed, constraints), {"uniform": uniform})[0]
         assert best.step_s > 0, (depth, devices, seed)
 
 

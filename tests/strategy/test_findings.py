@@ -22,7 +22,7 @@ from parity.training import problem_of
 @pytest.mark.parametrize(("layout", "sharded"), [((1, 1), False), ((2,), True)])
 def test_the_comparison_predicts_what_the_planner_did(layout, sharded):
     """It predicted plans that recompute as if they kept all once, so that they seemed to take less memory than said."""
-    problem = problem_of("gpt_tied", ranks=2, wishes=Constraints(4, layout, "1f1b", "pa"))
+    problem = problem_of("gpt_tied", ranks=2, constraints=Constraints(4, layout, "1f1b", "pa"))
     problem = replace(problem, profile=replace(problem.profile, source="measured"))
     plan = propose(problem, "uniform")[0].plan
     works = Cutter(problem.graph).works(judge(plan, problem).cuts)

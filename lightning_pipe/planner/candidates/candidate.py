@@ -33,7 +33,7 @@ class Candidate:
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan with the names of the problem's graph; all forwards first is GPipe where that is wished."""
-        schedule = problem.wishes.schedule or "1f1b"
+        schedule = problem.constraints.schedule or "1f1b"
         options: dict[str, int | str] = {"warmup": warmup_name(self.depths)} if schedule == "1f1b" else {}
         stages = stage_plans(problem, self.cuts, self.ranks)
         return Plan(stages, self.microbatches, schedule, options, problem.graph.fingerprint)

@@ -9,7 +9,7 @@
     offload all    1F1B that offloads all it saves, and waits for the copies as soon as memory asks for it
     planned        what this package plans: recompute or offload per tensor, shared optimizer state, cuts and warm-up
 
-The number of micro-batches is that of the problem's wishes, and all stages have one device; what grows is the
+The number of micro-batches is that of the problem's constraints, and all stages have one device; what grows is the
 micro-batch. `gpipe`, `pipedream`, `vpipe` and the two `all` are cut by time, as their planners do; for the depth of a
 model its batch stays. Largest means the last that fits before the first that does not: galloping, then halving. Nothing
 is executed: the simulator judges.
@@ -88,17 +88,17 @@ def largest_batches(problem: Problem, *, policies: Iterable[str] = (), planner: 
     """Yield the largest micro-batch of each policy.
 
     Args:
-        problem: memory, costs and, in its wishes, the number of micro-batches; its samples are where the search begins.
+        problem: memory, costs and, in its constraints, the number of micro-batches; the search begins at its samples.
         policies: names of `POLICIES`; all by default.
         planner: who plans for `keep all` and `planned`.
     """
-    count = problem.wishes.microbatches or 2 * problem.cluster.ranks
-    wishes = Constraints(microbatches=count, replicas=(1,) * problem.cluster.ranks)
+    count = problem.constraints.microbatches or 2 * problem.cluster.ranks
+    constraints = Constraints(microbatches=count, replicas=(1,) * problem.cluster.ranks)
     pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
     for name in policies or POLICIES:
 
         def tried(size: int, policy: Policy = POLICIES[name]) -> Trial:
-            return policy(replace(problem, samples=size * count, wishes=wishes), pricer, planner)
+            return policy(replace(problem, samples=size * count, constraints=constraints), pricer, planner)
 
         yield _reached(name, tried, start=max(1, problem.samples // count))
 
@@ -119,10 +119,10 @@ def deepest_models(
     def priced(depth: int) -> tuple[Problem, Pricer]:
         if depth not in known:
             problem = problem_of(depth)
-            count = problem.wishes.microbatches or 2 * problem.cluster.ranks
-            wishes = Constraints(microbatches=count, replicas=(1,) * problem.cluster.ranks)
+            count = problem.constraints.microbatches or 2 * problem.cluster.ranks
+            constraints = Constraints(microbatches=count, replicas=(1,) * problem.cluster.ranks)
             pricer = Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
-            known[depth] = replace(problem, wishes=wishes), pricer
+            known[depth] = replace(problem, constraints=constraints), pricer
         return known[depth]
 
     for name in policies or POLICIES:
@@ -168,8 +168,10 @@ def _keep_all(problem: Problem, pricer: Pricer, planner: str) -> Trial:
 
 
 def _planned(problem: Problem, pricer: Pricer, planner: str) -> Trial:
-    wishes = replace(problem.wishes, memory_policies=frozenset(("recompute", "offload")), shard_optimizer="auto")
-    wished = replace(problem, wishes=wishes)
+    constraints = replace(
+        problem.constraints, memory_policies=frozenset(("recompute", "offload")), shard_optimizer="auto"
+    )
+    wished = replace(problem, constraints=constraints)
     return _trial(wished, propose(wished, planner)[0])
 
 

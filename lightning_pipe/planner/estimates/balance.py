@@ -99,7 +99,7 @@ class Balancer:
         if held is None:
             return load
         kept = self._once(("kept", n, room), lambda: self._kept(n, room))
-        if kept[0, -1] < held and self._estimator.problem.wishes.memory_policies:
+        if kept[0, -1] < held and self._estimator.problem.constraints.memory_policies:
             held = 0
         return self._once(("stage", pairs, n, room, held), lambda: np.where(kept >= held, load, np.inf))
 

@@ -309,7 +309,7 @@ class BlockCosts:
             reduced = segments.trained_bytes if replicas > 1 else 0.0
             own = segments.state_bytes + self._workspace(n) + np.maximum.outer(ends, ends) + reduced
             saved = segments.saved_bytes.all(n)
-            if "recompute" in self._problem.wishes.memory_policies:
+            if "recompute" in self._problem.constraints.memory_policies:
                 saved = np.broadcast_to(segments.crossing["F"].bytes(n)[:, None], saved.shape)
             self._shares[replicas, is_even] = (np.where(is_stage, seconds, np.inf), own, saved)
         return self._shares[replicas, is_even]
@@ -377,7 +377,7 @@ def within_memory(estimator: Estimator, outline: Candidate) -> tuple[Candidate, 
     Where plans may recompute, no depth is lowered below S - s unless what arrives for a stage alone is too much.
     """
     rooms = estimator.rooms(outline.cuts, outline.ranks, outline.microbatches)
-    may_recompute = "recompute" in estimator.problem.wishes.memory_policies
+    may_recompute = "recompute" in estimator.problem.constraints.memory_policies
     kept = [room.arriving if may_recompute else room.saved for room in rooms]
     most = [_fitting(room.bytes, room.saved) for room in rooms]
     different = [len(rooms) - s for s in range(len(rooms))]

@@ -280,7 +280,7 @@ class Estimator:
         end; then those of 1F1B*, and all forwards first.
         """
         stages = len(row.forward)
-        if self.problem.wishes.schedule == "gpipe":
+        if self.problem.constraints.schedule == "gpipe":
             yield (microbatches,) * stages
             return
         loads, links = row.loads(), row.links()
@@ -293,10 +293,10 @@ class Estimator:
         ]
         if stages * microbatches <= LONG:
             found += [[step * (stages - 1 - s) + 1 for s in range(stages)] for step in (3, 4)]
-        if self.problem.wishes.warmup is not None:
-            found = [_wished(self.problem.wishes.warmup, found)]
+        if self.problem.constraints.warmup is not None:
+            found = [_wished(self.problem.constraints.warmup, found)]
         capped = ([min(depth, microbatches, m) for depth, m in zip(depths, most, strict=True)] for depths in found)
-        lowers = (never_growing, falling) if self.problem.wishes.warmup is None else (never_growing,)
+        lowers = (never_growing, falling) if self.problem.constraints.warmup is None else (never_growing,)
         yield from dict.fromkeys(lower(depths) for depths in capped for lower in lowers)
 
     def outline(
@@ -312,7 +312,7 @@ class Estimator:
         rooms = self.rooms(cuts, ranks, microbatches)
         free = [microbatches] * len(rooms)
         most = [int(min(microbatches, max(1.0, room.bytes / (room.saved or 1.0)))) for room in rooms]
-        limits = [free, most] if self.problem.wishes.memory_policies else [most]
+        limits = [free, most] if self.problem.constraints.memory_policies else [most]
         depths = dict.fromkeys(d for m in limits for d in self.depth_choices(row, most=m, microbatches=microbatches))
         choices = []
         for found in depths:
@@ -357,7 +357,7 @@ class Estimator:
         As if saved bytes were a fluid: what a swap can carry while one micro-batch is worked on is swapped for nothing;
         of the rest, a share is dropped for the same share of the forward's seconds. What arrived for the stage stays.
         """
-        policies = self.problem.wishes.memory_policies
+        policies = self.problem.constraints.memory_policies
         backward, excess = list(row.backward), -math.inf
         period = max(row.loads())
         for s, (room, depth) in enumerate(zip(rooms, depths, strict=True)):
@@ -401,18 +401,18 @@ def microbatch_counts(problem: Problem, *, stages: int, replicas: int) -> list[i
     """Return the numbers of micro-batches worth trying, rising.
 
     Args:
-        problem: samples of a batch, and wishes.
+        problem: samples of a batch, and constraints.
         stages: stages of the pipeline.
         replicas: replicas of its most replicated stage, which all want samples.
 
     Raises:
         PlanError: if more micro-batches are wished for than a batch has samples.
     """
-    wishes = problem.wishes
-    if wishes.microbatches is not None:
-        problem.check_samples(wishes.microbatches)
-        return [wishes.microbatches]
-    most = max(1, problem.samples // (wishes.least_samples * replicas))
+    constraints = problem.constraints
+    if constraints.microbatches is not None:
+        problem.check_samples(constraints.microbatches)
+        return [constraints.microbatches]
+    most = max(1, problem.samples // (constraints.least_samples * replicas))
     wanted = {1, 3, 6, *(stages * factor for factor in (1, 2, 3, 4, 8)), *(2**k for k in range(10))}
     least = stages // 2 if stages > _FEW_STAGES else 1  # with fewer, half of a long pipeline is idle
     even = {most // parts for parts in (1, 2, 3)}  # of as few samples as may be, and of two and three times as many

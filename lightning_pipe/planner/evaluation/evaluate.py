@@ -128,7 +128,7 @@ class Judge:
         """
         cuts = resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks)
         prices = self._priced(plan, cuts)
-        if self._problem.wishes.shard_optimizer == "on" and not plan.shard_optimizer and prices.shares_state:
+        if self._problem.constraints.shard_optimizer == "on" and not plan.shard_optimizer and prices.shares_state:
             plan = replace(plan, shard_optimizer=True)
             prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)

@@ -57,7 +57,7 @@ def fit_by_policies(problem: Problem, judged: Judged, *, judge: Judge) -> Judged
     Returns:
         The fastest plan found that fits, or else the one that exceeds memory least.
     """
-    if not problem.wishes.memory_policies or not problem.training or judged.overflow(problem.cluster) <= 0:
+    if not problem.constraints.memory_policies or not problem.training or judged.overflow(problem.cluster) <= 0:
         return judged
     return _Fitting(problem, judged, judge).best()
 
@@ -171,7 +171,7 @@ class _Fitting:
     def _terms(self, judged: Judged, stage: int, rank: int, samples: int) -> tuple[Terms, _Moments]:
         """Return what giving up costs a stage, with as much offloaded for free as makes most room."""
         cluster, ranks = self._problem.cluster, judged.program.layout.stages[stage]
-        policies = self._problem.wishes.memory_policies
+        policies = self._problem.constraints.memory_policies
         link = min((cluster.hosts[cluster.host_of(r)].swap for r in ranks), key=lambda swap: -swap.latency_s)
         if link == NO_SWAP or "offload" not in policies:
             link, policies = NO_SWAP, policies - {"offload"}

@@ -36,19 +36,19 @@ class LeastMemory:
     """Lower bounds on the memory of any plan: what can fit at all.
 
     Args:
-        problem: graph, devices and wishes.
+        problem: graph, devices and constraints.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         bounds = worthwhile(problem, sliced=False)
         self._segments = self._of_rows = StageCostTable(problem, bounds)
-        if problem.wishes.shard_optimizer != "off":
+        if problem.constraints.shard_optimizer != "off":
             optimizer = replace(problem.profile.optimizer, state_bytes_per_byte=0.0)
             stateless = replace(problem, profile=replace(problem.profile, optimizer=optimizer))
             self._of_rows = StageCostTable(stateless, bounds)
         self._memories = [problem.cluster.device(rank).memory_bytes for rank in range(problem.cluster.ranks)]
-        self._samples = problem.samples // problem.wishes.microbatches if problem.wishes.microbatches else 1
+        self._samples = problem.samples // problem.constraints.microbatches if problem.constraints.microbatches else 1
 
     def may_fit(self) -> bool:
         """Return whether any plan may fit, by what all devices have together."""
@@ -96,7 +96,7 @@ class LeastMemory:
 def _needed(segments: StageCostTable, samples: float) -> Matrix:
     """Return the bytes that every stage needs at least, with so many samples of a micro-batch."""
     problem = segments.problem
-    if problem.wishes.memory_policies or not problem.training:
+    if problem.constraints.memory_policies or not problem.training:
         return segments.state_bytes
     return segments.state_bytes + _SURE * segments.saved_bytes.all(samples)
 
@@ -104,8 +104,10 @@ def _needed(segments: StageCostTable, samples: float) -> Matrix:
 def _ranks(problem: Problem, units: int) -> Ranks:
     """Return the wished stages, or as many as there are devices, as far as the graph can be cut."""
     ranks = range(problem.cluster.ranks)
-    if problem.wishes.replicas is not None:
-        ends = np.cumsum(problem.wishes.replicas).tolist()
-        return tuple(tuple(ranks[end - size : end]) for end, size in zip(ends, problem.wishes.replicas, strict=True))
+    if problem.constraints.replicas is not None:
+        ends = np.cumsum(problem.constraints.replicas).tolist()
+        return tuple(
+            tuple(ranks[end - size : end]) for end, size in zip(ends, problem.constraints.replicas, strict=True)
+        )
     stages = min(units, len(ranks))
     return tuple(tuple(int(r) for r in part) for part in np.array_split(np.array(ranks), stages))

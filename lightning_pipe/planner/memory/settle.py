@@ -39,7 +39,11 @@ def settle(problem: Problem, outlines: Iterable[Candidate], *, judge: Judge) -> 
 def fitted(problem: Problem, outline: Candidate, *, judge: Judge) -> Judged:
     """Judge an outline, or what fits into memory of it; if nothing does, what exceeds memory least."""
     tried = [judge.judge(outline.plan(problem))]
-    if tried[0].overflow(problem.cluster) > 0 and problem.wishes.warmup is None and problem.wishes.schedule != "gpipe":
+    if (
+        tried[0].overflow(problem.cluster) > 0
+        and problem.constraints.warmup is None
+        and problem.constraints.schedule != "gpipe"
+    ):
         tried += _shallower(problem, outline, tried[0], judge=judge)
     tried += squeezed(problem, tried, judge=judge)
     return min(tried, key=lambda one: one.rank(problem.cluster))
@@ -56,10 +60,10 @@ def squeezed(problem: Problem, judged: Sequence[Judged], *, judge: Judge) -> lis
     if judged[0].overflow(problem.cluster) <= 0 or not problem.training:
         return []
     shared = []
-    if problem.wishes.shard_optimizer == "auto":
+    if problem.constraints.shard_optimizer == "auto":
         plans = [replace(one.plan, shard_optimizer=True) for one in judged if judge.shares_state(one)]
         shared = [judge.judge(plan) for plan in plans]
-    if not problem.wishes.memory_policies:
+    if not problem.constraints.memory_policies:
         return shared
     return [*shared, *(fit_by_policies(problem, one, judge=judge) for one in (*judged, *shared))]
 
@@ -128,18 +132,18 @@ def counted(count: int, word: str) -> str:
 
 def _helps(problem: Problem, judged: Judged, rank: int) -> Iterator[str]:
     """Yield what would make a plan fit on its fullest rank."""
-    wishes, plan, state = problem.wishes, judged.plan, judged.curves[rank].state_bytes
+    constraints, plan, state = problem.constraints, judged.plan, judged.curves[rank].state_bytes
     holds_state = state < _memory(problem, rank)
     yield f"devices with {format_bytes(judged.peak_bytes[rank])}"
     yield "more devices"
     if holds_state:
         yield "a smaller batch"
-    if wishes.microbatches is not None and wishes.microbatches < problem.samples:
+    if constraints.microbatches is not None and constraints.microbatches < problem.samples:
         yield "more micro-batches"
-    missing = {"recompute", "offload"} - wishes.memory_policies if problem.training and holds_state else set()
+    missing = {"recompute", "offload"} - constraints.memory_policies if problem.training and holds_state else set()
     if missing:
         yield f"{' or '.join(sorted(missing))} of saved tensors"
-    if wishes.shard_optimizer == "off" and problem.training and not plan.shard_optimizer:
+    if constraints.shard_optimizer == "off" and problem.training and not plan.shard_optimizer:
         less = state - Judge(problem).judge(replace(plan, shard_optimizer=True)).curves[rank].state_bytes
         if less > 0:
             yield f"optimizer state shared by replicas (shard_optimizer), {format_bytes(less)} less"

@@ -119,7 +119,7 @@ class _Search:
     def improve(self) -> None:
         """Look for better outlines near the best, while there is something left to spend."""
         ranks = self._problem.cluster.ranks
-        if self._problem.wishes.replicas is None:
+        if self._problem.constraints.replicas is None:
             whole = [(tuple(range(ranks)),), tuple((rank,) for rank in range(ranks))]
             every = groupings(range(ranks)) if ranks <= GROUPED else whole
             for layout in different(every, self._problem.cluster):
@@ -209,11 +209,11 @@ class _Search:
 
     def _is_short(self, outline: Candidate) -> bool:
         """Return whether bounds are cheap and hold: they ignore activation policies and nearby warm-up depths."""
-        wishes = self._problem.wishes
+        constraints = self._problem.constraints
         size = _instructions(outline) + len(self._problem.graph.operations)
-        may_free = wishes.memory_policies or wishes.shard_optimizer == "auto"
+        may_free = constraints.memory_policies or constraints.shard_optimizer == "auto"
         is_tight = may_free and any(excess > 0 for excess, _ in self._values.values())
-        return size <= _SHORT and wishes.warmup is None and not is_tight
+        return size <= _SHORT and constraints.warmup is None and not is_tight
 
     def _climb(self, ranked: Sequence[Candidate], found: dict[Candidate, Judged], judge: Judge) -> None:
         """Look at all outlines by their bounds, and go on from the best to better ones near them."""
@@ -319,8 +319,8 @@ class _Search:
             yield self._estimate(outline.cuts, outline.ranks, count)
             yield replace(outline, microbatches=count)
         yield from self._layouts_near(outline)
-        wishes = self._problem.wishes
-        if wishes.warmup is not None or wishes.schedule == "gpipe":
+        constraints = self._problem.constraints
+        if constraints.warmup is not None or constraints.schedule == "gpipe":
             return
         for s, change in itertools.product(range(stages), (1, -1)):
             depths = [*outline.depths]
@@ -330,7 +330,7 @@ class _Search:
 
     def _layouts_near(self, outline: Candidate) -> Iterator[Candidate]:
         """Yield outlines whose layout differs by one move: with the same cuts where that is possible, and balanced."""
-        if self._problem.wishes.replicas is not None:
+        if self._problem.constraints.replicas is not None:
             return
         for layout in layouts_near(outline.ranks, self._problem.cluster):
             most = microbatch_counts(self._problem, stages=len(layout), replicas=max(map(len, layout)))[-1]

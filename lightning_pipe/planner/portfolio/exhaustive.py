@@ -103,8 +103,8 @@ class _Search:
 
 def _fields(problem: Problem, parts: Parts) -> Iterator[tuple[CandidateBatch, list[Depths]]]:
     """Yield all plans, with the depths to try."""
-    wishes = problem.wishes
-    is_open = problem.training and wishes.warmup is None and wishes.schedule != "gpipe"
+    constraints = problem.constraints
+    is_open = problem.training and constraints.warmup is None and constraints.schedule != "gpipe"
     estimator = None if is_open else Estimator(StageCostTable(problem, cuttable(problem.graph, sliced=True)))
     for count, plans in _groups(problem):
         if estimator is None:
@@ -138,12 +138,12 @@ def _groups(problem: Problem) -> Iterator[tuple[int, Plans]]:
 def _counts(problem: Problem, *, stages: int, replicas: int) -> list[int]:
     """Return all numbers of micro-batches, where samples are few."""
     found = microbatch_counts(problem, stages=stages, replicas=replicas)
-    few = problem.wishes.microbatches is None and problem.samples <= FEW_SAMPLES
+    few = problem.constraints.microbatches is None and problem.samples <= FEW_SAMPLES
     return list(range(1, found[-1] + 1)) if few else found
 
 
 def _layouts(problem: Problem) -> list[Ranks]:
-    wished = problem.wishes.replicas
+    wished = problem.constraints.replicas
     found = groupings(range(problem.cluster.ranks))
     return [ranks for ranks in found if wished is None or tuple(map(len, ranks)) == wished]
 

@@ -94,11 +94,11 @@ class Neighborhood:
 
     def __init__(self, problem: Problem, parts: Parts) -> None:
         self._problem, self._parts = problem, parts
-        self._is_open = problem.training and problem.wishes.schedule != "gpipe"
+        self._is_open = problem.training and problem.constraints.schedule != "gpipe"
         self.left = _BOUNDED
         self._positions = cuttable(problem.graph, sliced=True)
         ranks = problem.cluster.ranks
-        is_open = ranks <= GROUPED and problem.wishes.replicas is None
+        is_open = ranks <= GROUPED and problem.constraints.replicas is None
         self._groupings = [*different(groupings(range(ranks)), problem.cluster)] if is_open else []
 
     def rings(self, outline: Candidate) -> Iterator[CandidateSet]:
@@ -111,7 +111,7 @@ class Neighborhood:
             yield self._ring(((cuts, outline.ranks) for cuts in moved), count, outline.depths)
         for other, found in layouts.items():
             plans = [*itertools.product(self._recut(outline.cuts, len(other)), found)]
-            most = max(1, self._problem.samples // (self._problem.wishes.least_samples * max(other)))
+            most = max(1, self._problem.samples // (self._problem.constraints.least_samples * max(other)))
             count = min(outline.microbatches, most)
             counts = sorted(self._counts(other, count), key=lambda near: abs(near - count))
             for near in (count, *counts[:_COUNTS]):
@@ -190,7 +190,7 @@ class Neighborhood:
 
     def _counts(self, shape: Shape, count: int) -> list[int]:
         """Return other numbers of micro-batches."""
-        if self._problem.wishes.microbatches is not None:
+        if self._problem.constraints.microbatches is not None:
             return []
         found = microbatch_counts(self._problem, stages=len(shape), replicas=max(shape))
         near = {near for near in (count - 1, count + 1) if 1 <= near <= found[-1]}
@@ -198,7 +198,7 @@ class Neighborhood:
 
     def _layouts(self, ranks: Ranks) -> dict[Shape, list[Ranks]]:
         """Return layouts that differ by one move; of few devices, all with as many replicas on each stage as these."""
-        if self._problem.wishes.replicas is not None:
+        if self._problem.constraints.replicas is not None:
             return {}
         near = [one for one in layouts_near(ranks, self._problem.cluster) if len(one) <= len(self._positions) + 1]
         shapes = dict.fromkeys(map(shape_of, (ranks, *near)))

@@ -73,16 +73,20 @@ class Draft:
 
 
 def asks_for_drafts(problem: Problem) -> bool:
-    """Return whether the wishes are for plans that are no outlines."""
-    wishes = problem.wishes
-    return bool(wishes.order) or wishes.schedule not in (None, *OUTLINED) or wishes.stages_per_device not in (None, 1)
+    """Return whether the constraints are for plans that are no outlines."""
+    constraints = problem.constraints
+    return (
+        bool(constraints.order)
+        or constraints.schedule not in (None, *OUTLINED)
+        or constraints.stages_per_device not in (None, 1)
+    )
 
 
 class ScheduleCandidates:
     """Make drafts of one problem.
 
     Args:
-        problem: graph, costs, devices and wishes.
+        problem: graph, costs, devices and constraints.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -100,12 +104,12 @@ class ScheduleCandidates:
             ConfigError: if a schedule is wished, and cannot run on any of the rows.
             PlanError: if a schedule or stages per device are wished, and the graph is too small for its stages.
         """
-        wishes = self._problem.wishes
-        names = _tried() if wishes.schedule is None else [wishes.schedule]
+        constraints = self._problem.constraints
+        names = _tried() if constraints.schedule is None else [constraints.schedule]
         refused: list[PipeError] = []
         is_made = False
         for (row, near), name in itertools.product(rows.items(), names):
-            asked = wishes.stages_per_device
+            asked = constraints.stages_per_device
             for v in SCHEDULES[name].stages_per_device if asked is None else (asked,):
                 try:
                     for draft in self._of(name, row, v, near):
@@ -117,11 +121,11 @@ class ScheduleCandidates:
             raise refused[0]
 
     def _of(self, name: str, row: Row, v: int, near: int) -> Iterator[Draft]:
-        wishes, is_wished = self._problem.wishes, asks_for_drafts(self._problem)
+        constraints, is_wished = self._problem.constraints, asks_for_drafts(self._problem)
         if not is_wished and (name, v) in _OUTLINES:
             return
         layout = SCHEDULES[name].layout(row, v)
-        if not is_wished and wishes.replicas is not None and layout.stages != row:
+        if not is_wished and constraints.replicas is not None and layout.stages != row:
             return  # the wish is for these stages
         counts = microbatch_counts(self._problem, stages=len(row), replicas=max(map(len, row)))
         for count in sorted(counts, key=lambda count: abs(count - near))[:_COUNTS]:
@@ -136,7 +140,7 @@ class ScheduleCandidates:
             ProgramError: if it cannot be read as the order of a layout.
         """
         problem = self._problem
-        order = parse_order(problem.wishes.order)
+        order = parse_order(problem.constraints.order)
         layout = layout_of(computes_only(order))
         count = 1 + max(compute.microbatch for line in order for compute in line)
         if layout.ranks != problem.cluster.ranks:
@@ -144,13 +148,13 @@ class ScheduleCandidates:
                 f"The given order is of {layout.ranks} ranks, the trainer has {problem.cluster.ranks}. Change "
                 "`devices` (times `num_nodes`), or the file."
             )
-        if problem.wishes.microbatches not in (None, count):
+        if problem.constraints.microbatches not in (None, count):
             raise PlanError(
-                f"The given order is of {count} micro-batches, but microbatches={problem.wishes.microbatches} is set. "
-                "Remove one of them."
+                f"The given order is of {count} micro-batches, but microbatches={problem.constraints.microbatches} "
+                "is set. Remove one of them."
             )
         problem.check_samples(count)
-        return Draft(self.cuts(layout, count), layout, count, GIVEN, problem.wishes.order)
+        return Draft(self.cuts(layout, count), layout, count, GIVEN, problem.constraints.order)
 
     def cuts(self, layout: Layout, microbatches: int) -> tuple[int, ...]:
         """Return cuts that balance the stages of a layout.
@@ -233,8 +237,8 @@ def _joined(one: Judged, judge: Judge) -> Iterator[Judged]:
 
 def _copying(problem: Problem, one: Judged, judge: Judge) -> Iterator[Judged]:
     """Yield a plan whose schedule decides what is offloaded when, where some rank cannot hold all micro-batches."""
-    hosts, wishes = problem.cluster.hosts, problem.wishes
-    may_offload = "offload" in wishes.memory_policies and NO_SWAP not in [host.swap for host in hosts]
+    hosts, constraints = problem.cluster.hosts, problem.constraints
+    may_offload = "offload" in constraints.memory_policies and NO_SWAP not in [host.swap for host in hosts]
     if not decides_copies(one.plan) or not may_offload:
         return
     needed = [_bytes_of_all(one, rank) for rank in range(problem.cluster.ranks)]
@@ -267,7 +271,7 @@ def _rows(found: Sequence[Judged], problem: Problem) -> dict[Row, int]:
         if len(plan.stages) > 1 or problem.cluster.ranks == 1:
             rows.setdefault(plan.layout.stages, plan.microbatches)
     rows = dict(itertools.islice(rows.items(), _ROWS))
-    if problem.wishes.replicas is None:
+    if problem.constraints.replicas is None:
         ranks = [rank for device in found[0].plan.layout.stages for rank in device]
         rows.setdefault(tuple((rank,) for rank in ranks), max(found[0].plan.microbatches, _PER_STAGE * len(ranks)))
     return rows or {found[0].plan.layout.stages: found[0].plan.microbatches}
@@ -291,7 +295,7 @@ def _least_overflow(draft: Draft, prices: PlanPrices, problem: Problem) -> float
     for rank in range(draft.layout.ranks):
         held = [(s, ranks) for s, ranks in enumerate(draft.layout.stages) if rank in ranks]
         saved = 0.0
-        if not problem.wishes.memory_policies and not draft.layout.whole:
+        if not problem.constraints.memory_policies and not draft.layout.whole:
             saved = sum(prices.saved_bytes(s, size // len(ranks)) for s, ranks in held)
         least = max(least, prices.state_bytes(rank) + saved - problem.cluster.device(rank).memory_bytes)
     return least

@@ -82,7 +82,7 @@ def dawnpiper(problem: Problem) -> list[Candidate]:
         for (cuts, most), count in itertools.product(partitions, counts):
             outline, seconds, excess = estimator.outline(cuts, groups, count)
             found[outline] = (max(0.0, excess), seconds)
-            if most < len(groups) and problem.wishes.memory_policies:
+            if most < len(groups) and problem.constraints.memory_policies:
                 capped = replace(outline, depths=tuple(min(depth, most) for depth in outline.depths))
                 found[capped] = (max(0.0, excess), max(seconds, estimator.step_s(capped)))
     return sorted(found, key=lambda outline: found[outline])[:_MOST_OUTLINES]
@@ -143,7 +143,7 @@ class StageTimes:
 
     def __init__(self, estimator: Estimator, groups: Ranks, microbatches: int) -> None:
         self._estimator, self._microbatches = estimator, microbatches
-        self._memory_policies = estimator.problem.wishes.memory_policies
+        self._memory_policies = estimator.problem.constraints.memory_policies
         samples = estimator.problem.samples / microbatches
         self._arriving = estimator.segments.crossing["F"].bytes(samples / max(map(len, groups)))
         kinds: dict[tuple[object, ...], _Kind] = {}

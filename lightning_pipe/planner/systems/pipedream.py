@@ -113,10 +113,10 @@ def noam_depths(replicas: Sequence[int]) -> tuple[int, ...]:
 
 def _outline(plan: SteadyPlan, estimator: Estimator) -> tuple[Candidate, float]:
     """Return the outline with the paper's depths within memory, or those wished for, and the bytes that are missing."""
-    wishes, stages = estimator.problem.wishes, len(plan.ranks)
+    constraints, stages = estimator.problem.constraints, len(plan.ranks)
     counts = microbatch_counts(estimator.problem, stages=stages, replicas=max(map(len, plan.ranks)))
     count = max(count for count in counts if count <= _PER_STAGE * stages or count == counts[0])
-    if wishes.warmup is not None or wishes.schedule not in (None, "1f1b"):
+    if constraints.warmup is not None or constraints.schedule not in (None, "1f1b"):
         outline, _, missing = estimator.outline(plan.cuts, plan.ranks, count)
         return outline, missing
     depths = noam_depths([len(group) for group in plan.ranks])
@@ -173,7 +173,7 @@ class _Views:
     def __init__(self, segments: StageCostTable, row: DeviceRow, *, held: Held, may_be_small: bool) -> None:
         self._problem, self._segments, self._row, self._held = segments.problem, segments, row, held
         problem = self._problem
-        samples, wishes = min(problem.graph.samples, problem.samples), problem.wishes
+        samples, constraints = min(problem.graph.samples, problem.samples), problem.constraints
         is_stage = np.triu(np.ones((segments.units + 1,) * 2, dtype=bool), k=1)
         seconds = segments.forward_s.all(samples)
         if problem.training:
@@ -182,12 +182,12 @@ class _Views:
         self._weights = segments.trained_bytes * problem.training
         directions = segments.crossing.values() if problem.training else [segments.crossing["F"]]
         self._crossing: Vector = np.add.reduce([crossing.bytes(samples) for crossing in directions])
-        counts = wishes.microbatches or max(1, min(problem.samples // wishes.least_samples, _SMALLEST_PART))
+        counts = constraints.microbatches or max(1, min(problem.samples // constraints.least_samples, _SMALLEST_PART))
         self._part = problem.samples / counts
-        least = min(wishes.least_samples, problem.samples)
+        least = min(constraints.least_samples, problem.samples)
         shares = math.inf if may_be_small else problem.samples // least
-        self._most_replicas = np.full_like(self._seconds, shares / (wishes.microbatches or _LEAST_COUNT))
-        self._most_replicas[0, -1] = shares / (wishes.microbatches or 1)
+        self._most_replicas = np.full_like(self._seconds, shares / (constraints.microbatches or _LEAST_COUNT))
+        self._most_replicas[0, -1] = shares / (constraints.microbatches or 1)
 
     def flat(self) -> Iterator[SteadyPlan]:
         """Yield plans of the flat view, the best first: some, by the number of workers of the last stage."""

@@ -20,15 +20,15 @@ _MOST_OUTLINES = 12
 
 
 def uniform(problem: Problem) -> list[Candidate]:
-    """Cut the graph into stages of equal work: one per rank, or `wishes.replicas`, each on the next ranks.
+    """Cut the graph into stages of equal work: one per rank, or `constraints.replicas`, each on the next ranks.
 
     Args:
-        problem: graph, costs, devices and wishes.
+        problem: graph, costs, devices and constraints.
 
     Raises:
         PlanError: if the graph has too few places to cut.
     """
-    replicas = problem.wishes.replicas or (1,) * problem.cluster.ranks
+    replicas = problem.constraints.replicas or (1,) * problem.cluster.ranks
     firsts = itertools.accumulate(replicas, initial=0)
     ranks = tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=False))
     sliced = not share_alike(problem, ranks)

@@ -78,9 +78,10 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, repla
         judged = judge(given, problem)
         warn_of_overflow(problem, judged)
         return [judged]
-    wishes = config.wishes
+    constraints = config.constraints
     found = planned(
-        replace(problem, wishes=replace(wishes, memory_policies=frozenset()) if replayed else wishes), config.planner
+        replace(problem, constraints=replace(constraints, memory_policies=frozenset()) if replayed else constraints),
+        config.planner,
     )
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 

@@ -172,7 +172,7 @@ class _Planner:
         """Yield plans of the recursion, with their numbers of micro-batches."""
         network = Network(self._problem)
         for count in self._counts():
-            most_replicas = max(1, self._problem.samples // (count * self._problem.wishes.least_samples))
+            most_replicas = max(1, self._problem.samples // (count * self._problem.constraints.least_samples))
             limits = SearchLimits(self._degrees(), self._effort.stages, self._effort.states, most_replicas)
             costs = DappleCosts(self._estimator.segments, self._bounds, network, microbatches=count)
             for found in search(costs, limits, kept=self._effort.kept):
@@ -232,7 +232,7 @@ class _Planner:
         )
         most = [int(room.bytes / (room.saved * part or 1.0)) for room, part in zip(rooms, parts, strict=True)]
         depths = outline.depths
-        if excess <= 0 and not self._problem.wishes.memory_policies:
+        if excess <= 0 and not self._problem.constraints.memory_policies:
             depths = never_growing([max(1, min(pair)) for pair in zip(depths, most, strict=True)])
             held = zip(rooms, parts, depths, strict=True)
             excess = max(room.saved * part * depth - room.bytes for room, part, depth in held)

@@ -257,7 +257,7 @@ class _Search:
         self._ranks = costs.network.cluster.ranks
         self._size = len(costs.bounds)
         self._penalty_s = costs.penalty_s
-        self._held = (0, 0) if costs.segments.problem.wishes.memory_policies else (min(2, costs.microbatches), 1)
+        self._held = (0, 0) if costs.segments.problem.constraints.memory_policies else (min(2, costs.microbatches), 1)
 
     def run(self, kept: int) -> list[Found]:
         found: list[Found] = []

@@ -156,7 +156,7 @@ def _processor(
     fixed = segments.state_bytes + _workspace_bytes(segments, most) + ends
     if is_replicated and training:
         fixed = fixed + segments.trained_bytes
-    if "recompute" in segments.problem.wishes.memory_policies:
+    if "recompute" in segments.problem.constraints.memory_policies:
         arriving = crossing["F"].copy()
         arriving[0] = _batch_bytes(segments.problem.graph, most)
         droppable = np.maximum(0.0, saved - arriving[:, None])
@@ -198,8 +198,8 @@ def _link_s(estimator: Estimator, here: tuple[int, ...], there: tuple[int, ...],
 
 def _wished_depths(estimator: Estimator, stages: int, microbatches: int) -> tuple[int, ...] | None:
     """Return the depths that the user has decided, None if they may follow from the period."""
-    wishes = estimator.problem.wishes
-    if wishes.schedule != "gpipe" and wishes.warmup in (None, "1f1b*"):
+    constraints = estimator.problem.constraints
+    if constraints.schedule != "gpipe" and constraints.warmup in (None, "1f1b*"):
         return None
     ones, zeros = (1.0,) * stages, (0.0,) * (stages - 1)
     row = PipelineTimes(

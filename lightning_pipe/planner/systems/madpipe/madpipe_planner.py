@@ -114,8 +114,8 @@ class _Search:
 
     def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Yield neighbours in groups of r, for all r that give stages enough nodes and replicas enough samples."""
-        ranks, wishes = len(self._order), self._problem.wishes
-        most = self._problem.samples // (wishes.least_samples * (wishes.microbatches or 1))
+        ranks, constraints = len(self._order), self._problem.constraints
+        most = self._problem.samples // (constraints.least_samples * (constraints.microbatches or 1))
         is_first = True  # the smallest possible r is taken even if samples are too few
         for r in (r for r in range(1, ranks + 1) if ranks % r == 0):
             groups = tuple(self._order[first : first + r] for first in range(0, ranks, r))

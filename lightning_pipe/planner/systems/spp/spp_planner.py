@@ -112,8 +112,8 @@ def spp(problem: Problem) -> list[Candidate]:
     most = max(_LEAST_POSITIONS, min(_MOST_POSITIONS, _POSITIONS_AND_UNITS // len(row)))
     drafts = _Search(problem, row, worthwhile(problem, sliced=True, most=most)).drafts()[:_MOST_OUTLINES]
     outlines = [draft.outline for draft in drafts]
-    wishes = problem.wishes
-    if wishes.warmup is not None or wishes.schedule not in (None, "1f1b"):
+    constraints = problem.constraints
+    if constraints.warmup is not None or constraints.schedule not in (None, "1f1b"):
         estimator = Estimator(StageCostTable(problem, sorted({cut for outline in outlines for cut in outline.cuts})))
         outlines = [estimator.outline(draft.cuts, draft.ranks, draft.microbatches)[0] for draft in outlines]
     return list(dict.fromkeys(outlines))
@@ -218,19 +218,19 @@ class _Search:
 
     def _counts(self) -> list[int]:
         """Return the numbers of micro-batches for which PRM runs: powers of two from full replication on; the most."""
-        problem, wishes, samples = self._problem, self._problem.wishes, self._problem.samples
-        if wishes.microbatches is not None:
-            problem.check_samples(wishes.microbatches)
-            return [wishes.microbatches]
-        most = max(1, min(samples // wishes.least_samples, _MOST_MICROBATCHES))
-        least = min(most, max(1, samples // (wishes.least_samples * self._problem.cluster.ranks)))
+        problem, constraints, samples = self._problem, self._problem.constraints, self._problem.samples
+        if constraints.microbatches is not None:
+            problem.check_samples(constraints.microbatches)
+            return [constraints.microbatches]
+        most = max(1, min(samples // constraints.least_samples, _MOST_MICROBATCHES))
+        least = min(most, max(1, samples // (constraints.least_samples * self._problem.cluster.ranks)))
         low, high = math.floor(math.log2(least)), math.floor(math.log2(most))
         return sorted({*(2 ** round(power) for power in np.linspace(low, high, _MOST_COUNTS)), most})
 
     def _degrees(self, microbatches: int, *, may_be_small: bool) -> list[int]:
         """Return the units that a stage may take; by default so that its replicas get their least samples."""
-        wishes, samples = self._problem.wishes, self._problem.samples
-        most = samples / (microbatches * min(wishes.least_samples, samples))
+        constraints, samples = self._problem.constraints, self._problem.samples
+        most = samples / (microbatches * min(constraints.least_samples, samples))
         devices = max(len(unit) for unit in self._row.units)
         return [degree for degree in self._row.degrees if may_be_small or degree * devices <= most]
 
