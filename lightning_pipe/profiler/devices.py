@@ -1,6 +1,6 @@
 """Devices of the ranks, and the cluster that they and the measured links make.
 
-    facts = every rank's describe_device(...), by rank
+    facts = every rank's describe_device(..., benchmark_s=benchmark(device)), by rank
     measured = probe_links(transport, hosts=hosts_of(facts), ...)
     cluster = build_cluster(facts, measured)
 
@@ -58,14 +58,14 @@ class DeviceFacts:
     swap: Link = NO_SWAP
 
 
-def describe_device(device: torch.device, *, host: str) -> DeviceFacts:
-    """Describe and measure the device of this rank, on all ranks at the same time; takes 0.05 s.
+def describe_device(device: torch.device, *, host: str, benchmark_s: float) -> DeviceFacts:
+    """Describe the device of this rank.
 
     Args:
         device: a CUDA device, or one that uses the memory of the host.
         host: name of this host.
+        benchmark_s: seconds of `benchmark`.
     """
-    benchmark_s = benchmark(device)
     if device.type != "cuda":
         return DeviceFacts(host, device_kind(device), "host", available_bytes(), benchmark_s)
     properties = torch.cuda.get_device_properties(device)
@@ -83,7 +83,10 @@ def device_kind(device: torch.device) -> str:
 
 
 def benchmark(device: torch.device) -> float:
-    """Return the seconds of a matrix product and an addition of vectors in float32: of the fastest of several runs."""
+    """Return the seconds of a matrix product and an addition of vectors in float32: of the fastest of several runs.
+
+    On all ranks at the same time; takes 0.05 s.
+    """
     rows, length = _MATRIX.get(device.type, _SMALL_MATRIX), _VECTOR.get(device.type, _SMALL_VECTOR)
     matrix = torch.full((rows, rows), 0.5, device=device)
     vector = torch.full((length,), 0.5, device=device)

@@ -119,7 +119,7 @@ def test_a_measured_cluster_has_three_digits_and_can_be_saved() -> None:
 
 
 def test_one_rank_is_a_cluster() -> None:
-    facts = describe_device(torch.device("cpu"), host="here")
+    facts = describe_device(torch.device("cpu"), host="here", benchmark_s=0.01)
     cluster = build_cluster([facts], LinkFacts())
     assert isinstance(cluster, Cluster) and cluster.ranks == 1
     assert 2**20 < facts.memory_bytes < 2**50

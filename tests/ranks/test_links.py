@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.core.cluster_file import check_ranks, cluster_from_text, cluster_to_text
-from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device
+from lightning_pipe.profiler.devices import DeviceFacts, benchmark, build_cluster, describe_device
 from lightning_pipe.profiler.network.link_probe import (
     LinkFacts,
     ProbeHandle,
@@ -30,7 +30,7 @@ def probe_twice(hosts: tuple[int, ...]) -> tuple[LinkFacts, LinkFacts, DeviceFac
     transport = process_group_transport(CPU, deadline_s=20)
     found = [probe_links(transport, hosts=hosts, device=CPU, wait=settle) for _ in range(2)]
     transport.close()
-    return found[0], found[1], describe_device(CPU, host=f"host {hosts[dist.get_rank()]}")
+    return found[0], found[1], describe_device(CPU, benchmark_s=benchmark(CPU), host=f"host {hosts[dist.get_rank()]}")
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 0, 1)], ids=str)

@@ -9,11 +9,10 @@ are counted.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -23,22 +22,19 @@ from lightning_pipe.config import DappleConfig, conf_dir
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.cluster_file import check_ranks, find_cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.profile import OptimizerProfile, Profile
+from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.counted import counted_on
 from lightning_pipe.planner.problem import Problem, counted_problem
 from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
-from lightning_pipe.profiler.devices import DeviceFacts, build_cluster, describe_device, hosts_of
-from lightning_pipe.profiler.network.host_copies import measure_swap
-from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, computing, probe_links
-from lightning_pipe.profiler.optimizer import counted_optimizer, profile_optimizer
+from lightning_pipe.profiler.devices import DeviceFacts, build_cluster
+from lightning_pipe.profiler.network.link_probe import LinkFacts, computing
+from lightning_pipe.profiler.optimizer import counted_optimizer
 from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.runtime.activations.protocol import HostStore
-from lightning_pipe.runtime.activations.trip import trip_s
-from lightning_pipe.runtime.waiting import Wait
 from lightning_pipe.schedule.registry import planned_join
-from lightning_pipe.strategy.plans.runtime_overhead import rehearse
 from lightning_pipe.strategy.plans.stale_times import ProcessorTime
+from lightning_pipe.strategy.plans.surroundings import Surroundings, SurroundingsProbe
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_runtime import slices
 from lightning_pipe.units import format_seconds
@@ -60,7 +56,9 @@ class PlanCosts:
     """
 
     def __init__(self, config: DappleConfig, links: Connections, *, device: torch.device, host: HostStore) -> None:
-        self._config, self._links, self._device, self._host = config, links, device, host
+        self._config, self._links, self._device = config, links, device
+        self._surroundings = SurroundingsProbe(config.cache_dir, links, device=device, host=host)
+        self._is_disturbed = False  # by other work, while operations were timed
 
     def problem(
         self,
@@ -101,30 +99,24 @@ class PlanCosts:
         if not self._measures():
             return asked(self._with_state(problem, optimizers)) if control.rank == 0 else None
         started = time.perf_counter()
-        facts = self._facts()
-        measured = self._probed(facts)
+        around = self._surroundings.measure(optimizers)
         if described is None:
-            problem = replace(problem, cluster=build_cluster(facts, measured))
+            problem = replace(problem, cluster=build_cluster(around.facts, around.links))
         profile: Profile | None
         match capture.timing:
             case Capture() as graph:
-                profile = self._profile(graph, self._sizes(graph, samples, given), optimizers, facts)
+                profile = self._profile(graph, self._sizes(graph, samples, given), around.facts)
             case timed:
-                profile = replace(timed, optimizer=_of_optimizers(optimizers, self._device))
-        rehearsed = rehearse(self._links, self._device)
-        if control.rank > 0 or profile is None or rehearsed is None:
+                profile = timed
+        if control.rank > 0 or profile is None:
             return None
+        if not self._is_disturbed:
+            self._surroundings.keep(around, optimizers)
         log.info(
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
             len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
         )  # fmt: skip
-        runtime: dict[str, Any] = {
-            "call_s": rehearsed.call_s,
-            "message_s": max(0.0, rehearsed.message_s - rehearsed.message_bytes / _slowest_link(measured)),
-            "post_s": measured.post_s,
-            "post_s_per_byte": measured.post_s_per_byte,
-        }
-        return asked(replace(problem, profile=replace(profile, **runtime)))
+        return asked(replace(problem, profile=_in_surroundings(profile, around)))
 
     def _with_state(self, problem: Problem, optimizers: Sequence[Optimizer]) -> Problem:
         """Return a problem of counted costs with the state of the optimizer, if anything will step."""
@@ -147,23 +139,7 @@ class PlanCosts:
         check_ranks(cluster, self._links.control.ranks, source=name)
         return cluster
 
-    def _facts(self) -> list[DeviceFacts]:
-        """Return what every rank knows of its device, on all ranks."""
-        mine = describe_device(self._device, host=socket.gethostname())
-        with torch.inference_mode(False):
-            swap = measure_swap(lambda count: trip_s(self._host, count, device=self._device))
-        mine = replace(mine, swap=swap)
-        return self._gathered(mine, "the devices")
-
-    def _probed(self, facts: Sequence[DeviceFacts]) -> LinkFacts:
-        def wait(handle: ProbeHandle, what: str) -> None:
-            self._links.watch.wait(Wait(handle, what))
-
-        return probe_links(self._links.transport, hosts=hosts_of(facts), device=self._device, wait=wait)
-
-    def _profile(
-        self, capture: Capture, sizes: tuple[int, ...], optimizers: Sequence[Optimizer], facts: Sequence[DeviceFacts]
-    ) -> Profile | None:
+    def _profile(self, capture: Capture, sizes: tuple[int, ...], facts: Sequence[DeviceFacts]) -> Profile | None:
         """Return the seconds of operations on rank 0's kind of device, on rank 0; None elsewhere."""
         control, cache = self._links.control, self._config.cache_dir
         sharers = [rank for rank, fact in enumerate(facts) if fact.kind == facts[0].kind]
@@ -192,18 +168,12 @@ class PlanCosts:
             return None
         said = [one for one in told if one is not None]
         found = {name: timing for timings, _ in said for name, timing in timings.items()}
-        if any(is_disturbed for _, is_disturbed in said):
+        self._is_disturbed = any(is_disturbed for _, is_disturbed in said)
+        if self._is_disturbed:
             log.info("Other work took a part of the processor while operations were timed: their times are not kept.")
         elif cache is not None and found:
             store_timings(cache, self._device, found)
-        optimizer = _of_optimizers(optimizers, self._device)
-        return replace(operators.assemble({**known, **found}), optimizer=optimizer)
-
-    def _gathered(self, mine: T, what: str) -> list[T]:
-        """Return the values of all ranks, by rank, on all ranks."""
-        control = self._links.control
-        told = [control.to_first(mine, source=rank, what=what) for rank in range(control.ranks)]
-        return control.broadcast([value for value in told if value is not None], source=0, what=what)
+        return operators.assemble({**known, **found})
 
     def _sizes(self, capture: Capture, samples: int, given: Plan | None) -> tuple[int, ...]:
         """Return the numbers of samples at which operations are timed, rising: those that plans will ask for."""
@@ -221,9 +191,17 @@ class PlanCosts:
         return tuple(sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]}))
 
 
-def _of_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> OptimizerProfile:
-    """Measure the optimizer; there is one at most."""
-    return profile_optimizer(optimizers[0], device=device) if optimizers else OptimizerProfile()
+def _in_surroundings(profile: Profile, around: Surroundings) -> Profile:
+    """Return a profile of operations with what else was measured."""
+    runtime, links = around.runtime, around.links
+    return replace(
+        profile,
+        optimizer=around.optimizer,
+        call_s=runtime.call_s,
+        message_s=max(0.0, runtime.message_s - runtime.message_bytes / _slowest_link(links)),
+        post_s=links.post_s,
+        post_s_per_byte=links.post_s_per_byte,
+    )
 
 
 def _slowest_link(measured: LinkFacts) -> float:

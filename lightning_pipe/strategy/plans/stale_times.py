@@ -1,12 +1,14 @@
-"""Times of operations that were measured while the machine was busy with something else: they must not be kept.
+"""Kept measurements that a run has shown to be wrong: they are dropped, and measured again at the next start.
 
 While operations are timed, the thread that times them runs all the time unless others take its core, so its processor
 time says whether they have. Times that were kept all the same show when a run takes much less than they predict. Only
 the one direction is telling: ranks that share cores take longer together than operations do alone, but never less.
+Messages and sums are judged in both directions, as networks change both ways.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -17,8 +19,12 @@ import torch
 from lightning_pipe.lightning_names import rank_zero_info
 from lightning_pipe.profiler.cache import forget_timings
 from lightning_pipe.report.comparison import Comparison
+from lightning_pipe.strategy.plans.surroundings import forget_surroundings
+
+log = logging.getLogger(__name__)
 
 TOO_LONG = 1.3  # predicted over measured seconds of all computes
+_OFF, _OF_STEP = 2.0, 0.1  # messages and sums take so many times as long or short, and that is this share of the step
 _LEAST_SHARE = 0.9  # of the processor time that this thread would have had without other work
 
 
@@ -42,18 +48,29 @@ class ProcessorTime:
         return time.thread_time() - self.used_s < _LEAST_SHARE * own * (time.perf_counter() - self.wall_s)
 
 
+def _is_network_off(comparison: Comparison) -> bool:
+    figures = [*(stage.transfer for stage in comparison.stages), *(rank.reduction for rank in comparison.ranks)]
+    fewer, more = sorted((sum(f.predicted for f in figures), sum(f.measured for f in figures)))
+    return more > _OFF * fewer and more - fewer > _OF_STEP * comparison.step.measured * max(1, len(comparison.ranks))
+
+
 def forget_stale_times(comparison: Comparison, *, cache: Path | None, device: torch.device) -> None:
-    """Let operations be measured again at the next start, and say so, if computes took much less than predicted.
+    """Let the next start measure again, and say so, if computes took much less than predicted, or messages otherwise.
 
     Args:
         comparison: of the first steps.
         cache: where times are kept; None if they are not.
         device: of this rank.
     """
+    if cache is None:
+        return
+    if _is_network_off(comparison) and forget_surroundings(cache):
+        log.info("Messages and sums took otherwise than predicted; the next start measures links again.")
     figures = [figure for stage in comparison.stages for figure in stage.computes.values()]
     predicted, measured = sum(f.predicted for f in figures), sum(f.measured for f in figures)
-    if cache is None or not measured or predicted < TOO_LONG * measured:
+    if not measured or predicted < TOO_LONG * measured:
         return
+    forget_surroundings(cache)
     if forget_timings(cache, device):
         rank_zero_info(
             f"Computes took {measured / predicted:.0%} of what was predicted from times of their operations, which "

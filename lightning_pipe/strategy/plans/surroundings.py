@@ -1,0 +1,183 @@
+"""What a step costs beside its operations: devices, links, the runtime and the optimizer, measured once a day.
+
+All ranks measure together, in about a second. What they measured is kept in the cache, on rank 0, for a day: noise
+would lead the next start of the same module to another plan, and so to another check before training. A start finds it
+if everything is as it was that such costs depend on:
+
+    every rank's host and device, the device's settings, versions, the transport, where offloaded tensors go, and class,
+    options and parameters of the optimizer
+
+Memory that is free is looked at every time. A run that turns out otherwise drops what is kept (`stale_times`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipe.core.profile import OptimizerProfile
+from lightning_pipe.core.serial import from_dict, to_dict
+from lightning_pipe.errors import PlanError
+from lightning_pipe.profiler.cache import conditions, digest, write_whole
+from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of
+from lightning_pipe.profiler.network.host_copies import measure_swap
+from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, probe_links
+from lightning_pipe.profiler.optimizer import profile_optimizer
+from lightning_pipe.runtime.activations.protocol import HostStore
+from lightning_pipe.runtime.activations.trip import trip_s
+from lightning_pipe.runtime.waiting import Wait
+from lightning_pipe.strategy.plans.runtime_overhead import Rehearsed, rehearse
+from lightning_pipe.strategy.ranks.connections import Connections
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_FORMAT = 1  # raised when what is measured changes
+_LASTS_S = 24 * 3600.0
+_MOST_FILES = 64
+_OF_NETWORK = ("GLOO_", "NCCL_", "MASTER_ADDR")  # variables of the environment that decide how ranks are connected
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Costs beside those of operations.
+
+    Attributes:
+        facts: of every rank's device.
+        links: between the ranks.
+        runtime: of computes and messages, besides.
+        optimizer: of a step.
+    """
+
+    facts: tuple[DeviceFacts, ...]
+    links: LinkFacts
+    runtime: Rehearsed
+    optimizer: OptimizerProfile
+
+
+class SurroundingsProbe:
+    """Measure the surroundings, or find what was measured before.
+
+    Args:
+        cache: folder of rank 0; None keeps nothing.
+        links: to the other ranks.
+        device: where this rank computes.
+        host: where it offloads to.
+    """
+
+    def __init__(self, cache: Path | None, links: Connections, *, device: torch.device, host: HostStore) -> None:
+        self._folder = None if cache is None else folder_of(cache)
+        self._links, self._device, self._host = links, device, host
+
+    def measure(self, optimizers: Sequence[Optimizer]) -> Surroundings:
+        """Return what was measured, on all ranks; called by all together.
+
+        Args:
+            optimizers: of this rank; there is one at most. Rank 0's counts.
+        """
+        control = self._links.control
+        mine = describe_device(self._device, host=socket.gethostname(), benchmark_s=0.0)
+        facts = self._gathered(mine, "the devices")
+        path = self._path(facts, optimizers) if control.rank == 0 else None
+        known = _load(path) if path is not None else None
+        known = control.broadcast(known, source=0, what="what was measured of devices and links before")
+        if known is not None:
+            both = zip(facts, known.facts, strict=True)
+            return replace(
+                known, facts=tuple(replace(old, memory=new.memory, memory_bytes=new.memory_bytes) for new, old in both)
+            )
+        with torch.inference_mode(False):
+            swap = measure_swap(lambda count: trip_s(self._host, count, device=self._device))
+        facts = self._gathered(replace(mine, benchmark_s=benchmark(self._device), swap=swap), "the devices")
+        links = probe_links(self._links.transport, hosts=hosts_of(facts), device=self._device, wait=self._wait)
+        runtime = rehearse(self._links, self._device)
+        step = profile_optimizer(optimizers[0], device=self._device) if optimizers else OptimizerProfile()
+        found = None if runtime is None else Surroundings(tuple(facts), links, runtime, step)
+        found = control.broadcast(found, source=0, what="what was measured of devices and links")
+        assert found is not None, "rank 0 has heard the rehearsal"
+        return found
+
+    def keep(self, found: Surroundings, optimizers: Sequence[Optimizer]) -> None:
+        """Keep what was measured, on rank 0; a folder that cannot be written is said once and stops nothing."""
+        path = self._path(found.facts, optimizers)
+        if path is None or path.exists():
+            return
+        try:
+            write_whole(path, json.dumps(to_dict(found)))
+            for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_MOST_FILES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("Measurements of links cannot be kept in %s (%s); the next start repeats them.", path, error)
+
+    def _path(self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer]) -> Path | None:
+        if self._folder is None:
+            return None
+        network = {name: value for name, value in os.environ.items() if name.startswith(_OF_NETWORK)}
+        asked = {
+            "format": _FORMAT,
+            "ranks": [[fact.host, fact.kind, fact.memory] for fact in facts],
+            "conditions": conditions(self._device),
+            "transport": [type(self._links.transport).__name__, type(self._host).__name__, network],
+            "optimizer": [_described(optimizer) for optimizer in optimizers],
+        }
+        return self._folder / f"{digest(json.dumps(asked, sort_keys=True))}.json"
+
+    def _wait(self, handle: ProbeHandle, what: str) -> None:
+        self._links.watch.wait(Wait(handle, what))
+
+    def _gathered(self, mine: T, what: str) -> list[T]:
+        """Return the values of all ranks, by rank, on all ranks."""
+        control = self._links.control
+        told = [control.to_first(mine, source=rank, what=what) for rank in range(control.ranks)]
+        return control.broadcast([value for value in told if value is not None], source=0, what=what)
+
+
+def folder_of(cache: Path) -> Path:
+    """Return where measurements of surroundings are kept."""
+    return cache / "surroundings"
+
+
+def forget_surroundings(cache: Path) -> bool:
+    """Delete what is kept, which is measured again when it is needed; return whether there was anything."""
+    files = [*folder_of(cache).glob("*.json")]
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink()
+    return bool(files)
+
+
+def _load(path: Path) -> Surroundings | None:
+    """Return what is kept in a file of today; None if there is none, or none that can be read."""
+    try:
+        is_recent = 0 <= time.time() - path.stat().st_mtime < _LASTS_S
+        found = from_dict(Surroundings, json.loads(path.read_text(encoding="utf-8"))) if is_recent else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, PlanError) as error:
+        log.warning("%s with measured links cannot be read (%r); they are measured again.", path, error)
+        found = None
+    if found is None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    log.info(
+        "Devices, links and the optimizer cost what was measured at %s (kept for a day; cache=off measures again).",
+        time.strftime("%H:%M", time.localtime(path.stat().st_mtime)),
+    )
+    return found
+
+
+def _described(optimizer: Optimizer) -> list[object]:
+    forms = sorted((str(p.dtype), p.numel()) for group in optimizer.param_groups for p in group["params"])
+    return [f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", repr(optimizer.defaults), forms]
