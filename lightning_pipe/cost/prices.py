@@ -18,10 +18,8 @@ speed in every operation.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -32,9 +30,10 @@ from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import AnyCompute, Bucket, ComputeKind, Layout, Message, Pass, Program, Traffic
-from lightning_pipe.core.sharding import gather_bytes, owners
+from lightning_pipe.core.sharding import gather_bytes
 from lightning_pipe.cost.activations import KEEP, StagePolicy, with_policy
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
+from lightning_pipe.cost.held_parameters import HeldParameters
 from lightning_pipe.cost.memory import Amount, Live, MemoryModel, StageMemory, StateBytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
 from lightning_pipe.cost.own_work import own_work_bytes, own_work_s
@@ -172,6 +171,7 @@ class PlanPrices:
             joinable=tuple(s for s in traffic.joinable if not self._policies[s].recomputed),
         )
         self.layout = layout
+        self._parameters = HeldParameters(self.works, layout, pricer.graph.parameter_bytes, sharded=sharded)
         self._pricer, self._profile, self._cluster = pricer, pricer.profile, pricer.cluster
         self._times = {(s, kind): times for s, work in enumerate(self.works) for kind, times in self._halves(work)}
         self._edges = {
@@ -185,7 +185,6 @@ class PlanPrices:
         self._transfer_s: dict[tuple[tuple[int, int, int], int, int, int], float] = {}
         self._flows: dict[tuple[int, int, int], dict[tuple[int, int], tuple[int, int]]] = {}
         self._pieces: dict[tuple[int, ...], tuple[Piece, ...]] = {}
-        self._held: dict[int, tuple[list[str], list[str]]] = {}  # all and the trained parameters of a rank
 
     def _halves(self, work: StageWork) -> list[tuple[ComputeKind, NDArray[np.float64]]]:
         """Return the seconds of the stage's computes at the profiled numbers of samples, without those of a call."""
@@ -257,7 +256,7 @@ class PlanPrices:
 
     def _pieces_of(self, bucket: Bucket) -> tuple[Piece, ...]:
         if bucket.stages not in self._pieces:
-            sizes = {name: self._pricer.graph.parameter_bytes[name] for name in self._parameters_of(bucket)}
+            sizes = self._parameters.of_bucket(bucket)
             made = self._made_after(bucket.stages[0], sizes) if len(bucket.stages) == 1 else {}
             self._pieces[bucket.stages] = pieces_of(sizes, made)
         return self._pieces[bucket.stages]
@@ -266,44 +265,27 @@ class PlanPrices:
         maker, seconds = self._pricer.cutter.tables.maker, self._pricer.seconds[:, -1]
         return made_after(self.works[stage], names, seconds=seconds, maker=maker)
 
-    def _parameters_of(self, bucket: Bucket) -> list[str]:
-        """Return the parameters of a bucket: those of exactly its stages that some stage differentiates."""
-        held = [{*work.parameters} & self._differentiated for work in self.works]
-        common = set.intersection(*(held[s] for s in bucket.stages))
-        others = {name for s, names in enumerate(held) if s not in bucket.stages for name in names}
-        mine = common - others
-        return [name for name in self._pricer.graph.parameter_bytes if name in mine]
-
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""
-        sizes = [self._pricer.graph.parameter_bytes[name] for name in self._stepped(rank)]
-        stepping_s = step_s(self._profile.optimizer, sizes, speed=self._cluster.device(rank).speed)
+        speed = self._cluster.device(rank).speed
+        stepping_s = step_s(self._profile.optimizer, self._parameters.stepped(rank), speed=speed)
         return stepping_s + (self._gather_s(rank) if self._sharded else 0.0)
 
     def step_bytes(self, rank: int) -> int:
         """Return the bytes that the optimizer step of a rank needs beside its state, and after it the gathering."""
-        sizes = self._pricer.graph.parameter_bytes
-        stepping = optimizer_workspace_bytes(self._profile.optimizer, [sizes[name] for name in self._stepped(rank)])
-        shared = [sizes[name] for name in self._parameters(rank, trained=True) if len(self._holders[name]) > 1]
+        stepping = optimizer_workspace_bytes(self._profile.optimizer, self._parameters.stepped(rank))
+        shared = [size for sizes in self._parameters.shared(rank).values() for size in sizes]
         return max(stepping, gather_bytes(shared) if self._sharded else 0)
 
     def _gather_s(self, rank: int) -> float:
         """Return the seconds of an all-gather of shared parameters: half an all-reduce, its second phase."""
-        sizes: dict[tuple[int, ...], int] = defaultdict(int)
-        for name in self._parameters(rank, trained=True):
-            if len(ranks := self._holders[name]) > 1:
-                sizes[ranks] += self._pricer.graph.parameter_bytes[name]
-        return sum(all_reduce_s(self._cluster, ranks, count=count) / 2 for ranks, count in sizes.items())
+        shared = self._parameters.shared(rank).items()
+        return sum(all_reduce_s(self._cluster, ranks, count=sum(sizes)) / 2 for ranks, sizes in shared)
 
     @property
     def shares_state(self) -> bool:
         """Return whether several ranks hold the same trained parameter, so that they could share optimizer state."""
-        return any(len(self._holders[name]) > 1 for name in self._differentiated)
-
-    def _stepped(self, rank: int) -> list[str]:
-        """Return the parameters whose optimizer state a rank keeps."""
-        names = self._parameters(rank, trained=True)
-        return [name for name in names if self._owners[name] == rank] if self._sharded else names
+        return self._parameters.shares_state
 
     def saved_bytes(self, stage: int, samples: int) -> int:
         """Return the bytes that a stage keeps from F to I, without results."""
@@ -371,42 +353,13 @@ class PlanPrices:
 
     def state_parts(self, rank: int) -> StateBytes:
         """Return the same by what they are for."""
-        sizes = self._pricer.graph.parameter_bytes
-        trained = [sizes[name] for name in self._parameters(rank, trained=True)]
         return StateBytes(
-            parameters=sum(sizes[name] for name in self._parameters(rank)),
-            gradients=sum(trained),
-            optimizer=optimizer_state_bytes(self._profile.optimizer, [sizes[name] for name in self._stepped(rank)]),
+            parameters=sum(self._parameters.held(rank)),
+            gradients=sum(self._parameters.trained(rank).values()),
+            optimizer=optimizer_state_bytes(self._profile.optimizer, self._parameters.stepped(rank)),
             buffers=sum(self._pricer.graph.buffer_bytes.values()),
         )
 
     def memory(self, stage: int) -> StageMemory:
         """Return the bytes of a stage."""
         return self._pricer.stage_memory(self._cuts, stage, self._policies[stage])
-
-    def _parameters(self, rank: int, *, trained: bool = False) -> list[str]:
-        """Return the parameters that a rank holds, each once; `trained`: those that some stage has a gradient of."""
-        if rank not in self._held:
-            own = [self.works[s] for s, ranks in enumerate(self.layout.stages) if rank in ranks]
-            held = [*dict.fromkeys(name for work in own for name in work.parameters)]
-            self._held[rank] = held, [name for name in held if name in self._differentiated]
-        return self._held[rank][trained]
-
-    @cached_property
-    def _differentiated(self) -> frozenset[str]:
-        return frozenset(name for work in self.works for _, name in work.gradients)
-
-    @cached_property
-    def _holders(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks that hold each parameter, in the order of the module."""
-        found: dict[str, set[int]] = defaultdict(set)
-        for work, ranks in zip(self.works, self.layout.stages, strict=True):
-            for name in work.parameters:
-                found[name].update(ranks)
-        return {name: tuple(sorted(found[name])) for name in self._pricer.graph.parameter_bytes if name in found}
-
-    @cached_property
-    def _owners(self) -> dict[str, int]:
-        sizes = self._pricer.graph.parameter_bytes
-        trained = {name: sizes[name] for name in self._holders if name in self._differentiated}
-        return owners(trained, self._holders)

@@ -145,6 +145,46 @@ def test_ranks_make_what_they_hold_and_train_as_one_device(in_context: bool) -> 
     assert {name for rank in found for name in rank["start"]} == {*expected["start"]}
 
 
+def start_of_zoo(name: str, ranks: int) -> dict[str, torch.Tensor]:
+    """Return the parameters that this rank has when training begins; those of one device for no ranks."""
+    torch.manual_seed(7)
+    start = Start()
+    layout = {"layout": "-".join("1" * ranks), "planner": "uniform"} if ranks > 1 else {}
+    late = {"costs": "counted", "microbatches": 1, "cache": "off", "check": False}
+    trainer = make_trainer(dapple(**layout, **late) if ranks else "auto", max_steps=1, callbacks=[start])
+    module = Late(ZOO[name].make_module)
+    torch.manual_seed(7)
+    trainer.fit(module, torch.utils.data.DataLoader(_Samples(ZOO[name].make_batch(2)), batch_size=None))
+    assert ranks < 2 or start.pending > 0
+    return start.values
+
+
+class _Samples(torch.utils.data.Dataset[Any]):
+    """One batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", BUILT)
+def test_modules_of_the_zoo_have_the_values_of_one_device_on_any_number_of_ranks(name: str, ranks: int) -> None:
+    expected = start_of_zoo(name, 0)
+    found = World(ranks).run(start_of_zoo, name, ranks) if ranks > 1 else [start_of_zoo(name, 1)]
+    for rank in found:
+        for parameter, value in rank.items():
+            assert torch.equal(value, expected[parameter]), parameter
+    assert {parameter for rank in found for parameter in rank} == {*expected}
+    assert ranks == 1 or any(len(rank) < len(expected) for rank in found)
+
+
 class OfItsRank(pl.LightningModule):
     """A module that is another one on every rank."""
 
