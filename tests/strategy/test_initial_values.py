@@ -182,7 +182,7 @@ def test_modules_of_the_zoo_have_the_values_of_one_device_on_any_number_of_ranks
         for parameter, value in rank.items():
             assert torch.equal(value, expected[parameter]), parameter
     assert {parameter for rank in found for parameter in rank} == {*expected}
-    assert ranks == 1 or any(len(rank) < len(expected) for rank in found)
+    assert ranks < 4 or any(len(rank) < len(expected) for rank in found)
 
 
 class OfItsRank(pl.LightningModule):
