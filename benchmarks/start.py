@@ -271,18 +271,21 @@ def _report(run: tuple[list[dict[str, Any]], str]) -> None:
 
 
 def sibling(options: argparse.Namespace) -> None:
-    """Take the way of `large` with a small model and without limits, and compare its losses with one device's."""
+    """Take the way of `large` with a small model and without limits; compare losses with one device's on that way."""
     options.width, steps = 256, 5
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ran, saved = partial(_trained, options, folder, limit=""), str(Path(folder, "saved.ckpt"))
-        (alone, *_), _ = ran(ranks=1, steps=steps)
+        plain = str(Path(folder, "plain.ckpt"))
+        (before, *_), _ = ran(ranks=1, steps=3, save=plain)
+        (after, *_), _ = ran(ranks=1, steps=steps, resume=plain)  # Lightning begins the loader anew
         first, _ = ran(ranks=options.ranks, steps=3, save=saved, stay=True)
         resumed = [ran(ranks=ranks, steps=steps, resume=saved)[0] for ranks in (2, 3)]
-    expected = torch.tensor(alone["losses"], dtype=torch.float64)
+    alone = before["losses"] + after["losses"]
+    expected = torch.tensor(alone, dtype=torch.float64)
     found = [first[0]["losses"] + rest["losses"] for ranks in resumed for rest in ranks]
     apart = float(((torch.tensor(found, dtype=torch.float64) - expected) / expected).abs().max())
     verdict = "equal" if apart <= (allowed := SIBLING[options.precision]) else f"MORE THAN {allowed:.0e}"
-    print(f"{options.precision}, losses of one device: {alone['losses']}")
+    print(f"{options.precision}, losses of one device: {alone}")
     print(f"those of {options.ranks} ranks, and then of 2 or 3, are apart by at most {apart:.1e} of them: {verdict}")
 
 
