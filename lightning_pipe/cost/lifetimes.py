@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from lightning_pipe.cost.stage import HalfWork
-from lightning_pipe.cost.tables import GraphArrays, Mask, Numbers, Pairs, numbers
+from lightning_pipe.cost.tables import GraphArrays, Mask, Numbers, Pairs, numbers, roots
 
-NOTHING_DUE: Mapping[str, list[int]] = {}
+NOTHING_DUE: Mapping[str, list[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Lifetimes:
         for o, operation in enumerate(operations):
             for t in () if operation.adds_terms else operation.reads:
                 self._readers[t].append(o)
-        self._root, self._levels = _views(tables.base)
+        self._root, self._levels = roots(tables.base), _levels(tables.base)
 
     def of(self, half: HalfWork, *, kept: Collection[int] = (), due: Mapping[str, list[int]] = NOTHING_DUE) -> Lives:
         """Return the lives of the values that a half makes.
@@ -118,10 +119,14 @@ class _Rows:
         return index, self._values[np.repeat(self._starts[rows] - before, counts) + np.arange(len(index))]
 
 
-def _views(base: Numbers) -> tuple[Numbers, list[Numbers]]:
-    """Return the furthest base of every tensor, and the views by their distance from it, nearest first."""
-    root, depth = np.arange(len(base)), np.zeros(len(base), dtype=np.int64)
-    while (deeper := base[root] >= 0).any():
-        depth += deeper
-        root = np.where(deeper, base[root], root)
-    return root, [np.flatnonzero(depth == level) for level in range(1, int(depth.max(initial=0)) + 1)]
+def _levels(base: Numbers) -> list[Numbers]:
+    """Return the views by their distance from the memory that they are views of, nearest first."""
+    at, found = np.arange(len(base)), []
+    is_root = base < 0
+    views = np.flatnonzero(~is_root)
+    while len(views):
+        at = np.where(base[at] >= 0, base[at], at)
+        near = views[is_root[at[views]]]
+        found.append(near)
+        views = np.setdiff1d(views, near)
+    return found

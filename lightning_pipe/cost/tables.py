@@ -104,6 +104,14 @@ def pairs(values: Iterable[tuple[int, int]]) -> Pairs:
     return flat[:, 0], flat[:, 1]
 
 
+def roots(base: Numbers) -> Numbers:
+    """Return, for every tensor, the one whose memory it is a view of, through all views."""
+    root = np.where(base >= 0, base, np.arange(len(base)))
+    while not np.array_equal(root, root[root]):
+        root = root[root]
+    return root
+
+
 def different(first: Numbers, second: Numbers) -> Pairs:
     """Return the different pairs, in order of the first, then the second."""
     least = int(second.min(initial=0))

@@ -33,6 +33,7 @@ from lightning_pipe.profiler.devices import device_kind
 log = logging.getLogger(__name__)
 
 _FORMAT = 2  # raised when what is measured changes
+_MOST_FILES = 64  # of a folder
 _MOST_TIMES = 50_000  # of a file: about 4 MiB
 
 
@@ -132,6 +133,18 @@ def forget_timings(directory: Path, device: torch.device) -> bool:
     except OSError:
         return False
     return True
+
+
+def write_among(path: Path, content: str) -> None:
+    """Write a file as a whole, and delete the oldest of its kind in its folder where they are many.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    write_whole(path, content)
+    kind = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda file: file.stat().st_mtime)
+    for old in kind[:-_MOST_FILES]:
+        old.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: str) -> None:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from lightning_pipe.core.profile import LEAST_SHARE, Profile
 from lightning_pipe.core.program import Pass
+from lightning_pipe.cost.tables import roots
 from lightning_pipe.planner.candidates.cut_points import Crossing, crossing
 from lightning_pipe.planner.problem import Problem
 
@@ -198,7 +199,7 @@ class StageCostTable:
     def saved_bytes(self) -> Amounts:
         """Return the bytes that a stage saves for the backward of a micro-batch."""
         tables, graph = self._tables, self.problem.graph
-        root = _roots(tables.base)
+        root = roots(tables.base)
         operations, read = tables.reads
         of_forward = (tables.maker < 0) | ~tables.backward[tables.maker]
         repeated = (tables.maker >= 0) & tables.repeated[tables.maker]
@@ -275,11 +276,3 @@ class StageCostTable:
 
 def _different(uses: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(set(uses))
-
-
-def _roots(base: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for every tensor, the one whose memory it is a view of, through all views."""
-    root = np.where(base >= 0, base, np.arange(len(base)))
-    while not np.array_equal(root, root[root]):
-        root = root[root]
-    return root

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.profiler.cache import conditions, digest, write_whole
+from lightning_pipe.profiler.cache import conditions, digest, write_among
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import StepRequest
@@ -37,7 +37,6 @@ from lightning_pipe.strategy.steps.whole_batch import Role
 
 log = logging.getLogger(__name__)
 
-_MOST_FILES = 64
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
 
 
@@ -100,10 +99,7 @@ class KeptCheck:
         files = {file: _stamp(file) for file in _code_files()}
         verdict = {"fewest": fewest, "role": role, "day": time.strftime("%Y-%m-%d")}
         try:
-            write_whole(self._path, json.dumps({"verdict": verdict, "values": values, "files": files}))
-            others = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-            for path in others[:-_MOST_FILES]:
-                path.unlink(missing_ok=True)
+            write_among(self._path, json.dumps({"verdict": verdict, "values": values, "files": files}))
         except OSError as error:
             log.warning("A check cannot be kept in %s (%s); the next start makes it again.", self._path.parent, error)
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_pipe.core.profile import OptimizerProfile
 from lightning_pipe.core.serial import from_dict, to_dict
 from lightning_pipe.errors import PlanError
-from lightning_pipe.profiler.cache import conditions, digest, write_whole
+from lightning_pipe.profiler.cache import conditions, digest, write_among
 from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of
 from lightning_pipe.profiler.network.host_copies import measure_swap
 from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, probe_links
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1  # raised when what is measured changes
 _LASTS_S = 24 * 3600.0
-_MOST_FILES = 64
 _OF_NETWORK = ("GLOO_", "NCCL_", "MASTER_ADDR")  # variables of the environment that decide how ranks are connected
 
 
@@ -114,9 +113,7 @@ class SurroundingsProbe:
         if path is None or path.exists():
             return
         try:
-            write_whole(path, json.dumps(to_dict(found)))
-            for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_MOST_FILES]:
-                old.unlink(missing_ok=True)
+            write_among(path, json.dumps(to_dict(found)))
         except OSError as error:
             log.warning("Measurements of links cannot be kept in %s (%s); the next start repeats them.", path, error)
 
