@@ -55,12 +55,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--depths", type=_numbers, default=DEPTHS, help="separated by commas")
     parser.add_argument("--devices", type=_numbers, default=DEVICES, help="separated by commas")
     parser.add_argument("--times", type=int, default=TIMES)
+    parser.add_argument("--first", type=int, default=0, help="the first seed, to go on from a run of fewer times")
     asked = parser.parse_args(arguments)
     for depth in asked.depths:
         graph = captured(depth)
         for devices in asked.devices:
             took, found = [], 0
-            for seed in range(asked.times):
+            for seed in range(asked.first, asked.first + asked.times):
                 start = time.process_time()
                 found += bool(propose(perturbed(graph, devices, seed), "auto")[0].step_s > 0)
                 took.append(time.process_time() - start)
