@@ -3,7 +3,7 @@
     python -m benchmarks.start large                      # 1.5 billion parameters on 4 ranks of 3 GiB each
     python -m benchmarks.start sibling --precision 64-true    # the same, small: losses beside those of one device
     python -m benchmarks.start large --folder DIR --parts train resume3    # some of its parts
-    python -m benchmarks.start kill                       # SIGKILL at 20 random moments of a save, of both kinds
+    python -m benchmarks.start kill                       # SIGKILL at 20 random moments of a save, of each kind
 
 `large` trains, saves a directory, is killed, resumes on fewer ranks, and makes the plain file. Every process has a
 limit on its private memory (RLIMIT_DATA). Peaks are those of the resident memory that is no file (RssAnon), looked at
@@ -37,7 +37,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_pipe import DappleStrategy
-from lightning_pipe.strategy.checkpoints import saving, sharded
+from lightning_pipe.strategy.checkpoints import saving, sharded, writing
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.units import format_bytes, parse_bytes
 
@@ -291,7 +291,11 @@ def sibling(options: argparse.Namespace) -> None:
 
 def kill(options: argparse.Namespace) -> None:
     """Kill a process at random moments of its saves; what is there must be one whole checkpoint."""
-    for name, write, read in (("sharded", _write_sharded, _read_sharded), ("plain", _write_plain, _read_plain)):
+    for name, write, read in (
+        ("sharded", _write_sharded, _read_sharded),
+        ("behind training", _write_behind, _read_sharded),
+        ("plain", _write_plain, _read_plain),
+    ):
         found = []
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             path = Path(folder, "last.ckpt")
@@ -312,10 +316,19 @@ def _stamped(number: int) -> dict[str, torch.Tensor]:
     return {f"layer{n}": torch.full((256, 1024), float(number)) for n in range(16)}
 
 
+ALONE = ControlPlane(None, rank=0, ranks=1, wait=lambda _: None)
+
+
 def _write_sharded(path: Path, number: int) -> None:
-    alone = ControlPlane(None, rank=0, ranks=1, wait=lambda _: None)
-    rest = sharded.described([], {}, {"number": number}, None)
-    sharded.save(path, {sharded.MODEL: _stamped(number)}, rest, alone)
+    writing.save(path, *_parts(number), ALONE)
+
+
+def _write_behind(path: Path, number: int) -> None:
+    writing.BehindTraining(path, *_parts(number), ALONE).settle(ALONE)
+
+
+def _parts(number: int) -> tuple[writing.Tensors, dict[str, Any]]:
+    return {sharded.MODEL: _stamped(number)}, sharded.described([], {}, {"number": number}, None)
 
 
 def _read_sharded(path: Path) -> int:

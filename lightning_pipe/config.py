@@ -79,6 +79,7 @@ class DappleConfig:
         weights: file or directory that parameters get their values from, instead of from the module's initialisers;
             every rank reads what it holds.
         save_distributed_checkpoint: whether a checkpoint is a directory into which every rank writes its part.
+        async_checkpoint: whether training goes on while such a directory is written, from a copy in the host's memory.
         restore: where the module is whole after a fit: on "all" ranks, on the "first", on "none", or by "auto" on all
             if each has the memory.
     """
@@ -112,6 +113,7 @@ class DappleConfig:
     start_method: str = "popen"
     weights: str | None = None
     save_distributed_checkpoint: bool = False
+    async_checkpoint: bool = False
     restore: str = "auto"
 
     def __post_init__(self) -> None:
@@ -152,6 +154,11 @@ class DappleConfig:
             raise ConfigError(
                 f"found restore='none' with start_method={self.start_method!r}, whose processes end with the fit, and "
                 "what they hold with them. Set restore='first'."
+            )
+        if self.async_checkpoint and not self.save_distributed_checkpoint:
+            raise ConfigError(
+                "found async_checkpoint=True without save_distributed_checkpoint=True; only directories are written "
+                "behind the training. Set both, or give the trainer plugins=[AsyncCheckpointIO()] for plain files."
             )
         if self.memory_limit is not None:
             _limits(self.memory_limit)
@@ -296,6 +303,7 @@ _RULES = {
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
     "weights": _Rule(str, "the path of a file or directory of weights"),
     "save_distributed_checkpoint": _Rule(bool, "true or false"),
+    "async_checkpoint": _Rule(bool, "true or false"),
     "restore": _choice(("auto", "all", "first", "none")),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -56,7 +57,7 @@ from lightning_pipe.strategy.checkpoints.after_exception import (
 )
 from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
-from lightning_pipe.strategy.checkpoints.saving import load, save_plain, save_sharded
+from lightning_pipe.strategy.checkpoints.saving import Directories, load, save_plain
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
@@ -149,6 +150,7 @@ class DappleStrategy(ParallelStrategy):
         start_method: str = "popen",
         weights: str | os.PathLike[str] | None = None,
         save_distributed_checkpoint: bool = False,
+        async_checkpoint: bool = False,
         restore: str = "auto",
         **unknown: Any,
     ) -> None:
@@ -162,6 +164,7 @@ class DappleStrategy(ParallelStrategy):
         )
         self.config = chosen_config(config, {**options, **unknown}, warn=rank_zero_warn)
         self._backend = process_group_backend
+        self._directories = Directories(is_behind=self.config.async_checkpoint, deadline_s=self.config.deadline_s)
         self._num_nodes = 1
         self._links: Connections | None = None  # from setup to teardown
         self._watch: GuardedWatch | None = None  # from the launch to teardown
@@ -318,7 +321,7 @@ class DappleStrategy(ParallelStrategy):
             if private.keeps_average(callback):
                 self._undo.append(private.copy_on_host(callback, module))
             if saves_at_exception(callback):
-                self._undo.append(save_where_all_meet(callback, lambda: self._watch))
+                self._undo.append(save_where_all_meet(callback, lambda: self._watch, self._settle_saves))
             if is_overridden("on_exception", callback, pl.Callback):
                 self._undo.append(tell_where_it_raises(callback, self.on_exception))
 
@@ -616,13 +619,18 @@ class DappleStrategy(ParallelStrategy):
         session = self._session
         if session is not None and self.config.save_distributed_checkpoint:
             with self._reached_weights() as weights:
-                control = weights.control
-                path = Path(control.broadcast(os.fspath(filepath), source=0, what="where the checkpoint is written"))
-                save_sharded(path, checkpoint, weights=weights, groups=session.groups, control=control)
+                what = "where the checkpoint is written"
+                path = Path(weights.control.broadcast(os.fspath(filepath), source=0, what=what))
+                in_fit = self._links is not None
+                self._directories.save(path, checkpoint, weights=weights, groups=session.groups, in_fit=in_fit)
         elif self.is_global_zero and storage_options is None and self._writes_files(filepath):
             save_plain(Path(filepath), checkpoint)
         else:
             super().save_checkpoint(checkpoint, cast("str", filepath), storage_options)  # it takes what is like a path
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint; when that which replaces it is complete."""
+        self._directories.remove(partial(super().remove_checkpoint, cast("str", filepath)))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -707,6 +715,7 @@ class DappleStrategy(ParallelStrategy):
             undo.callback(self._restore_trainer)
             if self._session is not None:
                 try:
+                    self._settle_saves()
                     self._session.end(healthy=not self._failed)
                 except BaseException as error:  # Lightning tells of it when the connections are closed
                     self.on_exception(error)
@@ -715,6 +724,13 @@ class DappleStrategy(ParallelStrategy):
         module = self.lightning_module
         with contextlib.suppress(*impossible), bare(module.parameters() if module is not None else ()):
             super().teardown()
+
+    def _settle_saves(self) -> None:
+        """Wait for what is written behind the training: on all ranks together, unless training has failed."""
+        if self._failed or self._links is None:
+            self._directories.abandon()
+        else:
+            self._directories.settle(self._links.control)
 
     def _disconnect(self) -> None:
         links, self._links, self._feed = self._links, None, None

@@ -29,12 +29,15 @@ def saves_at_exception(callback: pl.Callback) -> bool:
     return isinstance(callback, OnExceptionCheckpoint) or bool(getattr(callback, "save_on_exception", False))
 
 
-def save_where_all_meet(callback: pl.Callback, watch: Callable[[], GuardedWatch | None]) -> Callable[[], Any]:
+def save_where_all_meet(
+    callback: pl.Callback, watch: Callable[[], GuardedWatch | None], settle: Callable[[], None]
+) -> Callable[[], Any]:
     """Let a callback save at an exception only if all ranks have come to it; return what undoes this.
 
     Args:
         callback: one that saves.
         watch: of this rank; None where there is a single rank.
+        settle: waits for what is written behind the training.
     """
     usual = callback.on_exception
 
@@ -51,6 +54,7 @@ def save_where_all_meet(callback: pl.Callback, watch: Callable[[], GuardedWatch 
             return
         try:
             usual(trainer, module, exception)
+            settle()
         except PipeError as error:  # must not hide the exception
             log.warning("%s could save no checkpoint: %s", type(callback).__name__, error)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,80 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_pipe.lightning_names import CheckpointIO
 from lightning_pipe.strategy.checkpoints import sharded
 from lightning_pipe.strategy.checkpoints.commit import begin, commit, existing
+from lightning_pipe.strategy.checkpoints.writing import BehindTraining, save
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
+_PATIENCE_S = 10.0  # for what is written when training has failed
+_SHARE = 3  # of the deadline, so that ranks which wait for this one hear of its failure before
 
 
-def save_sharded(
-    path: Path, checkpoint: Mapping[str, Any], *, weights: Weights, groups: Sequence[Groups], control: ControlPlane
-) -> None:
-    """Write this rank's part of a checkpoint; on all ranks together.
+class Directories:
+    """Checkpoints that are directories.
 
     Args:
-        path: the directory.
-        checkpoint: what Lightning and the user's hooks have collected on this rank; what other ranks hold is there as
-            tensors of the meta device, and the state of optimizers is that of this rank.
-        weights: whose they are.
-        groups: of the optimizers.
-        control: to the other ranks.
+        is_behind: whether training goes on while one is written.
+        deadline_s: of waits for other ranks.
     """
+
+    def __init__(self, *, is_behind: bool, deadline_s: float) -> None:
+        self._is_behind, self._patience_s = is_behind, min(_PATIENCE_S, deadline_s / _SHARE)
+        self._under_way: BehindTraining | None = None
+
+    def save(
+        self, path: Path, checkpoint: Mapping[str, Any], *, weights: Weights, groups: Sequence[Groups], in_fit: bool
+    ) -> None:
+        """Write this rank's part of a checkpoint, or begin to; on all ranks together.
+
+        Args:
+            path: the directory.
+            checkpoint: what Lightning and the user's hooks have collected on this rank; what other ranks hold is there
+                as tensors of the meta device, and the state of optimizers is that of this rank.
+            weights: whose they are.
+            groups: of the optimizers.
+            in_fit: whether there is a training to go on.
+
+        Raises:
+            PipelineError: if a rank could not write its part, of this one or of the one before.
+        """
+        control = weights.control
+        self.settle(control)
+        parts, rest = _parts(checkpoint, weights, groups, control)
+        if self._is_behind and in_fit:
+            self._under_way = BehindTraining(path, parts, rest, control)
+        else:
+            save(path, parts, rest, control)
+
+    def remove(self, removal: Callable[[], None]) -> None:
+        """Remove a checkpoint that the last one replaces, when that one is complete."""
+        if self._under_way is None:
+            removal()
+        else:
+            self._under_way.remove(removal)
+
+    def settle(self, control: ControlPlane) -> None:
+        """Wait until what is written behind the training is complete; on all ranks together.
+
+        Raises:
+            PipelineError: if a rank could not write its part.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.settle(control)
+
+    def abandon(self) -> None:
+        """Wait a while for what is written behind a training that has failed, on this rank alone."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.abandon(self._patience_s)
+
+
+def _parts(
+    checkpoint: Mapping[str, Any], weights: Weights, groups: Sequence[Groups], control: ControlPlane
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """Return the tensors of a checkpoint that this rank writes, and all else."""
     state = checkpoint[_STATE]
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     first_names = {name: weights.first_name(name) for name in tensors}
@@ -46,7 +100,7 @@ def save_sharded(
             optimizers.append(_merged(described, control))
     others = {name: value for name, value in state.items() if name not in tensors}
     rest = {key: value for key, value in checkpoint.items() if key not in (_STATE, _OPTIMIZERS)}
-    sharded.save(path, parts, {**rest, **sharded.described([*state], first_names, others, optimizers)}, control)
+    return parts, {**rest, **sharded.described([*state], first_names, others, optimizers)}
 
 
 def _apart(saved: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""A checkpoint that nobody gathers: a directory of `torch.distributed.checkpoint`, where every rank writes its part.
+"""Read a checkpoint that nobody has gathered: a directory of `torch.distributed.checkpoint`, a part from every rank.
 
     DIR/.metadata, DIR/*.distcp   tensors by name: model.NAME, optimizer_0.NAME.KEY
     DIR/meta.pt                   what else Lightning keeps, and what puts the tensors back in their places
 
-Ranks agree over the connections of the run, which have deadlines. What hangs in several places is written once.
+What hangs in several places was written once. `writing` writes it.
 """
 
 from __future__ import annotations
@@ -13,57 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe.errors import UnsupportedError
-from lightning_pipe.strategy.checkpoints.commit import begin, commit, existing
-from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.start.unread import Unread
 
 REST = "meta.pt"
 MODEL = "model"
 _OURS = "lightning_pipe"
-
-
-def save(
-    path: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], rest: dict[str, Any], control: ControlPlane
-) -> None:
-    """Write a checkpoint; on all ranks together.
-
-    Args:
-        path: the directory, on a file system that all ranks see.
-        tensors: those of this rank, by group and name; no two ranks have one name.
-        rest: what else there is; that of rank 0 is written.
-        control: to the other ranks.
-    """
-    first = control.rank == 0
-    part = control.agreed(lambda: begin(path), source=0, what="where the checkpoint is written")
-    writer, planner = FileSystemWriter(part), DefaultSavePlanner()
-    writer.set_up_storage_writer(first)
-    planner.set_up_planner({name: dict(group) for name, group in tensors.items()}, writer.storage_meta(), first)
-    local = writer.prepare_local_plan(planner.create_local_plan())
-    plans = _gathered(local, control, "what ranks will write")
-    metadata = None
-    if first:
-        plans, metadata = planner.create_global_plan(plans)
-        plans = writer.prepare_global_plan(plans)
-    plans = control.broadcast(plans, source=0, what="what ranks will write")
-    written = writer.write_data(planner.finish_plan(plans[control.rank]), planner).wait()
-    results = _gathered(written, control, "what ranks have written")
-
-    def finish() -> None:
-        writer.finish(metadata, results)  # type: ignore[arg-type]
-        torch.save(rest, part / REST)
-        commit(path)
-
-    control.agreed(finish, source=0, what="the end of the checkpoint")
-
-
-def _gathered(mine: Any, control: ControlPlane, what: str) -> list[Any]:
-    """Return the values of all ranks on rank 0; there alone the list counts."""
-    return [control.to_first(mine, source=rank, what=what) for rank in range(control.ranks)]
 
 
 def is_sharded(path: Path) -> bool:
