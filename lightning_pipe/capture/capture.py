@@ -90,7 +90,7 @@ class Capture:
     fallback: ClassVar[str] = "replay"
     is_fixed: ClassVar[bool] = True
     can_run_ahead: ClassVar[bool] = True
-    saves_by_plan: ClassVar[bool] = True
+    may_offload: ClassVar[bool] = True
     kept: ClassVar[str] = ""
     is_random_in_python: ClassVar[bool] = False
     has_unweighed_terms: ClassVar[bool] = False

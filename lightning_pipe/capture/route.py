@@ -121,8 +121,8 @@ class Route(Protocol):
         ...
 
     @property
-    def saves_by_plan(self) -> bool:
-        """Return whether the plan decides what is saved for the backward: else autograd saves what it wants."""
+    def may_offload(self) -> bool:
+        """Return whether what is saved for the backward can be brought to the host until then."""
         ...
 
     @property

@@ -139,6 +139,7 @@ class Graph:
         results: tensors that the step hands out: loss, logged values, arguments of metrics.
         updates: (tensor, name) of the new content of every buffer (or parameter) that the step overwrites.
         buffer_bytes: bytes of every buffer that the step reads, by name.
+        lasting: tensors that cannot be recomputed, whatever makes them.
     """
 
     nodes: tuple[Node, ...]
@@ -154,6 +155,7 @@ class Graph:
     results: tuple[int, ...] = ()
     updates: tuple[tuple[int, str], ...] = ()
     buffer_bytes: dict[str, int] = field(default_factory=dict)
+    lasting: frozenset[int] = frozenset()
 
     @cached_property
     def has_checkpoints(self) -> bool:

@@ -150,7 +150,7 @@ class Memories:
         tensors, unsound = self.graph.tensors, self.forward - self._sound()
         lost = {memory for t, memory in self._memory.items() if tensors[t].maker in unsound}
         made = (m for m in self.work.saved if tensors[m].maker in self.forward)
-        return frozenset(made) - lost
+        return frozenset(made) - lost - self.graph.lasting
 
     def _sound(self) -> frozenset[int]:
         """Return the operations of F that can run again: not those that need state that the step overwrites."""

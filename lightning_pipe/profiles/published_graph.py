@@ -51,6 +51,11 @@ def profile_of(layers: Layers, *, fingerprint: str, device: str, optimizer_state
     )
 
 
+def stash_of(layer: str) -> str:
+    """Return the name of the tensor that stands for what a layer saves."""
+    return f"{layer}.stash"
+
+
 class _Drawing:
     """The graph under construction: its tensors, and what every operation reads."""
 
@@ -94,7 +99,7 @@ class _Drawing:
 
     def _add_stash(self, k: int, layer: Layer) -> None:
         if layer.stash_per_sample:
-            made = self._add(f"{layer.name}.stash", k, per_sample=layer.stash_per_sample)
+            made = self._add(stash_of(layer.name), k, per_sample=layer.stash_per_sample)
             self._reads[self._backward(k)].append(made)
 
     def _add_gradients(self, k: int, layer: Layer) -> None:

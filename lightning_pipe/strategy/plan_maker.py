@@ -164,8 +164,8 @@ class PlanMaker:
             assert problem is not None, "made on rank 0"
             problem = replace(problem, cluster=limited(problem.cluster, self._config.memory_limits))
             try:
-                wanted, replayed = self._wanted(captured), not captured.capture.saves_by_plan
-                candidates.extend(propose(problem, wanted, given=self._cuts.given, replayed=replayed))
+                wanted, may_offload = self._wanted(captured), captured.capture.may_offload
+                candidates.extend(propose(problem, wanted, given=self._cuts.given, may_offload=may_offload))
             except PlanError as error:
                 if graph.uncuttable and (kept := captured.capture.kept):
                     method = captured.request.method

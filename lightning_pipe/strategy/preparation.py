@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan, keeps_all
+from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.host import host_of
@@ -232,14 +232,9 @@ class Preparation:
         """Cut a captured step, whose stages do with what they save what the plan says."""
         assert self._planned is not None, "planned before anything is run"
         capture, plan, exact_ties = captured.capture, self._planned.plan, self.setup.config.exact_ties
-        if not capture.saves_by_plan:
-            if capture.graph.gradients and not all(keeps_all(stage) for stage in plan.stages):
-                rank_zero_warn(
-                    f"{captured.request.method} is replayed, and keeps all that its modules save, although the plan "
-                    "recomputes or offloads; it may need more memory."
-                )
-            return capture.split(cuts, exact_ties=exact_ties, held=self._held)
-        policies, missing = policies_for(plan, capture.graph, cuts, planned=self._planned.graph)
+        policies, missing = policies_for(
+            plan, capture.graph, cuts, planned=self._planned.graph, may_offload=capture.may_offload
+        )
         if missing:
             rank_zero_warn(
                 f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "

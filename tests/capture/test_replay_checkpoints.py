@@ -42,7 +42,8 @@ class Net(pl.LightningModule):
         return nn.functional.mse_loss(x, batch[1])
 
 
-def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch):
+def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch, *, recompute: bool = False):
+    """Return the bytes that F keeps, and losses and gradients of a replay and of the plain module."""
     torch.manual_seed(0)
     module = Net(use_reentrant).train()
     batch = (torch.randn(48, WIDTH), torch.randn(48, WIDTH))
@@ -58,7 +59,7 @@ def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
         return result
 
     monkeypatch.setattr(StageReplayer, "forward", measured)
-    replayed = run_replayed(found, ranks=1, schedule="gpipe", cuts=())
+    replayed = run_replayed(found, ranks=1, schedule="gpipe", cuts=(), recompute=recompute)
     monkeypatch.undo()
     return kept[-1], replayed, run_plainly(found)
 

@@ -20,6 +20,11 @@ from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import checkpoint_only
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.policy import ActivationPolicy
+from lightning_pipe.cost.activations import StagePolicy, candidates
+from lightning_pipe.cost.stage import Cutter
+from lightning_pipe.planner.memory.policies import policy_of
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
@@ -68,12 +73,23 @@ def even_cuts(trace: UnitTrace, uncuttable: frozenset[int], stages: int) -> tupl
     return min(itertools.combinations(places, stages - 1), key=load)
 
 
-def run_replayed(found: Replayed, *, ranks: int, schedule: str, cuts: tuple[int, ...]) -> Outcome:
+def recomputing_all(graph: Graph, cuts: tuple[int, ...]) -> tuple[ActivationPolicy, ...]:
+    """Return the policies of stages that recompute whatever they can."""
+    cutter = Cutter(graph)
+    again = [(w, frozenset(c.memory for c in candidates(graph, w) if c.is_remakeable)) for w in cutter.works(cuts)]
+    return tuple(policy_of(cutter.tables, work, StagePolicy(found, frozenset())) for work, found in again)
+
+
+def run_replayed(
+    found: Replayed, *, ranks: int, schedule: str, cuts: tuple[int, ...], recompute: bool = False
+) -> Outcome:
     """Return the losses by micro-batch, and the gradients by name."""
     devices = [(rank,) for rank in range(ranks)]
     layout = SCHEDULES[schedule].layout(devices, (len(cuts) + 1) // ranks)
     modules = [copy.deepcopy(found.module) for _ in range(ranks)]
-    splits = [Replay(replace(found.request, module=module), found.trace).split(cuts) for module in modules]
+    replays = [Replay(replace(found.request, module=module), found.trace) for module in modules]
+    policies = recomputing_all(replays[0].graph, cuts) if recompute else ()
+    splits = [replay.split(cuts, policies=policies) for replay in replays]
     order = order_of(schedule, layout=layout, microbatches=len(found.sizes))
     program = verify(lower(order, layout=layout, sizes=found.sizes, traffic=splits[0].traffic))
     hub = Hub()

@@ -50,6 +50,9 @@ def check_replayed(found: Replayed) -> None:
             scale = max(1.0, float(gradient.abs().max()))
             difference = float((got[parameter] - gradient).abs().max())
             assert difference <= SAME * scale, f"{parameter} differs by {difference} of {scale}, {where}"
+        if schedule == possible[0][0][2]:
+            again = run_replayed(found, ranks=ranks, schedule=schedule, cuts=cuts, recompute=True)
+            torch.testing.assert_close(again, (got_losses, got), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [n for n in (*REFUSED, *JOINT) if n not in OTHERWISE])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Run:
         reductions: of the loss; None without one.
         backward_s: seconds of the whole backward.
         numbers: that it has returned and logged.
+        repeatable: units that return the same when they are called again after the step.
     """
 
     samples: int
@@ -72,6 +73,7 @@ class Run:
     of_samples: frozenset[str]
     seeds: bool
     numbers: Mapping[Place, float]
+    repeatable: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class UnitRecorder:
         backward_s, trained = 0.0, frozenset[str]()
         if loss is not None and not other:
             backward_s, trained = self._differentiate(loss, detached=play.detached)
-        return Run(
+        run = Run(
             samples=self._count(other),
             seen=tuple(units.seen),
             read_past=frozenset(units.seen[k].path for k in follower.read_past),
@@ -181,6 +183,16 @@ class UnitRecorder:
             seeds=play.seeds,
             numbers=numbers_said(play.output, play.recording.calls),
         )
+        return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))
+
+    def _repeatable(self, units: UnitCalls, kept: ModuleSnapshot) -> frozenset[int]:
+        """Return the units that return the same when they are called again with what the step has left of their inputs.
+
+        That is what a backward does that recomputes them: the state of the module is that before the step, and glue or
+        the unit itself may have written to what it was given.
+        """
+        with kept.keeper, self._scene(StepRecording()):
+            return units.repeatable(kept)
 
     def _play(self, chosen: frozenset[str], kept: ModuleSnapshot, other: int) -> _Play:
         """Run the forward of the step within all that follows it."""

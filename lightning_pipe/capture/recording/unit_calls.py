@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,9 +14,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
+from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.capture.recording.unit_choice import call_paths
 from lightning_pipe.capture.recording.unit_flow import Follower
-from lightning_pipe.capture.recording.unit_state import StateWatch, tensors_in
+from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.hazards import assignment_line
@@ -52,6 +54,25 @@ class Seen:
     saved: dict[Any, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of a unit: what it was given, the state of torch's generators, and what it returned."""
+
+    called: nn.Module
+    args: Any
+    kwargs: Any
+    generators: tuple[torch.Tensor, ...]
+    output: Any
+
+    def again(self, call: Callable[..., Any]) -> bool:
+        """Return whether the same comes back when it is made again."""
+        _set_generators(self.generators)
+        try:
+            return same_content(self.output, call(self.called, *self.args, **self.kwargs))
+        except Exception:  # whatever a module raises that is not made to run twice
+            return False
+
+
 class UnitCalls:
     """Intercept the calls of units, and note what they are given, return and change.
 
@@ -76,6 +97,7 @@ class UnitCalls:
         self._call = nn.Module.__call__
         self.follower = Follower(module)
         self.seen: list[Seen] = []
+        self._calls: list[_Call] = []
         self.checkpoints = CheckpointDepth()
 
     def intercepted(self) -> Any:
@@ -99,18 +121,37 @@ class UnitCalls:
         if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
             args, kwargs = mapped((args, kwargs), torch.Tensor, torch.Tensor.clone)
             given = list(tensors_in((args, kwargs), objects=True))
-        own = {follower.made_of.memory(tensor) for tensor in given}
+        own, generators = {follower.made_of.memory(tensor) for tensor in given}, _generators()
         try:
             with contextlib.ExitStack() as stack:
                 if not self.checkpoints.count and not has_hooks_on_saved_tensors():  # else nothing of the unit is kept
                     stack.enter_context(saved_tensors_hooks(partial(self._note_saved, seen, own), _as_it_is))
                 output = self._call(called, *args, **kwargs)
+            self._calls.append(_Call(called, args, kwargs, generators, output))
             output = self._mark(output, unit, seen)
         finally:
             follower.inside = None
         for name, value in self._changed():
             self._note_change_inside(name, value, unit)
         return output
+
+    def repeatable(self, kept: ModuleSnapshot) -> frozenset[int]:
+        """Return the units that return the same when they are called again, and leave nothing; not those with hooks.
+
+        Args:
+            kept: content of the module that every call begins with.
+        """
+        found = set[int]()
+        kept.restore()
+        for k, call in enumerate(self._calls):
+            if any(_hooks(child) for child in call.called.modules()):
+                continue
+            is_same = call.again(self._call)
+            if kept.left():
+                kept.restore()
+            elif is_same:
+                found.add(k)
+        return frozenset(found)
 
     def _changed(self) -> list[tuple[str, Any]]:
         """List parameters and buffers that have changed; other state is put back before every play."""
@@ -187,6 +228,23 @@ class UnitCalls:
             reads = change.reads if known is None else change.reads | known.reads
             found[change.name, change.before] = KeptChange(change.name, change.before, reads, change.is_tensor, line)
         return tuple(found.values())
+
+
+def _hooks(module: nn.Module) -> bool:
+    """Return whether something besides its forward runs when a module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _generators() -> tuple[torch.Tensor, ...]:
+    """Return the state of torch's generators: of the host, and of the present accelerator."""
+    host = torch.get_rng_state()
+    return (host, torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else (host,)
+
+
+def _set_generators(states: tuple[torch.Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Sources belong to memory: what shares memory shares sources, and writing in place adds some. Inside a unit nothing is
 followed; its outputs are marked with its number. Memory that a unit has made and did not return (a tensor that it keeps
-in an attribute) is marked as well: glue that reads it reads past the unit, which is then no unit.
+in an attribute), or was given and has written to, is marked as well: glue that reads it reads past the unit, which is
+then no unit.
 
 Only what is made of samples is followed through units too: a buffer that they change has content of the samples, even
 where all samples of the runs give it the same (a maximum that is reached already).
@@ -89,7 +90,7 @@ class Follower(TorchDispatchMode):
         escapes, writes: what glue has read into Python, and what it has written to parameters and buffers.
         mutated: names of parameters and buffers that each unit has written to.
         overwritten: units' outputs whose memory is written to later, as (unit, number of the output).
-        read_past: units that have made what glue reads but did not return it.
+        read_past: units that have made, or written to, what glue reads but did not return it.
         flops: of each unit.
     """
 
@@ -104,6 +105,7 @@ class Follower(TorchDispatchMode):
         self.overwritten: set[tuple[int, int]] = set()
         self.read_past: set[int] = set()
         self.flops: dict[int, int] = {}
+        self._rewritten: dict[Any, int] = {}  # memory of glue -> the last unit that has written to it
         self._names: dict[Any, Source] = {}
         self._outputs: dict[Any, list[tuple[int, int]]] = {}
         for tensor, source in _state_of(module):
@@ -114,7 +116,9 @@ class Follower(TorchDispatchMode):
     def reads(self, tensors: Iterable[torch.Tensor]) -> Sources:
         """Return the sources of what glue reads, or hands to a unit."""
         tensors = list(tensors)
-        self.read_past.update(k for tensor in tensors if (k := self.made_of.maker(tensor)) is not None)
+        for tensor in tensors:
+            makers = (self.made_of.maker(tensor), self._rewritten.get(self.made_of.memory(tensor)))
+            self.read_past.update(unit for unit in makers if unit is not None)
         return self.made_of.of(tensors)
 
     def escape(self, reads: Sources) -> None:
@@ -171,6 +175,7 @@ class Follower(TorchDispatchMode):
                 self.mutated.setdefault(unit, {})[str(self._names[memory][1])] = None
             elif self.made_of.knows(tensor):
                 self.made_of.add(tensor, frozenset({("unit", unit)}))
+                self._rewritten[memory] = unit
         if (count := flop_registry.get(func.overloadpacket)) is not None:
             args, kwargs = given
             self.flops[unit] = self.flops.get(unit, 0) + int(count(*args, **kwargs, out_val=result))

@@ -151,6 +151,11 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         replace(_unit(request, k, runs), forward_s=s, backward_s=run.backward_s * s / total)
         for k, s in enumerate(seconds)
     )
+    keeping = _keeping(run)
+    alone = run.repeatable - keeping if written.isdisjoint(canonical_names(request.module)) else frozenset[int]()
+    units = tuple(
+        replace(unit, is_repeatable=k in alone and written.isdisjoint(unit.buffers)) for k, unit in enumerate(units)
+    )
     return UnitTrace(
         units=units,
         samples=request.count,
@@ -165,7 +170,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=frozenset(written & {*canonical_names(request.module)}),
         whole=_why_whole(request.module, runs) if others else "",
-        keeping=_keeping(run),
+        keeping=keeping,
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
 

@@ -66,6 +66,7 @@ class Unit:
         flops: floating point operations of forward.
         saved_bytes: bytes that autograd keeps of it, parameters and its inputs left out.
         is_fixed: whether its outputs have shapes that depend on the number of samples only; others cannot travel.
+        is_repeatable: whether it returns the same when it is called again in the backward, and changes nothing then.
     """
 
     path: str
@@ -80,6 +81,7 @@ class Unit:
     flops: int
     saved_bytes: int
     is_fixed: bool
+    is_repeatable: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.errors import PlanError
-from lightning_pipe.profiles.published_graph import profile_of
+from lightning_pipe.profiles.published_graph import profile_of, stash_of
 from lightning_pipe.profiles.published_layers import Layer, LayerOutput, Layers
 
 
@@ -59,7 +59,7 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
-        general, ..., saves_by_plan: as for every `capture.route.Route`.
+        general, ..., may_offload: as for every `capture.route.Route`.
     """
 
     general: ClassVar[None] = None
@@ -69,7 +69,7 @@ class Replay:
     is_fixed: ClassVar[bool] = False
     is_sliceable: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = False
-    saves_by_plan: ClassVar[bool] = False
+    may_offload: ClassVar[bool] = False
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason
@@ -190,7 +190,7 @@ class Replay:
         for k, (unit, name) in enumerate(zip(self.trace.units, self._names, strict=True)):
             new = [p for p in unit.parameters if p not in seen]
             seen.update(new)
-            outputs = (LayerOutput(sum(map(bytes_of, unit.outputs)) / samples, readers_of(self.trace, k)),)
+            outputs = (LayerOutput(sum(map(bytes_of, unit.outputs)) / samples, readers_of(self.trace, ("unit", k))),)
             weight = sum(module.get_parameter(p).nbytes for p in new)
             layers.append(
                 Layer(
@@ -286,7 +286,7 @@ class Replay:
 
         Args:
             cuts: positions.
-            policies: (), as what modules save is autograd's.
+            policies: of the stages: units whose stash is made again run again; () keeps what autograd saves.
             held: stages that hold a copy of a parameter, whether they use it here or not.
             exact_ties: not offered by replay.
 
@@ -294,7 +294,8 @@ class Replay:
             PlanError: if the units of a training step cannot be separated there, or exact ties are wanted; cuts of an
                 evaluation are moved to where they can.
         """
-        assert not policies, "a replayed step saves what autograd saves"
+        made = {name for policy in policies if policy.backward is not None for name in policy.backward.made}
+        recomputed = {k for k, name in enumerate(self._names) if stash_of(name) in made}
         if exact_ties:
             raise PlanError(
                 "exact_ties needs the step as one graph, but this step is replayed. Remove exact_ties; gradients of "
@@ -315,4 +316,4 @@ class Replay:
                     else ""
                 )
             )
-        return UnitSplitter(self._request, self.trace, self._aliases, self._now, held).split(cuts)
+        return UnitSplitter(self._request, self.trace, self._aliases, self._now, held, recomputed).split(cuts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +12,9 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
-from lightning_pipe.core.graph import CALL, Graph
-from lightning_pipe.profiles.published_graph import graph_of
+from lightning_pipe.capture.replayed.replay_values import leaf_size
+from lightning_pipe.core.graph import CALL, Graph, Operation, Tensor
+from lightning_pipe.profiles.published_graph import graph_of, stash_of
 from lightning_pipe.profiles.published_layers import Layers
 
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -40,18 +41,39 @@ def graph_of_units(layers: Layers, trace: UnitTrace, names: tuple[str, ...], req
         p
         for k, unit in enumerate(trace.units)
         if any(output.batch_dim is None for output in unit.outputs)
-        for p in range(k + 1, max(readers_of(trace, k), default=k) + 1)
+        for p in range(k + 1, max(readers_of(trace, ("unit", k)), default=k) + 1)
     )
+    tensors, operations = _with_leaves(graph.tensors, operations, trace, request)
     sizes = {**graph.parameter_bytes, **real}
+    repeatable = {stash_of(name) for name, unit in by_name.items() if unit.is_repeatable}
     return replace(
         graph,
         nodes=nodes,
         operations=operations,
+        tensors=tensors,
         parameter_bytes=sizes,
         coupled=tuple(names),  # glue runs in several stages, which must see the same samples
         uncuttable=frozenset() if trace.loss is None else uncuttable(trace),  # cuts of an evaluation are moved
         unsliceable=unsliceable,
+        lasting=frozenset(t for t, tensor in enumerate(tensors) if tensor.name not in repeatable),
     )
+
+
+def _with_leaves(
+    tensors: tuple[Tensor, ...], operations: tuple[Operation, ...], trace: UnitTrace, request: Request
+) -> tuple[tuple[Tensor, ...], tuple[Operation, ...]]:
+    """Add the tensors of the batch, which are read, and kept for the backward, as outputs of units are."""
+    count, found, reads = len(trace.units), [*tensors], [[*operation.reads] for operation in operations]
+    for number, leaf in enumerate(request.structure.leaves):
+        along = request.batch_dim if request.samples is not None and len(leaf.shape) > request.batch_dim else None
+        size = math.prod(leaf_size(leaf, 1, along)) * leaf.dtype.itemsize
+        per_sample, fixed = (0.0, size) if along is None else (float(size), 0)
+        for reader in readers_of(trace, ("leaf", number)):
+            for operation in (reader, 2 * count - 1 - reader):
+                if operation == reader or reads[operation]:
+                    reads[operation].append(len(found))
+        found.append(Tensor(f"leaf{number}", -1, -1, per_sample, fixed))
+    return tuple(found), tuple(replace(o, reads=tuple(r)) for o, r in zip(operations, reads, strict=True))
 
 
 def _operator(request: Request, unit: Unit) -> str:
@@ -61,7 +83,7 @@ def _operator(request: Request, unit: Unit) -> str:
     return next(mixing, CALL)
 
 
-def _counted(operation: Any, units: dict[str, Unit]) -> Any:
+def _counted(operation: Operation, units: dict[str, Unit]) -> Operation:
     backward = operation.phase == "backward"
     unit = units[operation.name.removesuffix(".backward") if backward else operation.name]
     return replace(operation, flops=unit.flops * (2 if backward else 1))

@@ -135,11 +135,10 @@ def _units(sources: Iterable[Source]) -> list[int]:
     return [int(k) for kind, k in sources if kind == "unit"]
 
 
-def readers_of(trace: UnitTrace, k: int) -> tuple[int, ...]:
-    """Return the later units that read the outputs of unit k; the last one also for what comes behind all units."""
-    source: Source = ("unit", k)
-    found = {r for r, unit in enumerate(trace.units) if source in unit.reads and r > k}
+def readers_of(trace: UnitTrace, source: Source) -> tuple[int, ...]:
+    """Return the other units that read a source; the last one also for what comes behind all units."""
+    found = {r for r, unit in enumerate(trace.units) if source in unit.reads}
     behind: Sources = trace.tail.union(*(escape.reads for escape in trace.escapes))
-    if source in behind and k < len(trace.units) - 1:
+    if source in behind:
         found.add(len(trace.units) - 1)
-    return tuple(sorted(found))
+    return tuple(sorted(r for r in found if source != ("unit", r)))

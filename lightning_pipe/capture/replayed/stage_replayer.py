@@ -17,7 +17,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -101,16 +101,17 @@ class StageReplayer:
         Raises:
             PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
         """
-        run = StepRun(self._others, self._metrics, samples=samples, key=key, given=given)
         python = self._now.state = self._now.state or ModuleState(self._step.module, copies=True)
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
+        hang = partial(hung, self._slots, {**state, **apart, **twins, **self._others.parameters})
+        run = StepRun(self._others, self._metrics, samples=samples, key=key, given=given, hang=hang)
         recording = StepRecording()
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
             stack.callback(python.restore)
             for entered in (
-                hung(self._slots, {**state, **apart, **twins, **self._others.parameters}),
+                hang(),
                 checkpoints_replaced(run.checkpoints.entered, where=lambda: run.is_inside),
                 no_collectives(),
                 no_training_state(),

@@ -60,6 +60,7 @@ class StageSpec:
         trained: canonical names of the parameters whose gradients it makes, in batches that use them.
         spare: canonical names of the parameters that no stage uses.
         receivers: (unit, stage that is given it) whose gradients come back.
+        recomputed: own units that the plan has run again in the backward.
     """
 
     begin: int
@@ -75,6 +76,7 @@ class StageSpec:
     trained: tuple[str, ...]
     spare: tuple[str, ...]
     receivers: tuple[tuple[int, int], ...]
+    recomputed: frozenset[int]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """One run of a step on a stage: calls of units are answered with what is run here, arrived, or stands in.
 
-Units inside a checkpoint keep nothing but their inputs; glue between them keeps what it saves.
+Units inside a checkpoint, and those that the plan recomputes, keep nothing but their inputs; glue keeps what it saves.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ class StepRun:
         samples: number of samples.
         key: key of the random numbers.
         given: outputs of the given units.
+        hang: context in which the module has the parameters and buffers of this run.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class StepRun:
         samples: int,
         key: RandomKey,
         given: Mapping[int, Tensors],
+        hang: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._hang = hang
         self._others, self._step, self._part, self._metrics = others, others.step, others.part, metrics
         self._samples, self._key, self._given = samples, key, given
         self._called = 0
@@ -118,6 +122,8 @@ class StepRun:
     def _is_checkpointed(self, number: int) -> bool:
         """Return whether a unit runs again in the backward; not one that would change state, or the dice, once more."""
         trace = self._step.trace
+        if number in self._part.recomputed:
+            return True
         return self.checkpoints.count > 0 and not trace.units[number].mutations and not trace.is_random_in_python
 
     def _checkpointed(self, call: Callable[[], Any]) -> Any:
@@ -127,7 +133,7 @@ class StepRun:
         def run() -> Any:
             if next(runs) == 0:
                 return call()
-            with recording_calls(module, StepRecording(), metrics), no_collectives():
+            with self._hang(), recording_calls(module, StepRecording(), metrics), no_collectives():
                 return call()
 
         return checkpoint(run, use_reentrant=False)

@@ -42,6 +42,7 @@ class UnitSplitter:
         aliases: canonical names of the parameters by all names.
         now: what changes from batch to batch.
         held: stages that hold a copy of a parameter, whether they use it here or not.
+        recomputed: units that run again in the backward.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class UnitSplitter:
         aliases: dict[str, str],
         now: BatchContext,
         held: Mapping[str, Set[int]],
+        recomputed: Set[int] = frozenset(),
     ) -> None:
-        self._held = held
+        self._held, self._recomputed = held, recomputed
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
         self._units = trace.units
         self._batch_dim = request.batch_dim if request.samples is not None else None
@@ -157,6 +159,7 @@ class UnitSplitter:
             trained=tuple(name for name in needs.parameters if name in self._trace.trained),
             spare=tuple(name for name in dict.fromkeys(self._aliases.values()) if name not in used),
             receivers=tuple(receivers),
+            recomputed=frozenset(self._recomputed & {*own}),
         )
 
     def _all_sources(self) -> Iterator[Source]:

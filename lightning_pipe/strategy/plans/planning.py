@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan, keeps_all
+from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
@@ -55,34 +55,32 @@ class Planned:
     route: str
 
 
-def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, replayed: bool = False) -> list[Judged]:
+def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_offload: bool = True) -> list[Judged]:
     """Judge the given plan, or let the planner that the configuration names make some; its choice comes first.
 
     Args:
         problem: what is planned for.
         config: options.
         given: the user's plan, if there is one.
-        replayed: whether autograd decides what is saved, so that plans keep all of it.
+        may_offload: whether what is saved can be brought to the host.
 
     Raises:
-        PlanError: if a replayed step is to recompute or offload, the plan or the layout does not fit, the graph is too
+        PlanError: if a step is to offload what cannot be, the plan or the layout does not fit, the graph is too
             small, or no plan fits into memory.
     """
     if given is not None:
-        if replayed and not all(keeps_all(stage) for stage in given.stages):
+        if not may_offload and any(stage.offload for stage in given.stages):
             raise PlanError(
-                f"The plan {config.plan} has stages that recompute or offload, but this step is replayed, and what its "
-                "modules save is autograd's. Remove `recompute:` and `offload:` from the file, and call "
-                "torch.utils.checkpoint in the modules whose activations are to be recomputed."
+                f"The plan {config.plan} has stages that offload, but this step is replayed, and what its modules save "
+                "stays on the device. Put `recompute:` with the paths of modules in the place of `offload:`."
             )
         judged = judge(given, problem)
         warn_of_overflow(problem, judged)
         return [judged]
     constraints = config.constraints
-    found = planned(
-        replace(problem, constraints=replace(constraints, memory_policies=frozenset()) if replayed else constraints),
-        config.planner,
-    )
+    if not may_offload:
+        constraints = replace(constraints, memory_policies=constraints.memory_policies - {"offload"})
+    found = planned(replace(problem, constraints=constraints), config.planner)
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 
 
@@ -134,7 +132,7 @@ def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[i
 
 
 def policies_for(
-    plan: Plan, graph: Graph, cuts: tuple[int, ...], *, planned: Graph
+    plan: Plan, graph: Graph, cuts: tuple[int, ...], *, planned: Graph, may_offload: bool = True
 ) -> tuple[tuple[ActivationPolicy, ...], str]:
     """Return the activation policy of every stage, and what of the plan's is not followed; "" if all is.
 
@@ -143,6 +141,7 @@ def policies_for(
         graph: the graph that is cut: that of the plan, or another of the module (other shapes, another branch).
         cuts: its cuts.
         planned: the graph that the plan was made for.
+        may_offload: whether what is saved can be brought to the host.
 
     Raises:
         PlanError: if the graph is that of the plan, and a place in it is wrong.
@@ -150,4 +149,7 @@ def policies_for(
     if not graph.gradients or keeps_everything(plan, graph):
         return (), ""
     known, missing = (plan, ()) if graph.fingerprint == planned.fingerprint else known_places(plan, graph, cuts)
+    if not may_offload:
+        missing = tuple(dict.fromkeys((*missing, *(place for stage in known.stages for place in stage.offload))))
+        known = replace(known, stages=tuple(replace(stage, offload=()) for stage in known.stages))
     return policies_of(known, graph, cuts), ", ".join(missing)
