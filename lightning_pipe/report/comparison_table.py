@@ -100,7 +100,8 @@ def _all_columns(comparison: Comparison) -> Iterator[_Column]:
     yield _Column("overhead", lambda line: line.overhead, format_seconds, False)
     yield _Column("reduction", of_rank(lambda rank: rank.reduction), format_seconds, True)
     yield _Column("step", of_rank(lambda rank: rank.optimizer), format_seconds, True)
-    yield _Column("saved", of_memory(lambda memory: memory.saved), format_bytes, True)
+    if any(memory.saved.measured for memory in comparison.memory):  # not of a replayed step
+        yield _Column("saved", of_memory(lambda memory: memory.saved), format_bytes, True)
     yield _Column("memory", of_memory(lambda memory: memory.total), format_bytes, True)
 
 

@@ -110,6 +110,13 @@ def test_a_step_that_sends_more_than_is_predicted_is_not_compared(reported):
     assert World(2).run(compared, options) == [False, False]
 
 
+def test_a_replayed_step_is_compared_too(reported):
+    """What the last stage reads of the batch is sent to it, and was not predicted once."""
+    folder, _ = reported
+    options = {"capture": "replay", "layout": "1-1", "cache": f"{folder}/cache", "microbatches": 2}
+    assert World(2).run(compared, options) == [True, False]
+
+
 def test_one_device_is_measured_if_a_report_is_wanted(tmp_path: Path):
     assert compared({"report": str(tmp_path / "report"), "cache": "off"})
     assert (tmp_path / "report" / "report.txt").is_file()

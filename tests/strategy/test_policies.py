@@ -5,8 +5,14 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import save_yaml
@@ -14,7 +20,7 @@ from lightning_pipe.planner.registry import propose
 from lightning_pipe.runtime.stage import Stage
 from parity.policies import mixed, plan_of, swapping_problem, tight
 from ranks.world import World
-from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline
+from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline, make_trainer
 
 SHORT = {"max_steps": 3, "limit_val_batches": 1}
 ROUNDING = 1e-9  # float64: sums in another order, over some steps
@@ -77,6 +83,58 @@ def test_a_replayed_step_recomputes_units_under_a_limit_and_trains_as_one_device
         assert any(stage.recompute for stage in stages) and not any(stage.offload for stage in stages)
         assert less <= limit
         assert_same(found, on_one_device("gpt_tied", 0.0), rtol=ROUNDING)
+
+
+class Told(nn.Module):
+    """Multiplies by what the step has told its parent, and left there."""
+
+    def __init__(self, parent: pl.LightningModule) -> None:
+        super().__init__()
+        self.parents, self.weight = [parent], nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x):
+        return torch.tanh(x * self.weight * self.parents[0].rate)
+
+
+class Telling(pl.LightningModule):
+    """Tells a unit something else in every batch."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.rate, self.first, self.last, self.checkpoints = 1.0, nn.Linear(4, 4), nn.Linear(4, 1), checkpoints
+        self.told = Told(self)
+
+    def training_step(self, batch, batch_idx):
+        self.rate, x = 1.0 + batch_idx, self.first(batch[0])
+        x = checkpoint(self.told, x, use_reentrant=False) if self.checkpoints else self.told(x)
+        return self.last(x).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+PLAN = """\
+stages:
+- {at: '', ranks: [0], recompute: AGAIN}
+- {at: last, ranks: [1]}
+microbatches: 2
+"""
+
+
+def told(options: dict[str, Any], checkpoints: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module, data = Telling(checkpoints=checkpoints), DataLoader(TensorDataset(torch.randn(16, 4)), 4)
+    make_trainer(dapple(**options) if options else "auto", max_epochs=1).fit(module, data)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_unit_that_runs_again_finds_what_the_step_has_told_it(checkpoints, tmp_path: Path):
+    """The state of the module in the backward is that before the batch."""
+    (tmp_path / "plan.yaml").write_text(PLAN.replace("AGAIN", "[]" if checkpoints else "[told]"))
+    expected = told({}, checkpoints)
+    for found in World(2).run(told, {"plan": str(tmp_path / "plan.yaml"), "capture": "replay"}, checkpoints):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ class StageReplayer:
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         hang = partial(hung, self._slots, {**state, **apart, **twins, **self._others.parameters})
-        run = StepRun(self._others, self._metrics, samples=samples, key=key, given=given, hang=hang)
+        run = StepRun(self._others, self._metrics, samples=samples, key=key, given=given, hang=hang, before=python)
         recording = StepRecording()
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
@@ -129,6 +129,8 @@ class StageReplayer:
             output = run.run(lambda: self._call(samples, leaves))
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
+            if run.repeats and any(python.changes()):
+                run.left = ModuleState(self._step.module, copies=True)
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
             recording.is_whole, recording.answers = True, answerer.answers

@@ -111,7 +111,8 @@ class Recording:
         if ran.peak_bytes is not None:
             saved = max((held for _, held in ran.held), default=0)
             there = ran.state_bytes + state_bytes((), optimizers=self._optimizers)
-            self._memory, self._held = RankPeak(saved, there + ran.peak_bytes), ran.held
+            self._memory = RankPeak(saved, there + ran.peak_bytes)
+            self._held = ran.held if saved else ()  # what a replayed step saves is autograd's, and cannot be told apart
         self._left -= ran.program.synchronise
         self._clock.mark()  # the program is the optimizer's closure, so a hook before the step would be too early
 
