@@ -188,11 +188,12 @@ class UnitRecorder:
     def _repeatable(self, units: UnitCalls, kept: ModuleSnapshot) -> frozenset[int]:
         """Return the units that return the same when they are called again with what the step has left of their inputs.
 
-        That is what a backward does that recomputes them: the state of the module is that before the step, and glue or
-        the unit itself may have written to what it was given.
+        That is what a backward does that recomputes them: glue or the unit itself may have written to what it was
+        given, and the state of the module is that which the step has left, or that before it.
         """
+        left = ModuleSnapshot(self.request.module)
         with kept.keeper, self._scene(StepRecording()):
-            return units.repeatable(kept)
+            return units.repeatable(left) & units.repeatable(kept)
 
     def _play(self, chosen: frozenset[str], kept: ModuleSnapshot, other: int) -> _Play:
         """Run the forward of the step within all that follows it."""

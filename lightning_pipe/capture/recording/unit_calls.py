@@ -97,7 +97,7 @@ class UnitCalls:
         self._call = nn.Module.__call__
         self.follower = Follower(module)
         self.seen: list[Seen] = []
-        self._calls: list[_Call] = []
+        self._calls: dict[int, _Call] = {}  # of units that keep something for a backward
         self.checkpoints = CheckpointDepth()
 
     def intercepted(self) -> Any:
@@ -127,7 +127,8 @@ class UnitCalls:
                 if not self.checkpoints.count and not has_hooks_on_saved_tensors():  # else nothing of the unit is kept
                     stack.enter_context(saved_tensors_hooks(partial(self._note_saved, seen, own), _as_it_is))
                 output = self._call(called, *args, **kwargs)
-            self._calls.append(_Call(called, args, kwargs, generators, output))
+            if torch.is_grad_enabled():
+                self._calls[unit] = _Call(called, args, kwargs, generators, output)
             output = self._mark(output, unit, seen)
         finally:
             follower.inside = None
@@ -143,14 +144,14 @@ class UnitCalls:
         """
         found = set[int]()
         kept.restore()
-        for k, call in enumerate(self._calls):
+        for unit, call in self._calls.items():
             if any(_hooks(child) for child in call.called.modules()):
                 continue
             is_same = call.again(self._call)
             if kept.left():
                 kept.restore()
             elif is_same:
-                found.add(k)
+                found.add(unit)
         return frozenset(found)
 
     def _changed(self) -> list[tuple[str, Any]]:

@@ -85,6 +85,8 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         said = _said_of_parts(runner, steady) if count and fits and not drawn() else NOTHING_SAID
         steady.restore()
         in_python = drawn()
+    if in_python:  # dice may fall alike once
+        run = replace(run, repeatable=frozenset())
     calls = units_of(tree, chosen)
     for paths in ([call.path for call in calls], *([seen.path for seen in other.seen] for other in others)):
         _compare([seen.path for seen in run.seen], paths)
@@ -152,9 +154,11 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         for k, s in enumerate(seconds)
     )
     keeping = _keeping(run)
-    alone = run.repeatable - keeping if written.isdisjoint(canonical_names(request.module)) else frozenset[int]()
+    writes = frozenset(written & {*canonical_names(request.module)})
+    repeatable = frozenset() if writes else run.repeatable - keeping  # it is not followed who reads a parameter
     units = tuple(
-        replace(unit, is_repeatable=k in alone and written.isdisjoint(unit.buffers)) for k, unit in enumerate(units)
+        replace(unit, is_repeatable=k in repeatable and written.isdisjoint(unit.buffers))
+        for k, unit in enumerate(units)
     )
     return UnitTrace(
         units=units,
@@ -168,7 +172,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random=run.is_random,
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
-        writes=frozenset(written & {*canonical_names(request.module)}),
+        writes=writes,
         whole=_why_whole(request.module, runs) if others else "",
         keeping=keeping,
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,

@@ -52,7 +52,7 @@ class UnitSplitter:
         aliases: dict[str, str],
         now: BatchContext,
         held: Mapping[str, Set[int]],
-        recomputed: Set[int] = frozenset(),
+        recomputed: Set[int],
     ) -> None:
         self._held, self._recomputed = held, recomputed
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
