@@ -13,7 +13,7 @@
 
 Ranks are held to limits by RLIMIT_DATA (`runtime.memory.held_to`), from the second step on: after the first one torch
 and the connections have what they take for themselves, which is no tensor. Limits are a plan's peak, 5 %, and 8 MiB
-for what the process takes beside tensors (`replicas`: without these 8 MiB).
+for what the process takes beside tensors: a thread alone has a stack of that size.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def replicas() -> None:
         return run_ranks(2, trained, Job(REPLICA_MODEL, 8, steps, options, limit=limit))
 
     apart, shared = done("off", None, 5), done("on", None, 5)
-    held = round(SLACK * max(one.foreseen for one in shared))
+    held = round(SLACK * max(one.foreseen for one in shared)) + PROCESS
     print(f"\nGPT {REPLICA_MODEL}, two replicas of one stage")
     for name, found in (("each its own", apart), ("shared", shared)):
         print(
