@@ -714,16 +714,24 @@ class DappleStrategy(ParallelStrategy):
             undo.callback(self._disconnect)
             undo.callback(self._restore_trainer)
             if self._session is not None:
-                try:
-                    self._settle_saves()
-                    self._session.end(healthy=not self._failed)
-                except BaseException as error:  # Lightning tells of it when the connections are closed
-                    self.on_exception(error)
-                    raise
+                undo.callback(self._telling, self._end_session)
+                self._telling(self._settle_saves)
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
         module = self.lightning_module
         with contextlib.suppress(*impossible), bare(module.parameters() if module is not None else ()):
             super().teardown()
+
+    def _telling(self, ends: Callable[[], None]) -> None:
+        """End something; tell the other ranks if that fails, as Lightning does when the connections are closed only."""
+        try:
+            ends()
+        except BaseException as error:
+            self.on_exception(error)
+            raise
+
+    def _end_session(self) -> None:
+        assert self._session is not None, "asked before"
+        self._session.end(healthy=not self._failed)
 
     def _settle_saves(self) -> None:
         """Wait for what is written behind the training: on all ranks together, unless training has failed."""

@@ -95,7 +95,7 @@ def saved_every_step(folder: str, options: dict[str, Any]) -> str:
 
 
 def resumed(path: str) -> int:
-    trainer = train(dapple(**BEHIND), load=path, max_epochs=2)
+    trainer = train(dapple(**BEHIND), load=path, max_epochs=2, enable_checkpointing=False)
     return trainer.global_step
 
 

@@ -44,7 +44,8 @@ def save_where_all_meet(
     def on_exception(trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         guarded = watch()
         where = f"the exception {type(exception).__name__} after optimizer step {trainer.global_step}"
-        absent = "" if guarded is None else guarded.meet(where, patience_s=_patience_s(guarded))
+        patience_s = 0.0 if guarded is None else patience_after_failure(guarded.patience.deadline_s)
+        absent = "" if guarded is None else guarded.meet(where, patience_s=patience_s)
         if absent:
             rank_zero_warn(
                 f"{type(callback).__name__} saves no checkpoint at {where}: the weights of all ranks are needed, as "
@@ -82,5 +83,6 @@ def tell_where_it_raises(callback: pl.Callback, tell: Callable[[BaseException], 
     return lambda: vars(callback).pop(_HOOK, None) if before is None else vars(callback).update({_HOOK: before})
 
 
-def _patience_s(watch: GuardedWatch) -> float:
-    return min(_PATIENCE_S, watch.patience.deadline_s / _SHARE)
+def patience_after_failure(deadline_s: float) -> float:
+    """Return for how many seconds a rank waits for others, or for its disk, when training has failed."""
+    return min(_PATIENCE_S, deadline_s / _SHARE)

@@ -11,6 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.lightning_names import CheckpointIO
 from lightning_pipe.strategy.checkpoints import sharded
+from lightning_pipe.strategy.checkpoints.after_exception import patience_after_failure
 from lightning_pipe.strategy.checkpoints.commit import begin, commit, existing
 from lightning_pipe.strategy.checkpoints.writing import BehindTraining, save
 from lightning_pipe.strategy.parameters.optimizer import Groups
@@ -18,8 +19,6 @@ from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
-_PATIENCE_S = 10.0  # for what is written when training has failed
-_SHARE = 3  # of the deadline, so that ranks which wait for this one hear of its failure before
 
 
 class Directories:
@@ -31,7 +30,7 @@ class Directories:
     """
 
     def __init__(self, *, is_behind: bool, deadline_s: float) -> None:
-        self._is_behind, self._patience_s = is_behind, min(_PATIENCE_S, deadline_s / _SHARE)
+        self._is_behind, self._patience_s = is_behind, patience_after_failure(deadline_s)
         self._under_way: BehindTraining | None = None
 
     def save(
