@@ -138,20 +138,21 @@ def saved_at(folder: str, step: int) -> None:
     train(dapple(**OPTIONS), ModelCheckpoint(folder, filename="{step}", every_n_train_steps=step))
 
 
-def fails_on(rank: int, folder: str) -> list[str]:
-    """The disk of a rank is full from step 2 on; the checkpoint of step 1 is replaced by that of step 2."""
-    with Disk(room=1 if dist.get_rank() == rank else 100):
+def fails_on(rank: int, room: int, folder: str) -> list[str]:
+    """The disk of a rank is full after some steps; each step saves a checkpoint that replaces the one before."""
+    with Disk(room=room if dist.get_rank() == rank else 100):
         train(dapple(**BEHIND), every_step(folder, save_top_k=1, monitor="step", mode="max"))
     return names(folder)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_cannot_write_is_named_and_the_one_before_stays(rank: int, tmp_path: Path) -> None:
-    for result in World(2).results(fails_on, rank, str(tmp_path)):
+@pytest.mark.parametrize(("rank", "room"), [(0, 1), (1, 1), (1, STEPS - 1)])
+def test_a_rank_that_cannot_write_is_named_and_the_one_before_stays(rank: int, room: int, tmp_path: Path) -> None:
+    """The last one is waited for when the fit ends."""
+    for result in World(2).results(fails_on, rank, room, str(tmp_path)):
         assert isinstance(result, Raised) and result.kind == "PipelineError"
         assert f"rank {rank} could not write its part" in result.text and "No space left on device" in result.text
-    assert "step=1.ckpt" in names(tmp_path)
-    assert content(tmp_path / "step=1.ckpt")
+    assert f"step={room}.ckpt" in names(tmp_path)
+    assert content(tmp_path / f"step={room}.ckpt")
 
 
 class Breaks(pl.Callback):
