@@ -1,11 +1,16 @@
 """One thread per process: the machine may have two cores and four ranks, and sums must not depend on the threads.
 
+Tests keep captured graphs, checks and measured links in a cache of their run: they find nothing of earlier runs, leave
+nothing behind, and a step that many of them train is captured once.
+
 Limits of tests are for an idle machine; where others compute too, they are longer by as much as cores are shared.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -13,6 +18,14 @@ from ranks.world import Crowding
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the cache of the process that starts them
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lightning_pipe_tests")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache of this run."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,7 +29,7 @@ from lightning_pipe.capture import torch_private as private
 
 log = logging.getLogger(__name__)
 
-_MOST_FILES = 64
+_MOST_BYTES = 1 << 30  # of all graphs of a folder: some hundreds of large models
 _open = io.open  # while a step is traced, `open` refuses what the step does not read itself
 _ADDED = "Gradient addition"  # torch's own mark on additions of gradients, in a stack trace
 _SIMPLE = (bool, int, float, complex, str, type(None))
@@ -97,9 +97,19 @@ def forget(folder: Path, key: str) -> None:
 
 
 def _drop_oldest(folder: Path) -> None:
-    files = sorted(folder.glob("*.graph"), key=lambda path: path.stat().st_mtime)
-    for path in files[:-_MOST_FILES]:
-        path.unlink(missing_ok=True)
+    """Remove the graphs that were not used for longest, where all of them take too many bytes."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if entry.name.endswith(".graph"):
+                    found.append((entry.stat(), entry.path))
+    taken = sum(stat.st_size for stat, _ in found)
+    for stat, path in sorted(found, key=lambda one: one[0].st_mtime):
+        if taken <= _MOST_BYTES:
+            return
+        Path(path).unlink(missing_ok=True)
+        taken -= stat.st_size
 
 
 class _Reader(pickle.Unpickler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_pipe.capture import Capture, Request, capture_step, flatten
+from lightning_pipe.capture import Capture, Request, capture_step, flatten, kept_graphs
 from lightning_pipe.capture.graphs import kept_traces
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.errors import CaptureError
@@ -212,3 +213,16 @@ def test_a_file_that_is_no_graph_is_captured_again_and_runs_nothing(
     assert [*folder.iterdir()] == [file]
     assert len(file.read_bytes()) > len(content), "kept again"
     assert not (tmp_path / "harm").exists()
+
+
+def test_graphs_that_are_used_least_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as all of them take more bytes than they may."""
+    graph = kept_graphs.KeptGraph([], {}, "")
+    for age, key in enumerate("abcd"):
+        kept_graphs.store(tmp_path, key, graph)
+        os.utime(tmp_path / f"{key}.graph", (age, age))
+    size = (tmp_path / "a.graph").stat().st_size
+    assert kept_graphs.load(tmp_path, "a") == graph
+    monkeypatch.setattr(kept_graphs, "_MOST_BYTES", 3 * size)
+    kept_graphs.store(tmp_path, "e", graph)
+    assert {path.stem for path in tmp_path.iterdir()} == {"a", "d", "e"}

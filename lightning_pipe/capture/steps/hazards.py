@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import inspect
 import io
 import pathlib
 import random
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
@@ -32,8 +30,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe.capture.python.described_calls import described
 from lightning_pipe.capture.python.number_inputs import has_tracked, with_inputs
-from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
 from lightning_pipe.errors import CaptureError
@@ -160,7 +158,7 @@ class Observer(TorchFunctionMode):
             raise hazard("it draws random numbers from a generator of its own", line, self.module_path())
         name = getattr(func, "__name__", str(func))
         if name != "__get__" and func not in _UNCOUNTED:
-            self.calls.append((_described(name, args, kwargs), line))
+            self.calls.append((described(name, args, kwargs), line))
             self._note_constants(name, args, kwargs, line)
         tag_nodes(self.module_path(), line)
         if self._numbers is not None and has_tracked(args, kwargs):
@@ -212,18 +210,6 @@ class Answerer(TorchFunctionMode):
         return result
 
 
-_CONVERSIONS = {"double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32"} | {
-    name: name for name in ("bool", "bfloat16")
-}
-
-
-def _described(name: str, args: Any, kwargs: Any) -> Any:
-    """Describe a call; `x.double()` as `x.to(dtype=...)`, which it is for the tensors of one of both traces."""
-    if name in _CONVERSIONS:
-        return ("to", _describe(args), (("dtype", f"torch.{_CONVERSIONS[name]}"),))
-    return (name, _describe(args), _describe(kwargs))
-
-
 _WRITES = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__".split()
 )
@@ -232,28 +218,6 @@ _WRITES = frozenset(
 def _writes(name: str) -> bool:
     """Return whether a call of this name writes to its first argument."""
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
-def _describe(value: Any) -> Any:
-    """Return something comparable that changes when a number, or a constant tensor's content, changes."""
-    if isinstance(value, torch.Tensor):
-        if has_no_data(value) or value.device.type != "cpu" or not value.is_contiguous():
-            return ("tensor", str(value.dtype), value.ndim)
-        data = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
-        return ("constant", str(value.dtype), tuple(value.shape), zlib.crc32(data))
-    if isinstance(value, np.ndarray):
-        return ("array", str(value.dtype), value.shape, zlib.crc32(value.tobytes()))
-    if isinstance(value, (tuple, list)):
-        return tuple(_describe(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _describe(item)) for key, item in value.items())
-    if is_tracked(value):
-        return ("tracked", value.expression)
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return value
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
-    return type(value).__name__
 
 
 def compare_calls(first: list[tuple[Any, str]], second: list[tuple[Any, str]]) -> None:
