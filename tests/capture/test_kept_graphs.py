@@ -11,13 +11,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from filelock import FileLock
 from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten, kept_graphs
 from lightning_pipe.capture.graphs import kept_traces
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.errors import CaptureError
+from ranks.world import World
 
 BATCH = (torch.randn(6, 4), torch.randn(6, 4))
 
@@ -72,6 +75,10 @@ def in_place(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         target = net.two(y)
     return (h - target).abs().mean()
+
+
+def with_a_constant(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (net.one(x) * net.outside).square().mean()
 
 
 def captured(net: Net, folder: Path | None) -> Capture:
@@ -207,10 +214,10 @@ def test_a_file_that_is_no_graph_is_captured_again_and_runs_nothing(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "graphs"
     captured(Net(plain), folder)
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("*.graph")
     file.write_bytes(content)
     captured(Net(plain), folder)
-    assert [*folder.iterdir()] == [file]
+    assert [*folder.glob("*.graph")] == [file]
     assert len(file.read_bytes()) > len(content), "kept again"
     assert not (tmp_path / "harm").exists()
 
@@ -226,3 +233,38 @@ def test_graphs_that_are_used_least_give_way(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(kept_graphs, "_MOST_BYTES", 3 * size)
     kept_graphs.store(tmp_path, "e", graph)
     assert {path.stem for path in tmp_path.iterdir()} == {"a", "d", "e"}
+
+
+def traces_of_a_rank(body: Any, folder: Path) -> tuple[int, str]:
+    """Capture at the same time as all other ranks; return how often this one kept a graph, and what it captured."""
+    stored = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_traces, "store", lambda *args: (stored.append(args), kept_graphs.store(*args)))
+        patch.setattr(kept_traces, "_PATIENCE", 10_000)
+        dist.barrier()
+        fingerprint = captured(Net(body), folder).graph.fingerprint
+    return len(stored), fingerprint
+
+
+@pytest.mark.parametrize("body", [plain, in_place], ids=lambda body: body.__name__)
+def test_ranks_that_come_to_a_step_at_once_trace_it_once(body: Any, tmp_path: Path) -> None:
+    found = World(3).run(traces_of_a_rank, body, tmp_path)
+    assert len({fingerprint for _, fingerprint in found}) == 1
+    assert sum(count for count, _ in found) == 1
+
+
+def test_nobody_waits_for_ever_for_a_process_that_does_not_trace_on(tmp_path: Path, monkeypatch) -> None:
+    captured(Net(plain), tmp_path)
+    (file,) = tmp_path.glob("*.graph")
+    file.unlink()
+    monkeypatch.setattr(kept_traces, "_PATIENCE", 0.1)
+    with FileLock(tmp_path / f"{file.stem[:2]}.lock"):
+        assert captured(Net(plain), tmp_path).identity == file.stem
+    assert file.exists()
+
+
+def test_a_step_with_a_constant_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph is not kept, so that there is nothing to wait for."""
+    monkeypatch.setattr(kept_traces, "FileLock", None)
+    captured(Net(with_a_constant), tmp_path)
+    assert not [*tmp_path.iterdir()]

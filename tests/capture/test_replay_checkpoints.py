@@ -59,7 +59,9 @@ def kept_and_numbers(use_reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
         return result
 
     monkeypatch.setattr(StageReplayer, "forward", measured)
+    gc.freeze()  # what other tests have left need not be looked through in every call
     replayed = run_replayed(found, ranks=1, schedule="gpipe", cuts=(), recompute=recompute)
+    gc.unfreeze()
     monkeypatch.undo()
     return kept[-1], replayed, run_plainly(found)
 

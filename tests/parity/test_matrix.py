@@ -6,6 +6,7 @@ a module is captured once.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -34,12 +35,18 @@ REPLICATED = ["2-1", "1-2", "2-2"]
 COUPLED = {"resnet_batchnorm"}  # compared with accumulation over the same micro-batches, as batch statistics see them
 
 
+@functools.cache
+def trained(name: str, layout: str, schedule: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the losses and parameters of a module that was trained as a pipeline."""
+    module = make_module(name).train()
+    return train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("layout", UNREPLICATED)
 @pytest.mark.parametrize("name", PARITY)
 def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, schedule):
-    module = make_module(name).train()
-    losses, parameters = train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
+    losses, parameters = trained(name, layout, schedule)
     expected_losses, expected_parameters = expected(name, accumulation)
     assert [float(loss) for loss in losses] == [float(loss) for loss in expected_losses]
     for parameter, value in expected_parameters.items():
@@ -50,8 +57,7 @@ def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, sch
 @pytest.mark.parametrize("layout", [*UNREPLICATED, *REPLICATED])
 @pytest.mark.parametrize("name", PARITY)
 def test_training_is_that_of_one_device(name, layout, schedule):
-    module = make_module(name).train()
-    losses, parameters = train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
+    losses, parameters = trained(name, layout, schedule)
     expected_losses, expected_parameters = expected(name, accumulation if name in COUPLED else whole_batches)
     for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
         torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")

@@ -26,6 +26,7 @@ from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.verification.verify import verify
+from models.kept import GRAPHS
 from models.parity import make_loader, make_module
 
 STEPS, MICROBATCHES, BATCH, SEED = 20, 3, 8, 3
@@ -44,7 +45,7 @@ def loader(name: str) -> list:
 def captured(name: str, dropout: float) -> Capture:
     module = make_module(name, dropout=dropout).train()
     tensors, structure = flatten(loader(name)[0])
-    request = Request(module, "training_step", structure, samples=microbatch_sizes(BATCH, MICROBATCHES)[0])
+    request = Request(module, "training_step", structure, samples=microbatch_sizes(BATCH, MICROBATCHES)[0], kept=GRAPHS)
     answers = functools.partial(real_answers, request, [t[: request.samples] for t in tensors])
     return capture_step(Request(**{**vars(request), "answers": answers}))
 

@@ -32,6 +32,7 @@ from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
 from lightning_pipe.schedule.verification.verify import verify
+from models.kept import GRAPHS
 from zoo import ZOO
 from zoo.reference import accumulate
 
@@ -63,7 +64,8 @@ class Joint:
 
 def captured(module, batch, sizes) -> Joint:
     tensors, structure = flatten(batch)
-    request = Request(module, "training_step", structure, samples=max(2, sizes[0]) if len(sizes) > 1 else None)
+    samples = max(2, sizes[0]) if len(sizes) > 1 else None
+    request = Request(module, "training_step", structure, samples=samples, kept=GRAPHS)
 
     def answer() -> tuple[bool, ...]:
         return real_answers(request, [t[: sizes[0]] if t.ndim else t for t in tensors])

@@ -4,15 +4,22 @@ The tracer runs a step twice. After the first run its identity is known (`python
 identity is kept on disk, tracing ends there. All that belongs to this process is of this run: what the Python of the
 step read and said, guards, questions and their lines. So nothing that Python does goes unseen, and what is not run is
 only what follows from it: the functional form of its operations, and their derivatives.
+
+Where several processes of a host come to the same step at once, as ranks do, the first one traces it. The others wait
+until its graph is kept; not for ever, since it may be stopped, or its graph be none that can be kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.fingerprint import fingerprint
@@ -29,6 +36,9 @@ _FIELDS = (
 )  # of a joint graph: what the tracer has found, in names and expressions
 
 
+_PATIENCE = 12  # runs of the step on fake tensors: a whole trace takes four to eight
+
+
 class Known(Exception):  # no error: there is nothing left to trace
     """A graph of this step is kept."""
 
@@ -38,7 +48,7 @@ class Known(Exception):  # no error: there is nothing left to trace
 
 
 class KeptTraces:
-    """Graphs of a folder, for one trace.
+    """Graphs of a folder, for one trace; a context in which no other process traces the same.
 
     Args:
         folder: where they are.
@@ -49,7 +59,16 @@ class KeptTraces:
     def __init__(self, folder: Path, step: StepFunction, request: Iterable[Any]) -> None:
         self._folder, self._step, self._request = folder, step, [*request, *versions()]
         self._key = ""
+        self._lock: FileLock | None = None
+        self._begin = time.perf_counter()
         step.identity, step.identified = StepIdentity(), self._look
+
+    def __enter__(self) -> KeptTraces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _look(self, identity: StepIdentity) -> None:
         """Look for the graph of a step that has run once.
@@ -69,10 +88,31 @@ class KeptTraces:
             log.debug("The graph of %s is not kept: %s.", step.method, identity.refusal)
             return
         self._key = identity.hexdigest()
-        kept = load(self._folder, self._key)
+        kept = load(self._folder, self._key) or (None if step.observers[-1].constants else self._of_another())
         if kept is not None:
             log.debug("The graph of %s is known from an earlier start.", step.method)
             raise Known(kept)
+
+    def _of_another(self) -> KeptGraph | None:
+        """Return what another process is tracing now; None, and hold others back, if there is none."""
+        lock = FileLock(self._folder / f"{self._key[:2]}.lock")  # few files, which stay
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=0)
+                found = load(self._folder, self._key)  # it may have come just now
+                if found is None:
+                    self._lock = lock
+                else:
+                    lock.release()
+                return found
+            lock.acquire(timeout=_PATIENCE * (time.perf_counter() - self._begin), poll_interval=0.02)
+            lock.release()  # if it could not be kept, all that have waited trace at once
+        except Timeout:
+            log.debug("Another process has not traced %s in time.", self._step.method)
+        except (OSError, NotImplementedError) as error:
+            log.debug("Files in %s cannot be locked (%s).", self._folder, error)
+        return load(self._folder, self._key)
 
     def forget(self) -> None:
         """Remove the graph that was found, which cannot be used."""

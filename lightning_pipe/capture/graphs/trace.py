@@ -46,6 +46,7 @@ from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import BatchError, CaptureError, StepError
 
 _MAX_TRIES = 64
+_Prepared = tuple[StepFunction, dict[str, Any], tuple[torch.Tensor, ...], Any]
 
 
 def trace(request: Request) -> JointGraph:
@@ -120,9 +121,7 @@ def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
     return step
 
 
-def _prepared(
-    request: Request, answers: tuple[bool, ...]
-) -> tuple[StepFunction, dict[str, Any], tuple[torch.Tensor, ...], Any]:
+def _prepared(request: Request, answers: tuple[bool, ...]) -> _Prepared:
     """Return a step as a function, fake state and batch for it, and the mode that they live in."""
     step = StepFunction(
         request.module,
@@ -139,7 +138,17 @@ def _prepared(
 
 
 def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
-    step, state, leaves, mode = _prepared(request, answers)
+    prepared = _prepared(request, answers)
+    if request.kept is None:
+        return _exported(request, answers, prepared)
+    with KeptTraces(request.kept, prepared[0], _asked(request, answers)) as traces:
+        return _exported(request, answers, prepared, traces)
+
+
+def _exported(
+    request: Request, answers: tuple[bool, ...], prepared: _Prepared, traces: KeptTraces | None = None
+) -> JointGraph:
+    step, state, leaves, mode = prepared
 
     def run_again() -> str:
         found: list[str] = []
@@ -147,7 +156,6 @@ def _export(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             step(*leaves)
         return found[0] if found else ""
 
-    traces = None if request.kept is None else KeptTraces(request.kept, step, _asked(request, answers))
     known: KeptGraph | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(tables_restored(request.module))
