@@ -8,6 +8,7 @@ Limits of tests are for an idle machine; where others compute too, they are long
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -20,6 +21,12 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the cache of the process that starts them
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lightning_pipe_tests")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported to itself: a collection looks through the objects of tests alone, and less often."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_unconfigure() -> None:

@@ -12,6 +12,7 @@ fork the threads of autograd, which then refuses to work. No ports are chosen: r
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pickle
@@ -188,6 +189,7 @@ def _serve(rank: int, size: int, folder: Path, connection: Connection) -> None:
     os.dup2(log, sys.stderr.fileno())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     while True:
         try:

@@ -1,6 +1,7 @@
 """Twenty steps in float32 under the trainer: losses and parameters of a pipeline are those of `Trainer(devices=1)`.
 
-One layout per module; tests/parity has the whole matrix on one process. Batch norm is compared there, with
+One layout per module, two of them in the suite; tests/parity has the whole matrix on one process, and test_parity the
+same modules in float64. Batch norm is compared there, with
 accumulation.
 """
 
@@ -34,7 +35,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join([c.name, *map(str, c.options.values())]))
+IN_THE_SUITE = ("unet_skips", "dict_batch")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case.name in IN_THE_SUITE else [pytest.mark.slow]) for case in CASES],
+    ids=lambda c: "-".join([c.name, *map(str, c.options.values())]),
+)
 def test_twenty_steps_in_float32_are_those_of_one_device(case: Case) -> None:
     ranks = sum(int(n) for n in case.options["layout"].split("-"))
     expected = fit(case)

@@ -23,6 +23,16 @@ from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipelin
 
 ROUNDING = 1e-9  # float64: sums in another order, over some steps
 OTHERS = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # which are in test_parity
+IN_THE_SUITE = {
+    "interleaved",
+    "zb_h1",
+    "zb_v",
+    "hanayo",
+    "dualpipe_v",
+    "chimera",
+    "2bp",
+    "milp",
+}  # tests/parity has all
 SHORT = {"max_steps": 4, "limit_val_batches": 0}
 DROPOUT = {"gpt_tied": 0.3, "unet_skips": 0.0}
 
@@ -37,14 +47,16 @@ def on_one_device(name: str) -> Fitted:
     return fit(case, dapple(**case.options))
 
 
-@pytest.mark.parametrize("schedule", OTHERS)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=[] if s in IN_THE_SUITE else [pytest.mark.slow]) for s in OTHERS]
+)
 def test_a_schedule_trains_as_one_device_does(schedule):
     name = list(DROPOUT)[OTHERS.index(schedule) % len(DROPOUT)]
     for found in World(2).run(fit_as_pipeline, case_of(name, schedule=schedule)):
         assert_same(found, on_one_device(name), rtol=ROUNDING)
 
 
-@pytest.mark.parametrize("schedule", ["chimera", "bitpipe"])
+@pytest.mark.parametrize("schedule", ["chimera", pytest.param("bitpipe", marks=pytest.mark.slow)])
 def test_two_pipes_on_four_devices_train_as_one_device_does(schedule):
     for found in World(4).run(fit_as_pipeline, case_of("gpt_tied", schedule=schedule)):
         assert_same(found, on_one_device("gpt_tied"), rtol=ROUNDING)

@@ -87,7 +87,7 @@ def train_on_replicas(names: list[str], **options) -> list[tuple[dict[str, Tenso
     return [train(name, dapple(layout="2", capture="joint", **options)) for name in names]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_train_as_one_device_does_whatever_mixes_samples(microbatches):
     names = list(CASES)
     of_first, _ = World(2).run(partial(train_on_replicas, names, microbatches=microbatches))
