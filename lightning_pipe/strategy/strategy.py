@@ -57,6 +57,7 @@ from lightning_pipe.strategy.checkpoints.after_exception import (
 )
 from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
+from lightning_pipe.strategy.checkpoints.mapped import collecting
 from lightning_pipe.strategy.checkpoints.saving import Directories, load, save_plain
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
@@ -556,8 +557,14 @@ class DappleStrategy(ParallelStrategy):
         self._session.settle()
         if self.config.save_distributed_checkpoint:
             return self._session.weights.state_dict()
-        with self._reached_weights() as weights, weights.whole():
+        with self._reached_weights() as weights, weights.whole(placed=self._placed(weights)):
             return weights.state_dict()
+
+    def _placed(self, weights: Weights) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return what puts what rank 0 collects for a plain file into files; None where there is room in memory."""
+        assert self.lightning_module is not None
+        root = self.lightning_module.trainer.default_root_dir
+        return collecting(weights.missing_bytes(), root=root) if self.is_global_zero else None
 
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[None]:
@@ -610,7 +617,7 @@ class DappleStrategy(ParallelStrategy):
             groups = self._session.groups[self.optimizers.index(optimizer)]
             if self.config.save_distributed_checkpoint:
                 return groups.part(links.control.rank)
-            return groups.gather(links.control)
+            return groups.gather(links.control, placed=self._placed(self._session.weights))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None

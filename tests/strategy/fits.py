@@ -97,11 +97,14 @@ class Losses(pl.Callback):
 
 
 def dapple(**options: Any) -> DappleStrategy:
-    """Return the strategy with counted costs (plans are the same in every run) and one rank per stage by default."""
+    """Return the strategy with counted costs (plans are the same in every run) and one rank per stage by default.
+
+    No witness runs unless it is asked for: it is a third of what a short fit takes.
+    """
     decided = {} if "plan" in options else {"planner": "uniform"}
     if not {"plan", "schedule", "planner"} & {*options}:
         decided |= {"warmup": "pa"}
-    return DappleStrategy(**{"costs": "counted", **decided, **options})
+    return DappleStrategy(**{"costs": "counted", "witness": False, **decided, **options})
 
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
@@ -137,7 +140,7 @@ def fitted(trainer: pl.Trainer, module: pl.LightningModule, losses: list[float])
 
 def fit_as_pipeline(case: Case) -> Fitted:
     """Fit on all ranks of this world; a worker function."""
-    return fit(case, dapple(**case.options))
+    return fit(case, dapple(**{"witness": True, **case.options}))
 
 
 def assert_same(found: Fitted, expected: Fitted, *, rtol: float) -> None:

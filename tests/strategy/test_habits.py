@@ -173,7 +173,9 @@ def fitted(name: str, options: dict[str, Any] | None) -> tuple[list[float], dict
     """Fit on all ranks of this world, or plainly; a worker function."""
     torch.manual_seed(0)
     module, losses = MODULES[name]().double(), Losses()
-    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses])
+    trainer = make_trainer(
+        "auto" if options is None else dapple(witness=True, **options), max_epochs=2, callbacks=[losses]
+    )
     trainer.fit(module, loader(), loader())
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert not [*traced_inside(vars(module))]

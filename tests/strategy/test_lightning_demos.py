@@ -108,7 +108,7 @@ def fitted(name: str, options: dict[str, Any] | None) -> tuple[list[float], dict
             part.dropout = 0.0
     losses = Losses()
     torch.manual_seed(1)
-    strategy = "auto" if options is None else dapple(**options)
+    strategy = "auto" if options is None else dapple(witness=True, **options)
     limits = {"limit_train_batches": 6, "limit_val_batches": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
     trainer = make_trainer(strategy, callbacks=[losses], **limits)
     with warnings.catch_warnings():

@@ -214,7 +214,7 @@ def trained(kind: str, options: dict[str, Any] | None = None) -> tuple[list[floa
     """Return losses and state of a fit on one device, or as a pipeline on the ranks of this world, and warnings."""
     torch.manual_seed(0)
     module, losses = KINDS[kind]().double(), Losses()
-    strategy = "auto" if options is None else dapple(cache="off", **options)
+    strategy = "auto" if options is None else dapple(witness=True, cache="off", **options)
     callbacks = [losses, *(make() for make in module.CALLBACKS)]
     trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=callbacks)
     with warnings.catch_warnings(record=True) as caught:

@@ -64,7 +64,7 @@ def trained(name: str, options: dict[str, Any] | None) -> Trained:
         for default in function.__defaults__ or ():
             default.clear()
     seen = Seen()
-    strategy = "auto" if options is None else dapple(cache="off", **options)
+    strategy = "auto" if options is None else dapple(witness=True, cache="off", **options)
     trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=[seen], num_sanity_val_steps=0)
     data = batches(STEPS[name])
     loaders = [DataLoader(data, batch_size=None) for _ in ("train", "validate")]

@@ -276,7 +276,7 @@ def losses_of(seed: int, options: dict[str, Any] | None) -> list[float] | str:
     """Return the losses and weights of a fit, or why it was refused or failed."""
     torch.manual_seed(seed)
     module, losses = made(seed), Losses()
-    strategy = "auto" if options is None else dapple(cache="off", **options)
+    strategy = "auto" if options is None else dapple(witness=True, cache="off", **options)
     trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=[losses])
     try:
         trainer.fit(module, DataLoader(batches(), batch_size=None))

@@ -154,7 +154,7 @@ def fitted(name: str, options: dict[str, Any], steps: int = 5) -> tuple[list[flo
     losses = Losses()
     np.random.seed(7)
     random.seed(7)
-    trainer = make_trainer(dapple(**options), max_steps=steps, callbacks=[losses, Scaler()])
+    trainer = make_trainer(dapple(witness=True, **options), max_steps=steps, callbacks=[losses, Scaler()])
     trainer.fit(module, loader(), loader())
     return (
         losses.losses,

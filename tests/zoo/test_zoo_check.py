@@ -37,6 +37,7 @@ def assert_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 def test_the_graph_of_a_module_of_the_zoo_agrees_with_its_step(name):
     found = of_zoo(name)
     assert_right(found.capture, found.request, found.batch, found.sizes[0])
+    assert found.capture.testimony(found.request) == "", "a witness finds a step that does the same"
 
 
 @pytest.mark.parametrize("name", REPLAYED)

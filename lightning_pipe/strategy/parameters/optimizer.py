@@ -7,6 +7,7 @@ add groups, and the numbers that a checkpoint gives to parameters are those of o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +43,15 @@ class Groups:
         """List all parameters, real ones and stand-ins, in the order of the groups."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def gather(self, control: ControlPlane) -> dict[str, Any]:
-        """Return the state of the whole optimizer on rank 0, as on one device; on other ranks their own part."""
+    def gather(
+        self, control: ControlPlane, *, placed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Return the state of the whole optimizer on rank 0, as on one device; on other ranks their own part.
+
+        Args:
+            control: to the other ranks.
+            placed: returns what rank 0 keeps of a tensor that comes from another rank; None for the tensor itself.
+        """
         local = self._optimizer.state_dict()
         states = dict(local["state"])
         for index, parameter in enumerate(self.parameters()):
@@ -52,6 +60,8 @@ class Groups:
             own = _on_host(states.get(index)) if source != 0 else None
             brought = control.to_first(own, source=source, what=f"the optimizer state of {name}")
             if brought is not None:
+                if placed is not None and source != control.rank:
+                    brought = apply_to_collection(brought, torch.Tensor, placed)
                 states[index] = brought
         return {**local, "state": {key: states[key] for key in sorted(states, key=_in_order)}}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,8 +226,12 @@ class Weights:
         return self._names.get(id(parameter))
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Have every current value in the module of rank 0 inside; called on all ranks."""
+    def whole(self, *, placed: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
+        """Have every current value in the module of rank 0 inside; called on all ranks.
+
+        Args:
+            placed: returns what rank 0 keeps of a value that comes from another rank; None for the value itself.
+        """
         if self._is_whole and self._control.rank == 0:
             with values.made(self._real):
                 yield
@@ -238,7 +242,8 @@ class Weights:
         found: dict[str, torch.Tensor] = {}
         for name in self._real:
             if self.speaker(name) != 0:
-                found[name] = self._brought(name, self._real[name], self.speaker(name))
+                value = self._brought(name, self._real[name], self.speaker(name))
+                found[name] = value if placed is None or self._control.rank != 0 else placed(value)
         buffers = self.buffers
         moved = {name: self._brought(name, buffers[name], ranks[0]) for name, ranks in self._moving.items()}
         if self._control.rank != 0:
