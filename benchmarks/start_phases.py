@@ -67,6 +67,7 @@ class Peaks(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._status = open("/proc/self/status", encoding="ascii")  # noqa: SIM115  # a step must open no files
+        self._lock = threading.Lock()  # one of two threads that read would find the end of the file
         self._most = 0
 
     def run(self) -> None:
@@ -75,9 +76,10 @@ class Peaks(threading.Thread):
             time.sleep(_LOOK_S)
 
     def _look(self) -> None:
-        self._status.seek(0)
-        line = next(line for line in self._status if line.startswith("RssAnon:"))
-        self._most = max(self._most, int(line.split()[1]) * 1024)
+        with self._lock:
+            self._status.seek(0)
+            line = next(line for line in self._status if line.startswith("RssAnon:"))
+            self._most = max(self._most, int(line.split()[1]) * 1024)
 
     def take(self) -> int:
         """Return the peak, and begin anew."""

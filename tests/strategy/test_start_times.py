@@ -93,7 +93,8 @@ def fit_twice(folder: str) -> tuple[list[list[float]], list[list[str]], list[boo
             )
         found.append(losses.losses)
         has_checked.append(check.called)
-    files = [sorted(path.name for path in Path(folder, kind).iterdir()) for kind in ("graphs", "checks")]
+    kinds = ("graphs/*.graph", "checks/*")
+    files = [sorted(path.name for path in Path(folder).glob(kind)) for kind in kinds]
     return found, files, has_checked
 
 
