@@ -24,7 +24,7 @@ class SymbolicNumber:
     """
 
     kind: str
-    hint: float | bool | None = field(compare=False)
+    hint: float | bool | None = field(compare=False)  # the identity of a step does not depend on it
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SymbolicNumber):
