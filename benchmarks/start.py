@@ -236,7 +236,7 @@ def _trained(
     may_fail: bool = False,
 ) -> tuple[list[dict[str, Any]], str]:
     """Train in other processes; with `stay`, kill them when they have saved."""
-    folder.mkdir(parents=True, exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
     out = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "-m", "benchmarks.start", "train", f"--ranks={ranks}", f"--steps={steps}"]
     command += [f"--limit={limit}", f"--save={save}", f"--resume={resume}", f"--out={out}", *["--stay"] * stay]
