@@ -65,5 +65,35 @@ def test_what_is_collected_in_files_is_what_is_collected_in_memory(full: bool, t
     first, *others = World(3).run(saved, str(short), 0, full)
     assert others == [(0, [])] * 2
     assert (first[0] > 10) != full
-    assert bool(first[1]) == full and all("stay in memory" in text for text in first[1])
+    assert len(first[1]) == 2 * full, "once for weights and once for the state of the optimizer"
+    assert all("stay in memory" in text for text in first[1])
     torch.testing.assert_close(content(short), content(usual), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.tensor([True, False]),
+        torch.randn(5, dtype=torch.bfloat16),
+        torch.randn(2, 3, dtype=torch.complex64, requires_grad=True),
+        torch.arange(6)[::2],
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
+)
+def test_a_tensor_in_a_file_is_the_tensor(tensor: torch.Tensor, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(mapped, "_SMALL_BYTES", 1)
+    found = mapped.MappedTensors(tmp_path).copied(tensor)
+    assert torch.equal(found, tensor) and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_cannot_be_is_said_once(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(mapped, "_SMALL_BYTES", 0)
+    (tmp_path / "file").touch()
+    tensors = mapped.MappedTensors(tmp_path / "file" / "below")
+    one, two = torch.ones(2), torch.zeros(3)
+    assert tensors.copied_if_possible(one) is one and tensors.copied_if_possible(two) is two
+    assert [record.message.count("stay in memory") for record in caplog.records] == [1]

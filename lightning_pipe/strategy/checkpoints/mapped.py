@@ -28,6 +28,7 @@ class MappedTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._is_refused = False
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host in a file.
@@ -51,12 +52,15 @@ class MappedTensors:
         return copied
 
     def copied_if_possible(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the host in a file; as it is, and say so, if there is no room on the disk."""
+        """Return a tensor of the host in a file; as it is, like all later ones, and say so once, if that fails."""
+        if self._is_refused:
+            return tensor
         try:
             return self.copied(tensor)
         except OSError as error:
+            self._is_refused = True
             log.warning(
-                "%s of a checkpoint stay in memory, since they cannot be written to %s: %s.",
+                "Tensors of a checkpoint stay in memory, since %s cannot be written to %s: %s.",
                 *(format_bytes(tensor.nbytes), self._folder, error),
             )
             return tensor

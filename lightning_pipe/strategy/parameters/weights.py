@@ -230,7 +230,7 @@ class Weights:
         """Have every current value in the module of rank 0 inside; called on all ranks.
 
         Args:
-            placed: returns what rank 0 keeps of a value that comes from another rank; None for the value itself.
+            placed: on rank 0, returns what it keeps of a value that comes from another rank; None for the value itself.
         """
         if self._is_whole and self._control.rank == 0:
             with values.made(self._real):
@@ -243,7 +243,7 @@ class Weights:
         for name in self._real:
             if self.speaker(name) != 0:
                 value = self._brought(name, self._real[name], self.speaker(name))
-                found[name] = value if placed is None or self._control.rank != 0 else placed(value)
+                found[name] = value if placed is None else placed(value)
         buffers = self.buffers
         moved = {name: self._brought(name, buffers[name], ranks[0]) for name, ranks in self._moving.items()}
         if self._control.rank != 0:
