@@ -30,7 +30,7 @@ from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.check import Checked, check_captured, one_stage
+from lightning_pipe.strategy.steps.check import Checked, check_captured, one_stage, too_large
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_runtime import agree, slices
 from lightning_pipe.strategy.steps.whole_batch import (
@@ -237,11 +237,14 @@ class PlanMaker:
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
         """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
         control, weights = self._links.control, self._setup.weights
-        if refusal := control.broadcast(weights.too_large(), source=0, what="what rank 0 has room for"):
+        room = weights.room()
+        if refusal := control.broadcast(
+            too_large(captured.request) or room.refusal, source=0, what="what rank 0 has room for"
+        ):
             log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
             return captured
         try:
-            with weights.whole():
+            with weights.whole(placed=room.placed):
                 self._compare_or_remember(captured, call, samples)
         finally:
             one_stage.forget(captured.capture)

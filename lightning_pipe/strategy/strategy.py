@@ -55,9 +55,9 @@ from lightning_pipe.strategy.checkpoints.after_exception import (
     saves_at_exception,
     tell_where_it_raises,
 )
+from lightning_pipe.strategy.checkpoints.collecting import collecting
 from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
-from lightning_pipe.strategy.checkpoints.mapped import collecting
 from lightning_pipe.strategy.checkpoints.saving import Directories, load, save_plain
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
@@ -87,6 +87,7 @@ from lightning_pipe.strategy.refusals import (
     say_compiled,
 )
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.start.mapped import MappedTensors
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -563,8 +564,8 @@ class DappleStrategy(ParallelStrategy):
     def _placed(self, weights: Weights) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return what puts what rank 0 collects for a plain file into files; None where there is room in memory."""
         assert self.lightning_module is not None
-        root = self.lightning_module.trainer.default_root_dir
-        return collecting(weights.missing_bytes(), root=root) if self.is_global_zero else None
+        files = MappedTensors.near(self.lightning_module)
+        return collecting(weights.missing_bytes(), files=files) if self.is_global_zero else None
 
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[None]:

@@ -20,9 +20,12 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.strategy.start import mapped, room
 from lightning_pipe.strategy.steps import check
 from lightning_pipe.strategy.steps.check import Incomparable, differences
+from models.parity import make_loader, make_module
 from ranks.world import Raised, World
+from strategy.built_late import Late
 from strategy.fits import dapple, make_trainer
 
 SAMPLES, WIDTH = 4, 6
@@ -218,3 +221,80 @@ def test_a_module_that_is_large_for_a_host_is_not_compared(monkeypatch):
     monkeypatch.setattr(check, "_MOST_ON_HOST_BYTES", 100)
     with pytest.raises(Incomparable, match=r"its parameters take .* are for modules up to 100 B"):
         compared(Chain(), torch.randn(SAMPLES, WIDTH))
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch) -> list[torch.Tensor]:
+    """Leave so little memory that values and gradients lie in files; list what was put there."""
+    return shorten(monkeypatch)
+
+
+def shorten(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    made, make = [], mapped.MappedTensors._made
+
+    def listing(files: mapped.MappedTensors, like: torch.Tensor) -> torch.Tensor:
+        made.append(make(files, like))
+        return made[-1]
+
+    patch.setattr(mapped, "_SMALL_BYTES", 0)
+    patch.setattr(mapped.MappedTensors, "_made", listing)
+    patch.setattr(room, "_GRADIENTS", 1 << 40)  # times the parameters, which no memory has room for
+    patch.setattr(mapped.MappedTensors, "free_bytes", lambda _: 1 << 62)
+    return made
+
+
+def test_gradients_in_files_are_those_in_memory(short_of_memory):
+    module, batch = Chain(), torch.randn(SAMPLES, WIDTH)
+    loss, worst = compared(module, batch)
+    assert len(short_of_memory) == 2 * 6, "both runs of each of the parameters"
+    assert any(gradient.any() for gradient in short_of_memory)
+    assert loss.relative == 0.0 and worst.relative <= worst.allowed
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_difference_is_seen_in_files_too(short_of_memory):
+    loss, worst = compared(Chain(Deceptive()), torch.randn(SAMPLES, WIDTH))
+    assert max(loss.relative, worst.relative) > worst.allowed and short_of_memory
+
+
+@pytest.mark.parametrize(
+    ("memory", "disk", "words"),
+    [
+        (2000, 0, r"take .* of memory and 1008 B of files; there is room for 1.95 KiB in memory, and for 0 B in "),
+        (400, 1 << 40, r"there is room for 400 B in memory"),
+    ],
+)
+def test_a_step_that_there_is_no_room_for_is_not_compared(memory, disk, words, monkeypatch, tmp_path):
+    monkeypatch.setattr(mapped.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(mapped.MappedTensors, "free_bytes", lambda _: disk)
+    monkeypatch.setattr(room, "room_bytes", lambda: memory)
+    with pytest.raises(Incomparable, match=words):
+        compared(Chain(), torch.randn(SAMPLES, WIDTH))
+    assert not [*tmp_path.iterdir()]
+
+
+LATE = {"joint": "gpt_tied", "replay": "dict_batch"}
+
+
+def fit_late(capture: str, short: bool) -> tuple[list[float], int, list[str]]:
+    """Fit a module that is built late; return its parameters, how many tensors were in files, and what was said."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        made = shorten(patch) if short else []
+        patch.setattr(check.log, "info", lambda text, *args: said.append(text % args))
+        torch.manual_seed(5)
+        trainer = make_trainer(dapple(capture=capture, microbatches=2, cache="off"), max_steps=2)
+        module = Late(lambda: make_module(LATE[capture]))
+        trainer.fit(module, make_loader(LATE[capture]))
+        with trainer.strategy.whole_module():
+            return [float(p.detach().double().norm()) for p in module.parameters()], len(made), said
+
+
+@pytest.mark.parametrize("capture", LATE)
+def test_a_module_that_no_rank_has_room_for_is_checked_all_the_same(capture):
+    usual = World(2).run(fit_late, capture, False)
+    short = World(2).run(fit_late, capture, True)
+    for (values, made, said), (expected, _, _) in zip(short, usual, strict=True):
+        assert values == expected
+        assert (made > 3 * len(values) * 0.5) == bool(said), "rank 0 makes the check"
+    assert sum("agrees with the plain step" in line for _, _, said in short for line in said) == 1

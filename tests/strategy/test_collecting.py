@@ -11,7 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipe.strategy.checkpoints import mapped
+from lightning_pipe.strategy.checkpoints import collecting
+from lightning_pipe.strategy.start import mapped
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
@@ -36,7 +37,7 @@ def saved(root: str, room: int | None, full: bool) -> tuple[int, list[str]]:
         patch.setattr(mapped.MappedTensors, "copied", counting)
         patch.setattr(mapped.log, "warning", lambda text, *args: said.append(text % args))
         if room is not None:
-            patch.setattr(mapped, "room_bytes", lambda: room)
+            patch.setattr(collecting, "room_bytes", lambda: room)
         if full:
             patch.setattr(os, "posix_fallocate", no_room)
         checkpoint = ModelCheckpoint(root, filename="saved")

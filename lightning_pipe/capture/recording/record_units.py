@@ -265,13 +265,21 @@ class UnitRecorder:
         """
         if not loss.requires_grad:
             raise without_gradient(detached)
+        trained: set[int] = set()
+
+        def note(parameter: torch.Tensor) -> None:  # and let the gradient go
+            trained.add(id(parameter))
+            parameter.grad = None
+
+        named = dict(self.request.module.named_parameters())
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in named.values() if p.requires_grad]
         begin = time.perf_counter()
-        loss.backward()
-        seconds = time.perf_counter() - begin
-        trained = frozenset(name for name, p in self.request.module.named_parameters() if p.grad is not None)
-        for p in self.request.module.parameters():
-            p.grad = None
-        return seconds, trained
+        try:
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return time.perf_counter() - begin, frozenset(name for name, p in named.items() if id(p) in trained)
 
     @contextlib.contextmanager
     def _scene(self, recording: StepRecording) -> Iterator[None]:

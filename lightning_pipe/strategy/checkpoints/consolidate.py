@@ -13,8 +13,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.strategy.checkpoints import sharded
-from lightning_pipe.strategy.checkpoints.mapped import MappedTensors
 from lightning_pipe.strategy.checkpoints.saving import save_plain
+from lightning_pipe.strategy.start.mapped import MappedTensors
 from lightning_pipe.strategy.start.unread import Unread
 
 

@@ -8,7 +8,7 @@ made      for a while a rank has all values, and then none again
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -75,12 +75,20 @@ def make(parameters: Iterable[nn.Parameter], *, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def made(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Have values on the host of this rank inside, of those parameters that have none yet; afterwards none again."""
+def made(
+    parameters: Mapping[str, nn.Parameter], *, placed: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Have values on the host of this rank inside, of those parameters that have none yet; afterwards none again.
+
+    Args:
+        parameters: by name.
+        placed: returns what is kept of a value; None for the value itself.
+    """
     pending = pending_in(parameters)
     absences = {name: parameter.absence for name, parameter in pending.items()}
     for parameter in pending.values():
-        occupy(parameter, _value(parameter))
+        value = _value(parameter)
+        occupy(parameter, value if placed is None else placed(value))
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ from lightning_pipe.strategy.parameters.stand_ins import (
     vacate,
 )
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
-from lightning_pipe.strategy.start.room import too_large_to_run
+from lightning_pipe.strategy.start.room import HostRoom, room_for_runs
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,11 @@ class Weights:
     def _is_whole(self) -> bool:
         return self._control.rank in self._whole_on
 
-    def too_large(self) -> str:
-        """Return why all values are not brought to this rank for a while, where they are not there; "" if they may."""
-        is_here = self._is_whole and not values.pending_in(self._real)
-        return "" if is_here else too_large_to_run(sum(parameter.nbytes for parameter in self._real.values()))
+    def room(self) -> HostRoom:
+        """Return where all values are on this rank while the step runs here on the whole module."""
+        if self._is_whole and not values.pending_in(self._real):
+            return HostRoom()
+        return room_for_runs(self._module, absent=True)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -230,10 +231,10 @@ class Weights:
         """Have every current value in the module of rank 0 inside; called on all ranks.
 
         Args:
-            placed: on rank 0, returns what it keeps of a value that comes from another rank; None for the value itself.
+            placed: on rank 0, returns what it keeps of a value that it did not have; None for the value itself.
         """
         if self._is_whole and self._control.rank == 0:
-            with values.made(self._real):
+            with values.made(self._real, placed=placed):
                 yield
             return
         if 0 in self._whole_on or self._is_filled:

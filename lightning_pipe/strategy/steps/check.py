@@ -12,7 +12,9 @@ A gradient that is zero but for rounding (of a bias before a normalisation) has 
 term of the scale allows three quarters of the digits of the largest gradient. A mistake below that is not seen.
 
 It costs two runs of a micro-batch, forward and backward, and for that long the memory of the whole module with two sets
-of gradients and one set of activations. Buffers, attributes, gradients and generators are put back.
+of gradients and one set of activations. On a host where that much is not free, values and gradients are in files that
+are mapped into memory, and no more than activations and a few gradients are in memory. Buffers, attributes, gradients
+and generators are put back.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.runtime.stage import Slice, Stage, State
 from lightning_pipe.strategy.lightning_private import located
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.start.mapped import MappedTensors
+from lightning_pipe.strategy.start.room import room_for_runs
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.differences import Difference, compared
 from lightning_pipe.strategy.steps.metrics import wrong_answer
@@ -140,7 +144,7 @@ def differences(
         CaptureError: if the captured step fails where the plain one does not.
     """
     key = RandomKey(seed, 0, 0)
-    with on_one_device(request) as prepare:
+    with on_one_device(captured, request, samples) as prepare:
         plain = plain_run(captured, request, prepare(tensors), key)
         results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=(samples,), key=key)
         if (guard := wrong_answer(captured.record, results[0])) is not None:
@@ -151,11 +155,19 @@ def differences(
 
 
 @contextlib.contextmanager
-def on_one_device(request: Request) -> Iterator[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
+def on_one_device(
+    captured: Route, request: Request, samples: int
+) -> Iterator[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
     """Have the whole module on its device for some runs, each of which begins with the same state.
 
+    Args:
+        captured: the step.
+        request: what was captured; its module is whole.
+        samples: that a run takes at once, at most.
+
     Yields:
-        A function to be called before every run: it returns copies of the leaves, and puts the module back.
+        A function to be called before every run: it returns copies of the leaves, and puts the module back. Gradients
+        are None then, or zeros in a file.
 
     Raises:
         Incomparable: if the module cannot be run here.
@@ -163,23 +175,48 @@ def on_one_device(request: Request) -> Iterator[Callable[[Sequence[torch.Tensor]
     module, device = request.module, request.device
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise Incomparable("the module is on the meta device")
-    size = sum(parameter.nbytes for parameter in module.parameters())
-    if device.type == "cpu" and size > _MOST_ON_HOST_BYTES:
-        raise Incomparable(
-            f"its parameters take {format_bytes(size)}, and two runs with gradients on one rank are for modules up to "
-            f"{format_bytes(_MOST_ON_HOST_BYTES)}"
-        )
+    files = _files_of_gradients(captured, request, samples) if device.type == "cpu" else None
     with restored_generators(), left_as_it_was(module) as kept, located(module, device), kept.keeper:
 
         def prepare(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             kept.restore()
             _move(module, device)
+            for parameter in module.parameters():
+                keeps = files is not None and parameter.requires_grad
+                parameter.grad = files.zeros_if_possible(parameter) if files is not None and keeps else None
             return [tensor.detach().to(device, copy=True) for tensor in tensors]
 
         try:
             yield prepare
         except torch.OutOfMemoryError:
             raise Incomparable(f"the whole module and its gradients do not fit into the memory of {device}") from None
+
+
+def _files_of_gradients(captured: Route, request: Request, samples: int) -> MappedTensors | None:
+    """Return where gradients are on a host that has no room for them in memory; None where it has.
+
+    Raises:
+        Incomparable: if the step takes too long or too much memory there.
+    """
+    if refusal := too_large(request):
+        raise Incomparable(refusal)
+    graph = captured.graph
+    made = sum(node.output_bytes for node in graph.nodes) * samples // graph.samples
+    room = room_for_runs(request.module, made=made)
+    if room.refusal:
+        raise Incomparable(room.refusal)
+    return room.files
+
+
+def too_large(request: Request) -> str:
+    """Return why a module would take too long to run on one rank; "" if it would not."""
+    size = sum(parameter.nbytes for parameter in request.module.parameters())
+    if request.device.type != "cpu" or size <= _MOST_ON_HOST_BYTES:
+        return ""
+    return (
+        f"its parameters take {format_bytes(size)}, and two runs with gradients on one rank are for modules up to "
+        f"{format_bytes(_MOST_ON_HOST_BYTES)}"
+    )
 
 
 def plain_run(
@@ -240,8 +277,6 @@ def run_captured(
     buffers = dict(module.named_buffers(remove_duplicate=False))
     numbers = captured.begin(request.arguments, request.structure.template)
     buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
-    for parameter in parameters.values():
-        parameter.grad = None
     state = State(parameters, buffers, request.device)
     stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
     stage.begin(Counter(), training=True)

@@ -125,7 +125,8 @@ class StepCapture:
             return None
 
         def agreed_answers() -> tuple[bool, ...]:
-            with self._setup.weights.whole():
+            weights = self._setup.weights
+            with weights.whole(placed=weights.room().placed):
                 return self._setup.links.control.agreed(
                     lambda: answers(asked), source=0, what="the answers that the step asks of its tensors"
                 )
@@ -149,5 +150,6 @@ class StepCapture:
             with on_host(request.module):
                 return trace_units(request, tensors, parts=control.ranks)
 
-        with self._setup.weights.whole():
+        weights = self._setup.weights
+        with weights.whole(placed=weights.room().placed):
             return control.agreed(trace, source=0, what="the units of the step")

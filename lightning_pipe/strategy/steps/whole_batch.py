@@ -55,14 +55,12 @@ from lightning_pipe.strategy.steps.check import (
 from lightning_pipe.strategy.steps.differences import Difference, compared
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.step_calls import StepRequest
-from lightning_pipe.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 Role = Literal["mean", "sum"]
 _MOST_SECONDS = 60.0
 _FEW = 3  # samples of a part, where only whether cutting changes anything is of interest
-_MOST_ON_HOST_BYTES = 4 * 2**30  # of activations of the whole batch
 _OTHER: dict[Role, Role] = {"mean": "sum", "sum": "mean"}
 
 
@@ -183,7 +181,7 @@ def fewest_samples(captured: Captured, call: StepRequest, *, control: ControlPla
 def _is_finite(captured: Route, request: Request, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> bool:
     """Return whether micro-batches of these sizes have a loss and gradients, and these are numbers."""
     no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
-    with on_one_device(request) as prepare, no_randomness, warnings.catch_warnings():
+    with on_one_device(captured, request, sum(sizes)) as prepare, no_randomness, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a variance of one number
         try:
             ran = run_captured(captured, request, prepare(tensors), sizes=sizes, key=RandomKey(0, 0, 0))
@@ -294,11 +292,10 @@ def measure(
         Incomparable: if the two cannot be run.
     """
     key = RandomKey(0, 0, 0)
-    _refuse_large(captured, request, sum(sizes))
     if captured.is_random_in_python:
         raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
     no_randomness = NoRandomness() if captured.may_draw else contextlib.nullcontext()  # type: ignore[no-untyped-call]
-    with on_one_device(request) as prepare, no_randomness:
+    with on_one_device(captured, request, sum(sizes)) as prepare, no_randomness:
         plain = plain_run(captured, request, prepare(tensors), key, matched=False)
 
         def cut(leaves: Sequence[torch.Tensor], one: Role) -> Measured:
@@ -340,16 +337,6 @@ def _is_proven(captured: Route) -> bool:
 
 def _role_of(captured: Route) -> Role:
     return "sum" if captured.loss_role == "sum" else "mean"
-
-
-def _refuse_large(captured: Route, request: Request, samples: int) -> None:
-    graph = captured.graph
-    size = sum(node.output_bytes for node in graph.nodes) * samples // graph.samples
-    if request.device.type == "cpu" and size > _MOST_ON_HOST_BYTES:
-        raise Incomparable(
-            f"the whole batch makes {format_bytes(size)} on one rank, and it is measured up to "
-            f"{format_bytes(_MOST_ON_HOST_BYTES)}"
-        )
 
 
 def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds: float) -> None:
