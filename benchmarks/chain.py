@@ -50,12 +50,14 @@ class ChainPrices:
         bytes_per_sample: size of every edge.
         call_s: seconds that the runtime adds to every compute.
         latency_s: seconds of every message and every sum.
+        posting_s: seconds for which the posting of a message keeps its sender.
     """
 
     computes: tuple[tuple[float, float, float], ...]
     bytes_per_sample: int = 4096
     call_s: float = 0.0
     latency_s: float = 0.0
+    posting_s: float = 0.0
 
     def of(self, stage: int, kind: ComputeKind, samples: int) -> float:
         """Return the seconds of a compute of a stage on any rank."""
@@ -70,7 +72,7 @@ class ChainPrices:
         return self.latency_s
 
     def post_s(self, message: Message) -> float:
-        return 0.0
+        return self.posting_s
 
     def reduce_s(self, bucket: int, program: Program) -> float:
         return self.latency_s

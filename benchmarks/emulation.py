@@ -88,10 +88,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What the runtime and the transport of this machine add: seconds per compute, seconds per message."""
+    """What the runtime and the transport of this machine add.
+
+    Attributes:
+        call_s: seconds per compute.
+        latency_s: seconds per message.
+        posting_s: seconds for which the posting of a message keeps its sender.
+    """
 
     call_s: float
     latency_s: float
+    posting_s: float
 
 
 def measure(cases: Sequence[Case]) -> tuple[Overheads, list[list[Timeline]]]:
@@ -107,7 +114,7 @@ def measure(cases: Sequence[Case]) -> tuple[Overheads, list[list[Timeline]]]:
     extra = [step_seconds(run) / computes for run in _runs(alone, transport)] if transport.rank == 0 else []
     dist.barrier()
     call_s = statistics.median(extra) - sum(EVEN) / len(EVEN) if extra else 0.0
-    overheads = Overheads(call_s, ping(transport, alone.prices.bytes_per_sample * SAMPLES))
+    overheads = Overheads(call_s, *ping(transport, alone.prices.bytes_per_sample * SAMPLES))
     timelines = [_runs(case, transport, start=dist.barrier) for case in cases]
     transport.close()
     return overheads, timelines
@@ -125,23 +132,34 @@ def _runs(case: Case, transport: Transport, *, start: Callable[[], None] = lambd
     return recorded[1:]
 
 
-def ping(transport: Transport, count: int) -> float:
-    """Return half of the median seconds of a message of `count` bytes from rank 0 to rank 1 and back."""
-    rank, rounds = transport.rank, []
+def ping(transport: Transport, count: int) -> tuple[float, float]:
+    """Time messages of `count` bytes from rank 0 to rank 1 and back.
+
+    Returns:
+        Half of the median seconds of a round, and the median seconds that posting a message takes.
+    """
+    rank, rounds, posted = transport.rank, [], []
     if rank > 1:
-        return 0.0
+        return 0.0, 0.0
+
+    def send() -> None:
+        start = time.perf_counter()
+        handle = transport.send([tensor], peer=1 - rank)
+        posted.append(time.perf_counter() - start)
+        _settle(handle)
+
     tensor, buffer = torch.zeros(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     for _ in range(PINGS):
         arriving = transport.receive([buffer], peer=1 - rank)
         nap(EVEN[0] if rank == 0 else 0.0)
         start = time.perf_counter()
         if rank == 0:
-            _settle(transport.send([tensor], peer=1))
+            send()
         _settle(arriving)
         rounds.append(time.perf_counter() - start)
         if rank == 1:
-            _settle(transport.send([tensor], peer=0))
-    return statistics.median(rounds) / 2
+            send()
+    return statistics.median(rounds) / 2, statistics.median(posted)
 
 
 def _settle(handle: Handle) -> None:
@@ -189,7 +207,7 @@ def rows(cases: Sequence[Case]) -> tuple[Overheads, list[Row]]:
 
 def _row(case: Case, timelines: Sequence[Sequence[Timeline]], overheads: Overheads) -> Row:
     """Compare a case; `timelines` are the runs of each rank."""
-    prices = replace(case.prices, call_s=overheads.call_s, latency_s=overheads.latency_s)
+    prices = replace(case.prices, **vars(overheads))
     runs = [Timeline(tuple(event for part in parts for event in part.events)) for parts in zip(*timelines, strict=True)]
     simulated_s = step_seconds(simulate(case.program(), prices))
     return Row(simulated_s, tuple(step_seconds(run) for run in runs))

@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.chain import CPU, SAMPLES, ChainPrices, chain_job, chain_traffic, sleeping_split
-from benchmarks.emulation import ping
+from benchmarks.emulation import Overheads, ping
 from benchmarks.models import GPT, MODELS
 from benchmarks.ranks import run_ranks
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
@@ -381,12 +381,13 @@ def lane_program(prices: LanePrices, microbatches: int, *, copies: bool) -> tupl
     return program, replace(split, stages=stages, traffic=traffic)
 
 
-def lane_runs(prices: LanePrices, microbatches: int, copies: bool) -> tuple[float, float, list[Timeline]]:
-    """Return the seconds of a message and of making one, and the timelines of several runs but the first."""
+def lane_runs(prices: LanePrices, microbatches: int, copies: bool) -> tuple[Overheads, list[Timeline]]:
+    """Return what messages and making them add, and the timelines of several runs but the first."""
     program, split = lane_program(prices, microbatches, copies=copies)
     transport = process_group_transport(CPU, deadline_s=60.0)
     transport.open(channels=[(0, 1), (1, 0)], groups=[])
-    message_s = ping(transport, prices.bytes_per_sample * SAMPLES)
+    size = prices.bytes_per_sample * SAMPLES
+    overheads = Overheads(making_s(size), *ping(transport, size))
     connect(transport, [program])
     host = FileHost(bytes_per_s=LANE_BYTES_PER_S)
     state = State({f"w{s}": torch.zeros(1) for s in range(3)}, {}, CPU)
@@ -395,7 +396,7 @@ def lane_runs(prices: LanePrices, microbatches: int, copies: bool) -> tuple[floa
     found = [executor.run(program, job, record=True).timeline for _ in range(RUNS)]
     host.close()
     transport.close()
-    return message_s, making_s(prices.bytes_per_sample * SAMPLES), found[1:]
+    return overheads, found[1:]
 
 
 def making_s(count: int) -> float:
@@ -410,13 +411,13 @@ def making_s(count: int) -> float:
 
 def lane(console: Console) -> None:
     """Compare simulated and measured seconds of steps whose copies go over a slow lane."""
-    table = Table("copies", "simulated", "measured (median)", "deviation", "a copy", "a message")
+    table = Table("copies", "simulated", "measured (median)", "deviation", "a copy", "a message", "posting")
     for name, (size, copies) in LANES.items():
         prices = LanePrices(((0.02 / SAMPLES, 0.02 / SAMPLES, 0.015 / SAMPLES),) * 3, bytes_per_sample=size)
         ranks = run_ranks(3, lane_runs, prices, 8, copies)
-        prices = replace(prices, latency_s=ranks[0][0], call_s=ranks[0][1])
+        prices = replace(prices, **vars(ranks[0][0]))
         simulated = simulate(lane_program(prices, 8, copies=copies)[0], prices)
-        timelines = zip(*(found for *_, found in ranks), strict=True)
+        timelines = zip(*(found for _, found in ranks), strict=True)
         runs = [Timeline(tuple(event for part in parts for event in part.events)) for parts in timelines]
         measured_s, simulated_s = statistics.median(map(step_seconds, runs)), step_seconds(simulated)
         table.add_row(
@@ -425,6 +426,7 @@ def lane(console: Console) -> None:
             f"{measured_s / simulated_s - 1:+.1%}",
             format_seconds(prices.own_work_s(Evict(0, 0), 0, SAMPLES) if copies else 0.0),
             format_seconds(prices.latency_s),
+            format_seconds(prices.posting_s),
         )
     console.print(table)
 
