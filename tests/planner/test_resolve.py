@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,10 @@ from lightning_pipe.cost.activations import KEEP, StagePolicy, candidates
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planner.evaluation.evaluate import Judge, judge
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged, judge
 from lightning_pipe.planner.evaluation.resolve import places_of, resolve_policies
 from lightning_pipe.planner.problem import Problem, nominal_cluster
+from lightning_pipe.strategy.plans.planning import warn_of_what_stays
 
 CUTS = (1, 3)
 SWAP = Link(latency_s=1e-5, bytes_per_s=1e9)
@@ -127,14 +129,25 @@ def test_a_recomputing_plan_takes_longer_and_saves_less():
 
 
 def test_an_offloading_plan_is_copied_out_and_back_and_holds_less_in_between():
-    plain, less = judge(plan_with(), problem(swap=True)), judge(plan_with(offload=("body",)), problem(swap=True))
+    def gpipe(**policies: Any) -> Judged:
+        return judge(replace(plan_with(**policies), schedule="gpipe", microbatches=8), problem(swap=True))
+
+    plain, less = gpipe(), gpipe(offload=("body",))
     swaps = [i for i in less.program.ranks[2] if isinstance(i, Evict | Fetch)]
-    assert len(swaps) == 2 * 2, "out and back, for two micro-batches"
-    assert less.prices.saved_bytes(2, 4) == plain.prices.saved_bytes(2, 4)
-    assert less.prices.offloaded_bytes(2, 4) == 2 * WIDTH * 4
-    assert less.prices.offloaded_bytes(1, 4) == 0
-    assert less.prices.own_work_s(swaps[0], 2, 4) == SWAP.seconds(2 * WIDTH * 4)
-    assert less.step_s > plain.step_s, "the only stage after it, with nothing to hide the copies behind"
+    assert len(swaps) == 2 * 8, "out and back, for eight micro-batches"
+    assert less.prices.saved_bytes(2, 1) == plain.prices.saved_bytes(2, 1)
+    assert less.prices.offloaded_bytes(2, 1) == 2 * WIDTH
+    assert less.prices.offloaded_bytes(1, 1) == 0
+    assert less.prices.own_work_s(swaps[0], 2, 1) == SWAP.seconds(2 * WIDTH)
+    assert less.peak_bytes[2] < plain.peak_bytes[2]
+
+
+def test_what_a_given_plan_offloads_in_vain_is_said():
+    """The last stage of 1F1B takes every micro-batch back at once."""
+    judged = judge(plan_with(offload=("body",)), problem(swap=True))
+    assert not any(isinstance(i, Evict | Fetch) for line in judged.program.ranks for i in line)
+    with pytest.warns(UserWarning, match="The given plan offloads in stage 2, which keeps everything"):
+        warn_of_what_stays(judged)
 
 
 def test_offloading_where_no_link_to_a_host_is_known_is_refused():

@@ -2,8 +2,8 @@
 
 The function is defined at the top of a module (beside its test); it and its arguments are pickled, and it runs at the
 same time in every process, in which torch.distributed is initialised (`dist.get_rank()` tells it who it is). Worlds of
-one size share their processes, so `World(2)` costs nothing once there is one. A rank that dies or takes too long ends its
-processes, and so does one that has raised where ranks do not meet any more; the next call makes new ones.
+one size share their processes, so `World(2)` costs nothing once there is one. A rank that dies or takes too long ends
+its processes, and so does one that has raised where ranks do not meet any more; the next call makes new ones.
 
 Processes are forked from a server that has imported torch and the package and nothing else: forking pytest itself would
 fork the threads of autograd, which then refuses to work. No ports are chosen: ranks meet in a file.

@@ -26,6 +26,7 @@ from lightning_pipe.core.program import (
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.formats.text import parse_order
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.lower.offload import AHEAD
 from lightning_pipe.schedule.rules import Dataflow, halves
 from lightning_pipe.schedule.verification.verify import verify
 
@@ -176,17 +177,22 @@ def test_evict_follows_its_forward_and_fetch_comes_three_computes_ahead_or_right
 
 
 @pytest.mark.parametrize("beside", [(), (None, None), (0, 3), (2,), (50, 1)])
-def test_memory_is_given_up_some_computes_after_f_and_before_i(beside):
+def test_memory_is_given_up_some_computes_after_f_or_kept_where_it_would_be_back_by_then(beside):
     layout, m = Layout(((0,), (1,))), 6
     traffic = Traffic((Edge("F", 0, 1, 1.0), Edge("B", 1, 0, 1.0)), buckets_of(layout), offloads=(0, 1))
     order = order_of("1f1b", layout=layout, microbatches=m, options={"warmup": "4,1"})
     program = verify(lower(order, layout=layout, sizes=(1,) * m, traffic=traffic, beside=beside))
+    assert any(isinstance(x, Vacate) for x in program.ranks[0]) == (beside != (50, 1))
     for s, line in enumerate(program.ranks):
         count = beside[s] if s < len(beside) else None
         for x in range(m):
-            forward, vacate, backward = map(line.index, (Compute(s, "F", x), Vacate(s, x), Compute(s, "I", x)))
-            assert line.index(Evict(s, x)) < vacate < backward
+            forward, backward = map(line.index, (Compute(s, "F", x), Compute(s, "I", x)))
             between = sum(isinstance(y, Compute) for y in line[forward + 1 : backward])
+            if count is not None and min(count, between) >= between - AHEAD:
+                assert not {Evict(s, x), Vacate(s, x), Fetch(s, x)} & {*line}
+                continue
+            vacate = line.index(Vacate(s, x))
+            assert line.index(Evict(s, x)) < vacate < backward
             found = sum(isinstance(y, Compute) for y in line[forward + 1 : vacate])
             assert found == (between if count is None else min(count, between)), (s, x)
 

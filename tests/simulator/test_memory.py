@@ -110,7 +110,7 @@ def before(program, instruction, timeline) -> float:
 @pytest.mark.parametrize(("saved", "kept", "offloaded"), [(10, 4, 6), (10, 4, 10), (10, 12, 3), (10, 0, 0)])
 def test_what_is_offloaded_is_not_held_from_vacate_to_the_start_of_fetch(saved, kept, offloaded, split, beside):
     """Where fetch comes before vacate, both memories are there in between."""
-    m, prices = 5, Bytes(saved=saved, kept=kept, offloaded=offloaded, swap=0.75)
+    m, prices = 8, Bytes(saved=saved, kept=kept, offloaded=offloaded, swap=0.75)
     program = program_of(((0,),), m=m, split=split, offloads=(0,), beside=beside)
     timeline, (curve,) = curves_of(program, prices)
 
@@ -125,7 +125,7 @@ def test_what_is_offloaded_is_not_held_from_vacate_to_the_start_of_fetch(saved, 
             return saved - offloaded * (time >= vacate.end) + offloaded * (time >= asked)
         return kept if used.end <= time < free.start else 0
 
-    for number in range(8 * 15):
+    for number in range(8 * 24):
         time = number / 8 + 1 / 16
         assert at(curve, "held_bytes", time) == sum(held(microbatch, time) for microbatch in range(m)), time
 

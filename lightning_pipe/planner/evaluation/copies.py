@@ -2,8 +2,9 @@
 
 As many as start before the copy has ended, by a timeline in which nobody waits for it: for every stage the most of all
 its micro-batches and ranks. So a rank that copies as fast as was foreseen never waits, and one that copies more slowly
-waits instead of holding more. Fewer computes beside a copy hold less, and let even a rank wait that copies as foreseen
-(`tighter`).
+waits instead of holding more. (In that timeline every micro-batch leaves. Where some are kept then, since they would be
+back too soon, computes go faster, and a rank may wait for a slow link.) Fewer computes beside a copy hold less, and let
+even a rank wait that copies as foreseen (`tighter`).
 
     F0 |==|                          the copy ends while the third compute behind F0 runs: three computes are beside it,
     copy   |-----------|             and `VACATE` comes before the fourth

@@ -6,6 +6,9 @@ Peng et al., Capuchin, ASPLOS 2020, which hides the copies of both directions be
     F0 EVICT0 F1 F2 VACATE0 F3 ...        two computes beside the way out; then its memory is given up
     ... FETCH0 F7 I3 W3 I0                 `AHEAD` computes beside the way back
 
+A micro-batch that would be fetched before its memory is given up is kept, where it is known when that is: the last ones
+of a schedule with a short warm-up, and all of a last stage. Copies would hold its memory twice, and the lanes up.
+
 An order may decide for a stage which micro-batches are offloaded, and where `Vacate` and `Fetch` stand. The others of
 the stage are kept then, and only `Evict` is added. Of stages that do not offload, whose plan may have been made for
 another graph, such places are left out.
@@ -66,19 +69,20 @@ def _with_swaps(whole: tuple[Instruction, ...], counts: Mapping[int, int | None]
         if not isinstance(compute, Compute):
             continue
         work = (compute.stage, compute.microbatch)
-        if compute.kind == "F" and (compute.stage in counts or work in works):
+        leaves = compute.stage in counts or work in works
+        if compute.kind == "F" and leaves:
+            last = backwards.get(work, len(computes) - 1)
+            count = counts.get(compute.stage)
+            behind = last if count is None else min(number + 1 + count, last)
+            if count is not None and behind >= last - AHEAD:
+                continue  # kept
             evicted[work] = _behind_sends(line, i)
             before[evicted[work]].append(Evict(*work))
-        if compute.stage not in counts:
-            continue
-        if compute.kind == "F":
-            count = counts[compute.stage]
-            last = backwards.get(work, len(computes) - 1)
-            behind = last if count is None else min(number + 1 + count, last)
-            before[computes[behind][0]].append(Vacate(*work))
-        elif compute.direction == "B":
+            if compute.stage in counts:
+                before[computes[behind][0]].append(Vacate(*work))
+        elif compute.direction == "B" and compute.stage in counts and work in evicted:
             ahead = computes[max(0, number - AHEAD)][0]
-            before[max(ahead, evicted.get(work, 0))].append(Fetch(*work))
+            before[max(ahead, evicted[work])].append(Fetch(*work))
     for position, copies in placed.items():
         before[position] += copies
     return tuple(out for i in range(len(line) + 1) for out in (*before.get(i, ()), *line[i : i + 1]))

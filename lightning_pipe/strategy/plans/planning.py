@@ -12,6 +12,7 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.policy import ActivationPolicy
+from lightning_pipe.core.program import Evict
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
@@ -76,6 +77,7 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_o
             )
         judged = judge(given, problem)
         warn_of_overflow(problem, judged)
+        warn_of_what_stays(judged)
         return [judged]
     constraints = config.constraints
     if not may_offload:
@@ -89,6 +91,19 @@ def warn_of_overflow(problem: Problem, judged: Judged) -> None:
     if judged.overflow(problem.cluster) > 0:
         text = f"The given plan is run although it does not fit into memory: it {shortage(problem, judged)}"
         warnings.warn(text, stacklevel=2)
+
+
+def warn_of_what_stays(judged: Judged) -> None:
+    """Warn of stages of the user's own plan that offload, of which nothing leaves."""
+    leaving = {x.stage for line in judged.program.ranks for x in line if isinstance(x, Evict)}
+    staying = [str(s) for s, stage in enumerate(judged.plan.stages) if stage.offload and s not in leaving]
+    if staying:
+        warnings.warn(
+            f"The given plan offloads in stage {', '.join(staying)}, which keeps everything: each micro-batch would "
+            "have to be fetched before its memory is given up. Recompute there instead, or take a schedule that warms "
+            "up with more micro-batches.",
+            stacklevel=2,
+        )
 
 
 def in_turns(plan: Plan) -> Plan:
