@@ -63,7 +63,7 @@ def tight(problem: Problem, *, share: float) -> Problem:
 
 
 def mixed(plan: Plan, problem: Problem, *, recompute: float, offload: float, seed: str) -> Plan:
-    """Return a plan whose stages recompute and offload shares of what they save, drawn at random."""
+    """Return a plan whose stages recompute and offload shares of what they save, drawn at random, and await copies."""
     graph, dice = problem.graph, random.Random(seed)
     works = Cutter(graph).works(judge(plan, problem).cuts)
     stages = []
@@ -73,7 +73,8 @@ def mixed(plan: Plan, problem: Problem, *, recompute: float, offload: float, see
         again = dice.sample(can, round(recompute * len(can)))
         rest = [c.memory for c in found if c.memory not in again]
         away = dice.sample(rest, round(offload * len(rest)))
-        stages.append(replace(stage, recompute=places_of(graph, work, again), offload=places_of(graph, work, away)))
+        given_up = {"recompute": places_of(graph, work, again), "offload": places_of(graph, work, away)}
+        stages.append(replace(stage, beside_copy=0, **given_up))
     return replace(plan, stages=tuple(stages))
 
 
