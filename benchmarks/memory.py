@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import gc
 import itertools
 import random
@@ -44,7 +43,7 @@ from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import Evict, Fetch, Layout, VerifiedProgram
+from lightning_pipe.core.program import Compute, Evict, Fetch, Instruction, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
@@ -58,6 +57,7 @@ from lightning_pipe.runtime.activations.plain import FileHost
 from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
+from lightning_pipe.runtime.memory import return_freed_memory
 from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import process_group_transport
@@ -98,13 +98,17 @@ def captured(module: pl.LightningModule, tensors: Sequence[torch.Tensor]) -> Cap
     return capture_step(Request(module, "training_step", flatten(list(tensors))[1], samples=samples))
 
 
-def problem_of(capture: Capture, ranks: int) -> Problem:
+def problem_of(capture: Capture, ranks: int, schedule: str = "1f1b") -> Problem:
     problem = counted_problem(capture.graph, ranks=ranks, samples=BATCH)
-    return replace(problem, constraints=Constraints(MICROBATCHES, (1,) * ranks, "1f1b", "pa"))
+    warmup = "pa" if schedule == "1f1b" else None
+    return replace(problem, constraints=Constraints(MICROBATCHES, (1,) * ranks, schedule, warmup))
 
 
 def plan_of(problem: Problem, *, recompute: float = 0.0, offload: float = 0.0) -> Plan:
-    """Return a plan whose stages recompute and offload these shares of what they save, drawn at random."""
+    """Return a plan whose stages recompute and offload these shares of what they save, drawn at random.
+
+    It waits for the copies to the host, so that micro-batches leave that are away for four computes.
+    """
     plan, dice = propose(problem, "uniform")[0].plan, random.Random(f"{recompute} {offload}")
     works, stages = Cutter(problem.graph).works(judge(plan, problem).cuts), []
     for stage, work in zip(plan.stages, works, strict=True):
@@ -114,7 +118,7 @@ def plan_of(problem: Problem, *, recompute: float = 0.0, offload: float = 0.0) -
         rest = [c.memory for c in found if c.memory not in again and c.memory not in work.forward.given]
         away = dice.sample(rest, round(offload * len(rest)))
         places = places_of(problem.graph, work, again), places_of(problem.graph, work, away)
-        stages.append(replace(stage, recompute=places[0], offload=places[1]))
+        stages.append(replace(stage, recompute=places[0], offload=places[1], beside_copy=0))
     return replace(plan, stages=tuple(stages))
 
 
@@ -143,7 +147,7 @@ def saved(console: Console) -> None:
         torch.manual_seed(0)
         module, tensors = model.make().train(), model.batch(BATCH)
         capture = captured(module, tensors)
-        problem = problem_of(capture, ranks=2)
+        problem = problem_of(capture, ranks=2, schedule="gpipe")  # in which micro-batches wait for long
         keeping = pipeline(module, tensors, capture, plan_of(problem), problem)
         keeping.step()
         wanted = keeping.gradients()
@@ -157,7 +161,7 @@ def saved(console: Console) -> None:
                 for a, b in zip(run.gradients(), wanted, strict=True)
             )
             measured = [max(held for _, held in outcome.memory) for outcome in outcomes]
-            simulated = [peak_in_order(run.judged, rank) for rank in range(2)]
+            simulated = [max(held for _, held in kept_in_order(run.judged, rank)) for rank in range(2)]
             figures = (simulated, measured, [most])
             shown = [format_bytes(sum(figure)) for figure in figures]
             shown[1] += " (equal)" if simulated == measured else " (DIFFERENT)"
@@ -166,9 +170,9 @@ def saved(console: Console) -> None:
     console.print(table)
 
 
-def peak_in_order(judged: Judged, rank: int) -> int:
-    """Return the most bytes kept after any instruction of a rank's list."""
-    prices, program, held, most = judged.prices, judged.program, 0, 0
+def kept_in_order(judged: Judged, rank: int) -> Iterator[tuple[Instruction, int]]:
+    """Yield the instructions of a rank's list, each with the bytes that are kept after it."""
+    prices, program, held = judged.prices, judged.program, 0
     waiting: dict[tuple[int, int], int] = {}
     for x in program.ranks[rank]:
         key = (getattr(x, "stage", -1), getattr(x, "microbatch", -1))
@@ -185,8 +189,7 @@ def peak_in_order(judged: Judged, rank: int) -> int:
                 held -= prices.offloaded_bytes(key[0], samples)
             case "Fetch", _:
                 held += prices.offloaded_bytes(key[0], samples)
-        most = max(most, held)
-    return most
+        yield x, held
 
 
 class CheckpointedGPT(GPT):
@@ -313,35 +316,35 @@ def cost(console: Console) -> None:
 
 def resident(console: Console) -> None:
     """Measure the resident memory of this process after all forwards of a step."""
-    table = Table("policy", "saved, simulated, after all forwards", "resident memory above that before the step")
+    table = Table("policy", "saved, simulated, after all forwards", "resident memory above that before them")
+    return_freed_memory()
     module, tensors = GPT(depth=8).train(), MODELS["gpt"].batch(BATCH)
     capture = captured(module, tensors)
-    problem = replace(problem_of(capture, ranks=1), constraints=Constraints(MICROBATCHES, (1,), "gpipe"))
+    problem = problem_of(capture, ranks=1, schedule="gpipe")
     for name, share in (("keep all", 0.0), ("offload all", 1.0)):
         run = pipeline(module, tensors, capture, plan_of(problem, offload=share), problem)
         run.step()  # touches what stays
-        before, most = resident_bytes(), list[int]()
+        found: dict[str, int] = {}
         stage = run.executors[0].stages[0]
         compute = stage.compute
 
-        def noting(kind: Any, m: int, slice_: Any, compute: Any = compute, most: list[int] = most) -> None:
-            if kind == "I" and not most:
-                most.append(resident_bytes())
+        def noting(kind: Any, m: int, slice_: Any, compute: Any = compute, found: dict[str, int] = found) -> None:
+            found[kind] = found.get(kind) or resident_bytes()  # before the first of its kind
             compute(kind, m, slice_)
 
         stage.compute = noting  # type: ignore[method-assign]
         run.step()
-        prices, sizes = run.judged.prices, run.judged.program.sizes
-        kept = sum(prices.saved_bytes(0, n) - prices.offloaded_bytes(0, n) for n in sizes)
-        kept += prices.offloaded_bytes(0, sizes[0])  # the first is back
-        table.add_row(name, format_bytes(kept), format_bytes(most[0] - before))
+        order = [*kept_in_order(run.judged, 0)]
+        first = next(i for i, (x, _) in enumerate(order) if isinstance(x, Compute) and x.kind == "I")
+        kept = order[first - 1][1]
+        table.add_row(name, format_bytes(kept), format_bytes(found["I"] - found["F"]))
     console.print(table)
 
 
 def resident_bytes() -> int:
     """Return the anonymous resident memory of this process, without what its allocator has free."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
