@@ -11,7 +11,7 @@ replay    all generators are seeded around every unit, as they are when the step
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,14 @@ class EagerReference:
     unmatched: str
 
 
-def run_plainly(captured: Route, request: Request, tensors: Sequence[torch.Tensor], key: RandomKey) -> EagerReference:
+def run_plainly(
+    captured: Route,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    key: RandomKey,
+    *,
+    before_backward: Callable[[], None] = lambda: None,
+) -> EagerReference:
     """Run a training step forward and backward; gradients of the module must be None before and are afterwards.
 
     Buffers, attributes and whatever else the step changes are left as it leaves them; generators are as before.
@@ -56,6 +63,7 @@ def run_plainly(captured: Route, request: Request, tensors: Sequence[torch.Tenso
         request: what was captured; its module is whole, and on `request.device`.
         tensors: leaves of the batch, of some samples, on that device.
         key: key of the random numbers.
+        before_backward: called when the loss is there; may raise.
     """
     module, exactness = request.module, _Exactness()
     with contextlib.ExitStack() as stack:
@@ -69,6 +77,7 @@ def run_plainly(captured: Route, request: Request, tensors: Sequence[torch.Tenso
         output = with_loss(request.method, output)
     loss = loss_of(module, request.method, output)
     assert loss is not None, "a training step returns a loss"
+    before_backward()
     loss.backward()
     parameters = {name: module.get_parameter(name) for name in dict.fromkeys(canonical_names(module).values())}
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}

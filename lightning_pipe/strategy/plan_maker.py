@@ -283,7 +283,14 @@ class PlanMaker:
     def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> Checked:
         """Compare a captured step with the plain one; return what came of it."""
         try:
-            return check_captured(captured, call, samples=samples, control=self._links.control, seed=self._seed)
+            return check_captured(
+                captured,
+                call,
+                samples=samples,
+                control=self._links.control,
+                seed=self._seed,
+                deadline_s=self._config.deadline_s,
+            )
         except CaptureError as error:
             if self._config.capture != "auto" or not captured.capture.fallback:
                 raise

@@ -273,6 +273,14 @@ def test_a_step_that_there_is_no_room_for_is_not_compared(memory, disk, words, m
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_step_for_which_ranks_would_wait_too_long_is_not_compared():
+    module, batch = Chain(), torch.randn(SAMPLES, WIDTH)
+    request = Request(module, "training_step", flatten(batch)[1], samples=SAMPLES)
+    with pytest.raises(Incomparable, match="it would take about 0 s, and ranks wait for 0 s"):
+        differences(capture_step(request), request, [batch], samples=SAMPLES, seed=3, deadline_s=0.0)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 LATE = {"joint": "gpt_tied", "replay": "dict_batch"}
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ from lightning_pipe.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+_FORWARDS = 10  # that two runs take, backwards and adding to gradients in files included
 _MOST_ON_HOST_BYTES = 4 * 2**30  # of parameters; a GPU says itself when its memory is full, a host ends the process
 
 
@@ -79,7 +81,9 @@ class Checked:
     is_compared: bool
 
 
-def check_captured(captured: Captured, call: StepRequest, *, samples: int, control: ControlPlane, seed: int) -> Checked:
+def check_captured(
+    captured: Captured, call: StepRequest, *, samples: int, control: ControlPlane, seed: int, deadline_s: float
+) -> Checked:
     """Compare a captured training step with the plain one on the first samples of a batch; on all ranks together.
 
     Args:
@@ -88,6 +92,7 @@ def check_captured(captured: Captured, call: StepRequest, *, samples: int, contr
         samples: number of samples to take.
         control: to the other ranks.
         seed: seed of the random numbers.
+        deadline_s: for which other ranks wait.
 
     Raises:
         CaptureError: on every rank, if they differ, naming the worst parameter, and what to do.
@@ -102,17 +107,19 @@ def check_captured(captured: Captured, call: StepRequest, *, samples: int, contr
             for tensor, along in zip(call.tensors, cut, strict=True)
         ]
         begin = time.perf_counter()
-        is_compared = _check(captured.capture, request, first, samples=samples, seed=seed)
+        is_compared = _check(captured.capture, request, first, samples=samples, seed=seed, deadline_s=deadline_s)
         return Checked(time.perf_counter() - begin, is_compared)
 
     return control.agreed(check, source=0, what="whether the captured step is right")
 
 
-def _check(captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int) -> bool:
+def _check(
+    captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int, deadline_s: float
+) -> bool:
     """Compare, and log the result or raise; return whether the two could be compared."""
     begin = time.perf_counter()
     try:
-        loss, worst = differences(captured, request, tensors, samples=samples, seed=seed)
+        loss, worst = differences(captured, request, tensors, samples=samples, seed=seed, deadline_s=deadline_s)
     except Incomparable as reason:
         log.warning("%s as captured is not compared with the plain step: %s.", request.method, reason)
         return False
@@ -128,7 +135,13 @@ def _check(captured: Route, request: Request, tensors: Sequence[torch.Tensor], *
 
 
 def differences(
-    captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, samples: int, seed: int
+    captured: Route,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    *,
+    samples: int,
+    seed: int,
+    deadline_s: float = math.inf,
 ) -> tuple[Difference, Difference]:
     """Return the difference of the loss, and the largest of a gradient.
 
@@ -138,14 +151,15 @@ def differences(
         tensors: leaves of some samples.
         samples: their number.
         seed: seed of the random numbers.
+        deadline_s: for which somebody waits.
 
     Raises:
-        Incomparable: if the two cannot be run, or do not draw the same random numbers.
+        Incomparable: if the two cannot be run in time, or do not draw the same random numbers.
         CaptureError: if the captured step fails where the plain one does not.
     """
     key = RandomKey(seed, 0, 0)
     with on_one_device(captured, request, samples) as prepare:
-        plain = plain_run(captured, request, prepare(tensors), key)
+        plain = plain_run(captured, request, prepare(tensors), key, deadline_s=deadline_s)
         results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=(samples,), key=key)
         if (guard := wrong_answer(captured.record, results[0])) is not None:
             raise Incomparable(
@@ -226,6 +240,7 @@ def plain_run(
     key: RandomKey,
     *,
     matched: bool = True,
+    deadline_s: float = math.inf,
 ) -> EagerReference:
     """Run the plain step, if it runs so early: hooks that prepare it may come later.
 
@@ -235,13 +250,20 @@ def plain_run(
         tensors: leaves.
         key: of the random numbers.
         matched: whether these must be those of the captured step.
+        deadline_s: for which somebody waits for this and a run of the captured step.
 
     Raises:
-        Incomparable: if it does not run, or draws other random numbers.
+        Incomparable: if it does not run, or draws other random numbers, or its forward says that it takes too long.
     """
+    begin = time.perf_counter()
+
+    def look() -> None:
+        if (expected_s := _FORWARDS * (time.perf_counter() - begin)) > deadline_s:
+            raise Incomparable(f"it would take about {expected_s:.0f} s, and ranks wait for {deadline_s:.0f} s")
+
     try:
-        plain = run_plainly(captured, request, tensors, key)
-    except torch.OutOfMemoryError:
+        plain = run_plainly(captured, request, tensors, key, before_backward=look)
+    except (torch.OutOfMemoryError, Incomparable):
         raise
     except Exception as error:
         raise Incomparable(f"before training the plain step raises {type(error).__name__}: {error}") from error
