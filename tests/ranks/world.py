@@ -2,8 +2,8 @@
 
 The function is defined at the top of a module (beside its test); it and its arguments are pickled, and it runs at the
 same time in every process, in which torch.distributed is initialised (`dist.get_rank()` tells it who it is). Worlds of
-one size share their processes, so `World(2)` costs nothing once there is one. A rank that dies or takes too long ends
-its processes, and so does one that has raised where ranks do not meet any more; the next call makes new ones.
+one size share their processes, so `World(2)` costs nothing once there is one. A rank that raises, dies or takes too
+long ends its processes; the next call makes new ones.
 
 Processes are forked from a server that has imported torch and the package and nothing else: forking pytest itself would
 fork the threads of autograd, which then refuses to work. No ports are chosen: ranks meet in a file.
@@ -30,7 +30,6 @@ from typing import Any, ClassVar
 
 PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipe", "lightning_pipe.runtime.executor"]
 DEADLINE_S = 60.0  # on an idle machine
-MEET_S = 5.0  # after an error, too
 
 
 class Crowding:
@@ -106,7 +105,7 @@ class World:
         except BaseException:  # a test that was given up: no later one may take its answers for its own
             processes.end()
             raise
-        if not all(isinstance(result, Returned) for result in results) and not processes.are_in_step(results):
+        if not all(isinstance(result, Returned) for result in results):
             processes.end()
         return results
 
@@ -155,13 +154,6 @@ class _Processes:
                 results[waiting[connection]] = self._receive(waiting[connection], connection)
         return [results.get(rank) or TimedOut(self._stderr(rank)) for rank in range(self._size)]
 
-    def are_in_step(self, results: list[Result]) -> bool:
-        """Return whether all ranks have ended a call, if only by raising, and still meet."""
-        if not all(isinstance(result, Returned | Raised) for result in results):
-            return False
-        met = self.call(pickle.dumps((list(sys.path), pickle.dumps((_meet, ())))), MEET_S * Crowding.now)
-        return met == [Returned(self._size)] * self._size
-
     def end(self) -> None:
         """Kill what is left and forget these processes."""
         atexit.unregister(self.end)
@@ -205,16 +197,6 @@ def _serve(rank: int, size: int, folder: Path, connection: Connection) -> None:
         except EOFError:
             os._exit(0)
         connection.send_bytes(pickle.dumps(_answer(payload)))
-
-
-def _meet() -> int:
-    """Count the ranks of this world."""
-    import torch
-    import torch.distributed as dist
-
-    count = torch.ones(1)
-    dist.all_reduce(count)
-    return int(count)
 
 
 def _answer(payload: bytes) -> Result:

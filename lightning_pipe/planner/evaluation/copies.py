@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import Compute, Evict
+from lightning_pipe.core.program import Compute, Evict, Program
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.schedule.registry import stages_placed
 
@@ -60,6 +60,12 @@ def with_copies(plan: Plan, timeline: Timeline, offloads: tuple[int, ...]) -> Pl
         for s, stage in enumerate(plan.stages)
     )
     return replace(plan, stages=stages)
+
+
+def offloading_in_vain(plan: Plan, program: Program) -> list[int]:
+    """Return the stages that offload by the plan, and of which nothing leaves in its program."""
+    leaving = {x.stage for line in program.ranks for x in line if isinstance(x, Evict)}
+    return [s for s, stage in enumerate(plan.stages) if stage.offload and s not in leaving]
 
 
 def tighter(plan: Plan) -> Iterator[Plan]:

@@ -12,9 +12,9 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.policy import ActivationPolicy
-from lightning_pipe.core.program import Evict
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
+from lightning_pipe.planner.evaluation.copies import offloading_in_vain
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
 from lightning_pipe.planner.evaluation.resolve import check_weights, transfer_cuts
 from lightning_pipe.planner.memory.policies import keeps_everything, known_places, policies_of
@@ -95,13 +95,11 @@ def warn_of_overflow(problem: Problem, judged: Judged) -> None:
 
 def warn_of_what_stays(judged: Judged) -> None:
     """Warn of stages of the user's own plan that offload, of which nothing leaves."""
-    leaving = {x.stage for line in judged.program.ranks for x in line if isinstance(x, Evict)}
-    staying = [str(s) for s, stage in enumerate(judged.plan.stages) if stage.offload and s not in leaving]
-    if staying:
+    if staying := offloading_in_vain(judged.plan, judged.program):
         warnings.warn(
-            f"The given plan offloads in stage {', '.join(staying)}, which keeps everything: each micro-batch would "
-            "have to be fetched before its memory is given up. Recompute there instead, or take a schedule that warms "
-            "up with more micro-batches.",
+            f"The given plan offloads in stage {', '.join(map(str, staying))}, which keeps everything: each micro-"
+            "batch would have to be fetched before its memory is given up. Recompute there instead, or take a schedule "
+            "that warms up with more micro-batches.",
             stacklevel=2,
         )
 

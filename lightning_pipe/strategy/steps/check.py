@@ -195,9 +195,8 @@ def on_one_device(
         def prepare(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             kept.restore()
             _move(module, device)
-            for parameter in module.parameters():
-                keeps = files is not None and parameter.requires_grad
-                parameter.grad = files.zeros_if_possible(parameter) if files is not None and keeps else None
+            for p in module.parameters():
+                p.grad = files.zeros_if_possible(p) if files is not None and p.requires_grad else None
             return [tensor.detach().to(device, copy=True) for tensor in tensors]
 
         try:
@@ -281,7 +280,7 @@ def run_captured(
     key: RandomKey,
     role: str | None = None,
 ) -> tuple[list[Mapping[str, Content]], dict[str, torch.Tensor], torch.Tensor]:
-    """Run the captured step as one stage, by micro-batches.
+    """Run the captured step as one stage, by micro-batches, whose gradients are added to those that are there.
 
     Args:
         captured: the step.
