@@ -98,3 +98,6 @@ def test_a_folder_that_cannot_be_is_said_once(tmp_path: Path, monkeypatch, caplo
     one, two = torch.ones(2), torch.zeros(3)
     assert tensors.copied_if_possible(one) is one and tensors.copied_if_possible(two) is two
     assert [record.message.count("stay in memory") for record in caplog.records] == [1]
+    caplog.clear()
+    assert mapped.MappedTensors(tmp_path / "file" / "below").zeros_if_possible(one) is None
+    assert [record.message.count("stay in memory") for record in caplog.records] == [1], "for gradients, too"

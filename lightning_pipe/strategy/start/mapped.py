@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -62,25 +63,25 @@ class MappedTensors:
 
     def copied_if_possible(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host in a file; as it is, like all later ones, and say so once, if that fails."""
+        copied = self._tried(self.copied, tensor)
+        return tensor if copied is None else copied
+
+    def zeros_if_possible(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return zeros in a file, as many as a tensor of the host has elements; None if it is small, or that fails."""
+        return None if tensor.nbytes < _SMALL_BYTES else self._tried(self._made, tensor)
+
+    def _tried(self, make: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what is made in a file; None, for all later ones too, if that fails, which is said once."""
         if self._is_refused:
-            return tensor
+            return None
         try:
-            return self.copied(tensor)
+            return make(tensor)
         except OSError as error:
             self._is_refused = True
             log.warning(
                 "Tensors stay in memory, since %s cannot be written to %s: %s.",
                 *(format_bytes(tensor.nbytes), self._folder, error),
             )
-            return tensor
-
-    def zeros_if_possible(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return zeros in a file, as many as a tensor of the host has elements; None if it is small, or that fails."""
-        if tensor.nbytes < _SMALL_BYTES or self._is_refused:
-            return None
-        try:
-            return self._made(tensor)
-        except OSError:
             return None
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
