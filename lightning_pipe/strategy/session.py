@@ -109,7 +109,8 @@ class Session:
         self._is_early = False  # whether the plan has to wait for the first training batch
         self._clippers: list[Clipper] = []
         self._hooks = GradientHooks(self.weights, device=device)
-        self._readers: tuple[str, ...] = ()
+        self._are_gradients_read = False
+        self._are_gradients_read_at_once = False  # after every batch, also where gradients are accumulated further
         setup = RankSetup(module, config, links, self.weights, self._contexts, device)
         self._pipeline = Pipeline(setup, later=self._later, stopwatch=stopwatch)
         self._planned: Plan | None = None
@@ -155,8 +156,10 @@ class Session:
         self._averages.begin()
 
     def expect_readers(self, hooks: Sequence[str]) -> None:
-        """Prepare gradients for these hooks of the user, which look at them after the backward of every batch."""
-        self._readers = tuple(hooks)
+        """Prepare gradients for these hooks of the user, and for those that other ranks have; on all ranks together."""
+        at_once = any(hook.endswith(_AFTER_BACKWARD) for hook in hooks)
+        ranks = self._links.control.sum(torch.tensor([bool(hooks), at_once]).int(), what="whether hooks read gradients")
+        self._are_gradients_read, self._are_gradients_read_at_once = map(bool, ranks.tolist())
 
     def grad_norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of the gradients of all ranks; on all ranks together."""
@@ -290,12 +293,12 @@ class Session:
 
     def _trained(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a training step, and then hooks on the gradients of parameters; show stand-ins for other gradients."""
-        looked_at = any(hook.endswith(_AFTER_BACKWARD) for hook in self._readers)
-        turn = replace(turn, synchronise=turn.synchronise or looked_at or self._hooks.is_needed)
+        at_once = self._are_gradients_read_at_once or self._hooks.is_needed
+        turn = replace(turn, synchronise=turn.synchronise or at_once)
         state = self._pipeline.runner
         with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=state.reduced):
             ran = self._pipeline.run(call, turn)
-        if self._readers and self._clippers and turn.synchronise and self._links.control.ranks > 1:
+        if self._are_gradients_read and self._clippers and turn.synchronise and self._links.control.ranks > 1:
             clipper = self._clippers[0]
             self.weights.show_gradients(dict(zip(clipper.parameters(), clipper.norms().of_each(), strict=True)))
         else:

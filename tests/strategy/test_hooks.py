@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -86,6 +87,33 @@ class Hooked(Net):
 
     def on_train_epoch_end(self) -> None:
         self.handle.remove()
+
+
+class ReadsGradients(pl.Callback):
+    """Note the norms of gradients, where a hook of this name is called."""
+
+    def __init__(self, hook: str) -> None:
+        self.norms: list[float] = []
+        setattr(self, hook, self._note)
+
+    def _note(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.norms.append(sum(float(p.grad.norm()) for p in module.parameters() if p.grad is not None))
+
+
+def read_on(rank: int | None, hook: str, layout: str) -> list[float]:
+    """Train with a callback on this rank alone, or on all."""
+    reader = ReadsGradients(hook)
+    callbacks = [reader] if rank in (None, dist.get_rank()) else []
+    fitted(Net(), {"layout": layout}, accumulate_grad_batches=2, callbacks=callbacks)
+    return reader.norms
+
+
+@pytest.mark.parametrize("layout", ["1-1", "2"])
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_a_callback_of_one_rank_reads_the_gradients_of_all(hook: str, layout: str) -> None:
+    everywhere = World(2).run(read_on, None, hook, layout)
+    assert everywhere[0] and everywhere[0] == everywhere[1]
+    assert World(2).run(read_on, 1, hook, layout) == [[], everywhere[1]]
 
 
 def fit_hooked(options: dict[str, Any] | None, trainer: dict[str, Any]) -> tuple[Any, ...]:
