@@ -3,14 +3,19 @@
     python -m benchmarks.peers                             # a GPT of 12 blocks of width 256, two ranks on this host
     python -m benchmarks.peers --case mlp --rounds 5       # fixed costs: four small layers, 1, 4 and 16 micro-batches
     python -m benchmarks.peers --case wide --link 1e9      # two hosts (namespaces) at 1 Gbit/s: sums of 100 MB
-    python -m benchmarks.peers --json figures.json
+    python -m benchmarks.peers --json figures.json --plot figures.png
 
 Contestants run one after another, in rounds, in the same two processes; a figure is the median of the steps of a round
 (from the end of a batch to the end of the next), then over the rounds. Losses of the first steps must be those of
 Lightning's DDP, or the run ends. Peak is the most resident memory of the larger rank while it trained, above what it
 had before. CPU is the seconds that all threads of the busier rank computed per step: on a machine that others use,
-too, it says more than the step. `torch 1F1B` is torch.distributed.pipelining in a bare loop, its two stages cut by hand
-in the middle.
+too, it says more than the step. Peers without Lightning run in bare loops (`benchmarks.bare_loops`), their two stages
+cut by hand in the middle. DeepSpeed and Megatron-core are not dependencies of this project, and are listed as absent
+where they are; an environment of their own has them after
+
+    pip install -e . deepspeed megatron-core
+
+Legend: m micro-batches.
 """
 
 from __future__ import annotations
@@ -25,29 +30,36 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader
 
+from benchmarks import bare_loops
+from benchmarks.bare_loops import RANKS, mean_loss
 from benchmarks.fits import fit_module
 from benchmarks.models import Block
 from benchmarks.ranks import run_ranks
 from benchmarks.two_hosts import run_on_both, two_hosts
 from lightning_pipe import DappleStrategy
 
-RANKS = 2
 WARM_UP = 3  # steps that are not counted
 REFERENCE = "Lightning DDP"
 SAME = 1e-4  # relative difference of losses that are the same in float32
+
+
+PIPELINES = {
+    "torch 1F1B": bare_loops.torch_1f1b,
+    "DeepSpeed 1F1B": bare_loops.deepspeed_1f1b,
+    "Megatron 1F1B": bare_loops.megatron_1f1b,
+}
 
 
 class Row(nn.Sequential):
@@ -120,7 +132,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         x, y = batch
-        return F.cross_entropy(self.row(x), y.flatten())
+        return mean_loss(self.row(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.case.optimizer(self.parameters(), lr=1e-3)
@@ -206,28 +218,21 @@ def fitted(case: Case, strategy: Callable[[], Any]) -> Figure:
     return Figure(steps.median_s(), steps.cpu_s(), peak(), tuple(losses.tolist()))
 
 
-def torch_1f1b(case: Case, microbatches: int) -> Figure:
-    """Train with torch's Schedule1F1B, the row cut in the middle."""
+def looped(case: Case, peer: Callable[..., bare_loops.Train], microbatches: int = 1) -> Figure:
+    """Train with a peer in a loop of its own; every rank has the whole batch."""
     torch.manual_seed(0)
     x, y = case.batch(case.samples * case.steps)
-    torch.manual_seed(0)
-    row, rank = case.make(), dist.get_rank()
-    middle = len(row) // 2
-    stage = PipelineStage(row[:middle] if rank == 0 else row[middle:], rank, RANKS, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, wanted: F.cross_entropy(out, wanted.flatten()))
-    optimizer = case.optimizer(stage.submod.parameters(), lr=1e-3)
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return case.make()
+
+    train = peer(make, partial(case.optimizer, lr=1e-3), microbatches)
     steps = Steps()
     with _resident_peak() as peak:
         for here, wanted in zip(x.split(case.samples), y.split(case.samples), strict=True):
-            optimizer.zero_grad()
-            parts: list[torch.Tensor] = []
-            if rank == 0:
-                schedule.step(here)
-            else:
-                schedule.step(target=wanted, losses=parts)
-            optimizer.step()
-            loss = torch.stack(parts).mean().detach() if parts else torch.zeros(())
-            steps.on_train_batch_end(None, None, {"loss": loss})
+            loss = train(here, wanted)
+            steps.on_train_batch_end(None, None, {"loss": torch.zeros(()) if loss is None else loss})
     losses = torch.tensor(steps.losses[:WARM_UP])
     dist.broadcast(losses, RANKS - 1)
     return Figure(steps.median_s(), steps.cpu_s(), peak(), tuple(losses.tolist()))
@@ -243,11 +248,14 @@ def contestants(case: Case) -> dict[str, Callable[[Case], Figure]]:
         REFERENCE: lambda case: fitted(case, lambda: "ddp"),
         "default": ours(),
         "data parallel": ours(layout="2"),
+        "FSDP2": partial(looped, peer=bare_loops.fsdp2),
     }
     for m in case.microbatches:
-        found[f"pipeline, {m} micro-batches"] = ours(layout="1-1", microbatches=m)
-        if m >= RANKS:  # which torch demands
-            found[f"torch 1F1B, {m} micro-batches"] = lambda case, m=m: torch_1f1b(case, m)  # type: ignore[misc]
+        found[f"pipeline, m={m}"] = ours(layout="1-1", microbatches=m)
+        if m < RANKS:  # torch demands as many
+            continue
+        for name, peer in PIPELINES.items():
+            found[f"{name}, m={m}"] = partial(looped, peer=peer, microbatches=m)
     return found
 
 
@@ -255,7 +263,11 @@ def run(name: str, rounds: int, only: str) -> dict[str, list[Figure]]:
     """Let everyone train, in rounds; on every rank."""
     torch.set_num_threads(1)
     case = CASES[name]
-    chosen = {who: train for who, train in contestants(case).items() if only in who or who == REFERENCE}
+    chosen = {
+        who: train
+        for who, train in contestants(case).items()
+        if who == REFERENCE or (only in who and bare_loops.is_installed(who))
+    }
     found: dict[str, list[Figure]] = {who: [] for who in chosen}
     for _ in range(rounds):
         for who, train in chosen.items():
@@ -287,6 +299,20 @@ def _same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SAME)
 
 
+def plot(figures: dict[str, dict[str, float]], *, title: str, path: Path) -> None:
+    """Draw the steps as bars, the fastest on top."""
+    from matplotlib.figure import Figure as Picture
+
+    names = sorted(figures, key=lambda who: figures[who]["step_s"], reverse=True)
+    picture = Picture(figsize=(8, 0.4 * len(names) + 1), layout="constrained")
+    axes = picture.subplots()
+    bars = axes.barh(names, [figures[who]["step_s"] * 1e3 for who in names])
+    reference = figures[REFERENCE]["step_s"]
+    axes.bar_label(bars, [f"{figures[who]['step_s'] / reference:.2f}" for who in names], padding=3)
+    axes.set(xlabel=f"ms per step, and the ratio to {REFERENCE}", title=title)
+    picture.savefig(path)
+
+
 def main() -> None:
     """Run the contestants and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,6 +321,7 @@ def main() -> None:
     parser.add_argument("--link", type=float, help="bits per second between two hosts; without it, one host")
     parser.add_argument("--only", default="", help="contestants whose name has this, and the reference")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="picture of the steps")
     options = parser.parse_args()
     arguments = (options.case, options.rounds, options.only)
     if options.link:
@@ -312,9 +339,14 @@ def main() -> None:
         texts = {key: f"{found[key] * 1e3:.1f} ms" for key in ("step_s", "cpu_s")}
         texts["peak_bytes"] = f"{found['peak_bytes'] / 2**20:.0f} MiB"
         table.add_row(who, *(cell for key in found for cell in (texts[key], f"{ratios[key]:.2f}")))
-    Console().print(table)
+    for who in contestants(CASES[options.case]):
+        if options.only in who and who not in figures:
+            table.add_row(who, "absent", *[""] * 5)
+    Console(width=110).print(table)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.plot:
+        plot(figures, title=str(table.title), path=options.plot)
 
 
 if __name__ == "__main__":
