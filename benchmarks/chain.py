@@ -9,12 +9,13 @@ Legend: s stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, Split, StageProgram
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import (
     Bucket,
@@ -133,10 +134,30 @@ def nap(seconds: float) -> None:
 
 
 def sleeping_split(prices: ChainPrices, sleep: Callable[[float], None] = nap) -> Split:
-    """Return the stages of a chain whose functions call `sleep` with their price and pass tensors on."""
+    """Return the stages of a chain whose functions sleep for what is left of their price, and pass tensors on."""
     width = prices.bytes_per_sample // ELEMENT_BYTES
-    return chain_split(
-        len(prices.computes), width=width, work=lambda stage, kind, samples: sleep(prices.of(stage, kind, samples))
+    idle = chain_split(len(prices.computes), width=width, work=lambda stage, kind, samples: None)
+    return replace(idle, stages=tuple(_sleeping(program, prices, sleep) for program in idle.stages))
+
+
+def _sleeping(program: StageProgram, prices: ChainPrices, sleep: Callable[[float], None]) -> StageProgram:
+    """Return a stage whose functions take what they are priced at, with what it takes to make their outputs."""
+
+    def slow(kind: ComputeKind, half: Half) -> Half:
+        def run(samples: int, key: RandomKey, *given: Any) -> Sequence[Any]:
+            end = time.perf_counter() + prices.of(program.stage, kind, samples)
+            made = half.run(samples, key, *given)
+            sleep(end - time.perf_counter())
+            return made
+
+        return replace(half, run=run)
+
+    assert program.input_grad is not None and program.weight_grad is not None, "a chain trains"
+    return replace(
+        program,
+        forward=slow("F", program.forward),
+        input_grad=slow("I", program.input_grad),
+        weight_grad=slow("W", program.weight_grad),
     )
 
 

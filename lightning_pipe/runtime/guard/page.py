@@ -9,9 +9,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 
 from lightning_pipe.runtime.guard.failure import GuardedState
+from lightning_pipe.runtime.shared_memory import new_memory
 
 _SIZE = 4096
 _BEATS = struct.Struct("<Q")
@@ -36,8 +36,7 @@ class SharedPage:
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
-            descriptor = _new_memory()
-            os.truncate(descriptor, _SIZE)
+            descriptor = new_memory(_SIZE, name="rank")
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _SIZE)
 
@@ -89,14 +88,6 @@ class SharedPage:
         """Release the memory."""
         self._memory.close()
         os.close(self.descriptor)
-
-
-def _new_memory() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("rank")
-    descriptor, path = tempfile.mkstemp(prefix="rank")
-    os.unlink(path)
-    return descriptor
 
 
 def _text(raw: bytes) -> str:

@@ -8,6 +8,8 @@ The tensors of a transfer are let go by the rank's own thread, the only one whos
 What is small travels together: an operation takes gloo longer than copying a few kilobytes does. Sends of little leave
 by themselves, so their thread is not woken for each, but when somebody waits for one, or there are many.
 
+Host tensors for a rank on the same host do not go through gloo (`same_host.py`).
+
 All channels share one process group: gloo tells messages apart by sender, receiver and tag, and keeps their order.
 Tensors on a device are copied through pinned memory.
 """
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from lightning_pipe.runtime.transport.collectives import Collectives, as_bytes, irecv, isend
 from lightning_pipe.runtime.transport.protocol import Channel, Group
+from lightning_pipe.runtime.transport.same_host import SameHost
 from lightning_pipe.runtime.waiting import Handle
 
 SMALL_BYTES = 32 * 2**10  # of a tensor that is copied rather than sent by itself
@@ -50,12 +53,15 @@ class GlooTransport:
         self._everyone = tuple(range(ranks))
         self._messages: dist.ProcessGroup | None = None
         self._lines: dict[Channel, _Line] = {}
+        self._same_host = SameHost(rank)
         weakref.finalize(self, _end, self._lines)  # before the interpreter ends, whoever forgets to close
 
     def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
         """Create what is missing; on every rank with the same arguments."""
         if self._messages is None:
             self._messages = self._collectives.new_group(self._everyone)
+        assert self._messages is not None, "every rank is a member"
+        self._same_host.open(channels, group=self._messages)
         for channel in channels:
             if self.rank in channel and channel not in self._lines:
                 self._lines[channel] = _Line(channel)
@@ -64,8 +70,11 @@ class GlooTransport:
     def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:
         """Post the sending of tensors, staged on the host if they are on a device."""
         full = [tensor for tensor in tensors if tensor.numel()]
+        is_on_host = not any(tensor.is_cuda for tensor in full)
+        if is_on_host and self._same_host.sends_to(peer):
+            return self._same_host.send(full, peer=peer)
         line = self._lines[self.rank, peer]
-        if not any(tensor.is_cuda for tensor in full):
+        if is_on_host:
             small, large = _by_size(full)
             letters = [torch.cat([as_bytes(tensor) for tensor in small]), *large] if small else large
             works = self._isend(letters, peer)
@@ -85,6 +94,8 @@ class GlooTransport:
     def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Handle:
         """Post the receiving of tensors, through the host if the buffers are on a device."""
         full = [buffer for buffer in buffers if buffer.numel()]
+        if self._same_host.hears_from(peer) and not any(buffer.is_cuda for buffer in full):
+            return self._same_host.receive(full, peer=peer)
         small, large = _by_size(full)
         sizes = [buffer.nbytes for buffer in small]
         together = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -109,6 +120,7 @@ class GlooTransport:
     def close(self) -> None:
         """End the threads and destroy the groups."""
         _end(self._lines)
+        self._same_host.close()
         self._collectives.close()
         if self._messages is not None:
             dist.destroy_process_group(self._messages)

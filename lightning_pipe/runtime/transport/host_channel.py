@@ -1,0 +1,263 @@
+"""Both ends of a channel between two processes of one host: a socket, and slots of memory that both have.
+
+    up to INLINE_BYTES     the bytes of a message travel through the socket
+    more                   they are copied into a slot; its number travels, and comes back when the receiver has copied
+                           them out. The memory of a new slot travels as a file descriptor with its first number
+
+Both ends know the size of every message, and decide alike. There are as many slots as messages were under way at once,
+each as large as the largest that it had to hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from lightning_pipe.runtime.shared_memory import new_memory
+from lightning_pipe.runtime.transport.collectives import as_bytes
+
+INLINE_BYTES = 8 * 2**10  # 40 such messages fit into the buffer of a socket
+_NOTE = struct.Struct("<ii")  # number of a slot; whether its memory comes along
+_CREDIT = struct.Struct("<i")  # number of a slot
+_NONE = -1  # no descriptor, no slot
+_MOST_PARTS = 512  # of a message in one call of the system, which takes 1,024
+_CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+Memory: TypeAlias = "ctypes.Array[ctypes.c_char]"
+
+
+@dataclass
+class Expected:
+    """A message that is expected in contiguous `buffers`.
+
+    Attributes:
+        got: how many of its bytes are there.
+        note: what is there of the note that says in which slot it is, if it is in one.
+        is_over: whether it is in its buffers.
+    """
+
+    buffers: tuple[torch.Tensor, ...]
+    byte_count: int
+    got: int = 0
+    note: bytes = b""
+    is_over: bool = False
+
+
+class Outbox:
+    """The sender's end of a channel.
+
+    Attributes:
+        line: the socket.
+        left: how many messages have left.
+        error: why nothing can leave any more, or "".
+    """
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line, self.left, self.error = line, 0, ""
+        self._posted = 0
+        self._queue: deque[tuple[bytes, int]] = deque()  # what found no room in the socket, and descriptors with it
+        self._slots: list[torch.Tensor] = []  # shared memory of a message each
+        self._free: set[int] = set()  # numbers of slots
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether something waits for room."""
+        return bool(self._queue) and not self.error
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Write a message, or keep it until there is room; return its number."""
+        self._posted += 1
+        total, descriptor = sum(tensor.nbytes for tensor in tensors), _NONE
+        parts: list[Memory | bytes] = [*map(_memory, tensors)]
+        if total > INLINE_BYTES:
+            number, descriptor = self._put_in_slot(tensors, total)
+            parts, total = [_NOTE.pack(number, descriptor != _NONE)], _NOTE.size
+        self.move()
+        waits = self.is_waiting
+        sent = 0 if waits or self.error else self._write(parts, descriptor)
+        if sent == total and not waits:
+            self.left += 1
+        else:
+            self._queue.append((b"".join(map(bytes, parts))[sent:], descriptor if sent == 0 else _NONE))
+            self.move()
+        return self._posted
+
+    def move(self) -> None:
+        """Write what had no room."""
+        while self._queue and not self.error:
+            content, descriptor = self._queue[0]
+            sent = self._write([content], descriptor)
+            if sent < len(content):
+                self._queue[0] = (content[sent:], descriptor if sent == 0 else _NONE)
+                return
+            self._queue.popleft()
+            self.left += 1
+
+    def close(self) -> None:
+        """End the connection."""
+        self.line.close()
+        for _, descriptor in self._queue:
+            if descriptor != _NONE:
+                os.close(descriptor)
+        self._slots.clear()
+
+    def _write(self, parts: Sequence[Memory | bytes], descriptor: int) -> int:
+        """Write as much as there is room for; return how many bytes."""
+        try:
+            if descriptor == _NONE:
+                return self.line.sendmsg(parts[:_MOST_PARTS])
+            sent = socket.send_fds(self.line, parts, [descriptor])
+            os.close(descriptor)
+            return sent
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.error = _lost(error)
+            return 0
+
+    def _put_in_slot(self, tensors: Sequence[torch.Tensor], total: int) -> tuple[int, int]:
+        """Copy a message into a slot; return its number, and the descriptor of its memory if that is new."""
+        self._take_back()
+        large = [number for number in self._free if len(self._slots[number]) >= total]
+        number, descriptor = min(large, key=lambda number: len(self._slots[number]), default=_NONE), _NONE
+        if number == _NONE:
+            descriptor = new_memory(total, name="messages")
+            number = self._keep(_mapped(descriptor))
+        self._free.discard(number)
+        parts = self._slots[number][:total].split([tensor.nbytes for tensor in tensors])
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(as_bytes(tensor))
+        return number, descriptor
+
+    def _keep(self, memory: torch.Tensor) -> int:
+        """Give memory a number: that of a free slot, which is too small, or a new one."""
+        if not self._free:
+            self._slots.append(memory)
+            return len(self._slots) - 1
+        number = self._free.pop()
+        self._slots[number] = memory
+        return number
+
+    def _take_back(self) -> None:
+        """Note which slots the receiver has emptied."""
+        with contextlib.suppress(OSError):  # there is nothing to read, or nobody, which writing finds out
+            while numbers := self.line.recv(64 * _CREDIT.size):
+                self._free.update(number for (number,) in _CREDIT.iter_unpack(numbers))
+
+
+class Inbox:
+    """The receiver's end of a channel.
+
+    Attributes:
+        line: the socket.
+        error: why nothing can come any more, or "".
+    """
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line, self.error = line, ""
+        self._expected: deque[Expected] = deque()
+        self._slots: dict[int, torch.Tensor] = {}
+        self._new = torch.empty(0)  # memory of the slot that comes with the next note
+        self._credits = b""  # that found no room in the socket
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a message is expected."""
+        return bool(self._expected) and not self.error
+
+    def expect(self, expected: Expected) -> None:
+        """Let a message be the next but for those expected already."""
+        expected.is_over = not expected.byte_count
+        if not expected.is_over:
+            self._expected.append(expected)
+
+    def move(self) -> None:
+        """Take what has come of the expected messages."""
+        try:
+            while self._expected and not self.error:
+                if self._read(self._expected[0]):
+                    self._expected.popleft().is_over = True
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.error = _lost(error)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.line.close()
+        self._slots.clear()
+
+    def _read(self, expected: Expected) -> bool:
+        """Take what has come of a message; return whether that was all."""
+        if expected.byte_count <= INLINE_BYTES:
+            expected.got += _some(self.line.recvmsg_into(_rest(expected.buffers, expected.got)[:_MOST_PARTS])[0])
+            return expected.got == expected.byte_count
+        content, descriptors, *_ = socket.recv_fds(self.line, _NOTE.size - len(expected.note), 1, _CLOSED_ON_EXEC)
+        _some(len(content))
+        expected.note += content
+        for descriptor in descriptors:
+            self._new = _mapped(descriptor)  # its number may still be to come
+            os.close(descriptor)
+        if len(expected.note) < _NOTE.size:
+            return False
+        number, is_new = _NOTE.unpack(expected.note)
+        if is_new:
+            self._slots[number] = self._new
+        parts = self._slots[number][: expected.byte_count].split([buffer.nbytes for buffer in expected.buffers])
+        for buffer, part in zip(expected.buffers, parts, strict=True):
+            as_bytes(buffer).copy_(part)
+        self._give_back(number)
+        return True
+
+    def _give_back(self, number: int) -> None:
+        """Tell the sender that a slot is empty; later, if there is no room for that now."""
+        self._credits += _CREDIT.pack(number)
+        with contextlib.suppress(OSError):
+            self._credits = self._credits[self.line.send(self._credits) :]
+
+
+def _memory(tensor: torch.Tensor) -> Memory:
+    """Return the bytes of a contiguous tensor, which must outlive them."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+def _rest(buffers: Sequence[torch.Tensor], got: int) -> list[Memory]:
+    """Return the bytes of contiguous tensors, one after another, but for the first ones."""
+    parts = []
+    for buffer in buffers:
+        skipped = min(got, buffer.nbytes)
+        got -= skipped
+        if skipped < buffer.nbytes:
+            parts.append((ctypes.c_char * (buffer.nbytes - skipped)).from_address(buffer.data_ptr() + skipped))
+    return parts
+
+
+def _mapped(descriptor: int) -> torch.Tensor:
+    """Return the bytes of shared memory."""
+    with torch.inference_mode(False):  # a tensor of validation could not be written to in training
+        return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+
+
+def _some(count: int) -> int:
+    """Return the count of bytes that were read, if the other end has not closed.
+
+    Raises:
+        ConnectionError: if it has.
+    """
+    if not count:
+        raise ConnectionResetError("the other end has closed it")
+    return count
+
+
+def _lost(error: OSError) -> str:
+    return f"Connection to a rank of this host is lost: {error}"

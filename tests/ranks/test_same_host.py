@@ -1,0 +1,219 @@
+"""Messages within a host: every size arrives whole and in order, whoever waits for what; a lost peer is told."""
+
+import gc
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.runtime.transport import same_host
+from lightning_pipe.runtime.transport.gloo import GlooTransport
+from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES
+from lightning_pipe.runtime.transport.same_host import Arrival
+from lightning_pipe.runtime.waiting import Handle
+from ranks.world import Raised, World
+
+BYTES = torch.uint8
+SIZES = (1, INLINE_BYTES, INLINE_BYTES + 1, 0, 3, 2**20, 7 * 2**20 + 5, INLINE_BYTES + 2, 2**21, 12)
+
+
+def transport_between(ranks: int, channels: list[tuple[int, int]]) -> GlooTransport:
+    transport = GlooTransport(rank=dist.get_rank(), ranks=ranks, timeout_s=60)
+    transport.open(channels=channels, groups=[])
+    return transport
+
+
+def settle(handle: Handle) -> None:
+    while not handle.wait(0.2):
+        pass
+
+
+def content(size: int, *, seed: int) -> torch.Tensor:
+    return torch.randint(256, (size,), dtype=BYTES, generator=torch.Generator().manual_seed(seed))
+
+
+def swap_every_size(order: str) -> tuple[list[bool], bool]:
+    """Send all sizes in both directions, three times over; return what arrived whole, and whether sockets were used."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    transport = transport_between(2, [(0, 1), (1, 0)])
+    good, used = [], False
+    for number in range(3):
+        sends = [transport.send([content(n, seed=number + n + rank)], peer=peer) for n in SIZES]
+        buffers = [torch.zeros(n, dtype=BYTES) for n in SIZES]
+        receives = [transport.receive([buffer], peer=peer) for buffer in buffers]
+        used = used or any(isinstance(handle, Arrival) for handle in receives)
+        for handle in receives if order == "in order" else reversed(receives):
+            settle(handle)
+        for handle in sends:
+            settle(handle)
+        good += [bool(torch.equal(b, content(len(b), seed=number + len(b) + peer))) for b in buffers]
+        assert all(handle.landed() for handle in (*sends, *receives))
+    transport.close()
+    return good, used
+
+
+@pytest.mark.parametrize("order", ["in order", "last first"])
+def test_every_size_arrives_whole_whoever_is_waited_for_first(order: str) -> None:
+    for good, used in World(2).run(swap_every_size, order):
+        assert all(good) and used
+
+
+def swap_without_sockets() -> tuple[list[bool], bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(same_host.socket, "socket", no_socket)
+        return swap_every_size("last first")
+
+
+def no_socket(*_: object) -> socket.socket:
+    raise OSError("there are none here")
+
+
+def test_where_no_socket_reaches_messages_go_another_way() -> None:
+    for good, used in World(2).run(swap_without_sockets):
+        assert all(good) and not used
+
+
+def many_before_anybody_reads() -> bool:
+    """Fill the socket many times over before the first is expected; a large message stands among them."""
+    peer = 1 - dist.get_rank()
+    transport = transport_between(2, [(0, 1), (1, 0)])
+    sizes = [INLINE_BYTES] * 300 + [2**20] + [5] * 900
+    sends = [transport.send([content(n, seed=i)], peer=peer) for i, n in enumerate(sizes)]
+    was_full = not all(handle.landed() for handle in sends)
+    dist.barrier()
+    buffers = [torch.zeros(n, dtype=BYTES) for n in sizes]
+    receives = [transport.receive([buffer], peer=peer) for buffer in buffers]
+    for handle in (*reversed(sends), *receives):
+        settle(handle)
+    transport.close()
+    assert all(torch.equal(b, content(len(b), seed=i)) for i, b in enumerate(buffers))
+    return was_full
+
+
+def test_what_finds_no_room_waits_for_it_and_keeps_its_place() -> None:
+    assert all(World(2).run(many_before_anybody_reads))
+
+
+def a_message_of_very_many_tensors() -> bool:
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    transport = transport_between(2, [(0, 1), (1, 0)])
+    handle = transport.send([torch.tensor([rank, i], dtype=torch.int16) for i in range(1500)], peer=peer)
+    buffers = [torch.zeros(2, dtype=torch.int16) for _ in range(1500)]
+    settle(transport.receive(buffers, peer=peer))
+    settle(handle)
+    transport.close()
+    return [b.tolist() for b in buffers] == [[peer, i] for i in range(1500)]
+
+
+def test_a_message_may_have_more_tensors_than_a_system_call_takes() -> None:
+    assert all(World(2).run(a_message_of_very_many_tensors))
+
+
+def slots_of_changing_sizes() -> tuple[int, int]:
+    """Return how many slots were made for messages of many sizes, one after another, and open files left by them."""
+    rank, before = dist.get_rank(), len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    transport = transport_between(2, [(0, 1)])
+    for i in range(60):
+        size = INLINE_BYTES + 1 + 10_000 * (i % 17)
+        if rank == 0:
+            settle(transport.send([content(size, seed=i)], peer=1))
+        else:
+            buffer = torch.zeros(size, dtype=BYTES)
+            settle(transport.receive([buffer], peer=0))
+            assert torch.equal(buffer, content(size, seed=i))
+        dist.barrier()
+    host = transport._same_host
+    made = len(host._outboxes[1]._slots) if rank == 0 else len(host._inboxes[0]._slots)
+    transport.close()
+    del host
+    gc.collect()
+    return made, (len(os.listdir("/proc/self/fd")) if before else 0) - before
+
+
+def test_slots_are_used_again_and_nothing_stays_open() -> None:
+    for made, left in World(2).run(slots_of_changing_sizes):
+        assert made == 1 and left <= 0
+
+
+def validate_then_train() -> bool:
+    """Send a message under `inference_mode`, then others outside of it."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    transport = transport_between(2, [(0, 1), (1, 0)])
+    good = []
+    for is_inference in (True, False, True):
+        with torch.inference_mode(is_inference):
+            send = transport.send([content(2**16, seed=rank)], peer=peer)
+            buffer = torch.zeros(2**16, dtype=BYTES)
+            settle(transport.receive([buffer], peer=peer))
+            settle(send)
+            good.append(torch.equal(buffer, content(2**16, seed=peer)))
+    transport.close()
+    return all(good)
+
+
+def test_slots_serve_validation_and_training() -> None:
+    assert all(World(2).run(validate_then_train))
+
+
+def an_empty_message_behind_one_without_room() -> list[bool]:
+    """Return whether a message without room, and an empty one behind it, have left before anybody reads."""
+    rank = dist.get_rank()
+    transport = transport_between(2, [(0, 1)])
+    if rank == 0:
+        sends = [transport.send([content(INLINE_BYTES, seed=0)], peer=1) for _ in range(300)]
+        sends.append(transport.send([torch.zeros(0)], peer=1))
+        left = [handle.landed() for handle in sends[-2:]]
+    dist.barrier()
+    if rank == 0:
+        handles: list[Handle] = [*sends]
+    else:
+        buffers = [torch.zeros(INLINE_BYTES, dtype=BYTES) for _ in range(300)]
+        handles = [transport.receive([buffer], peer=0) for buffer in (*buffers, torch.zeros(0))]
+    for handle in handles:
+        settle(handle)
+    transport.close()
+    return left if rank == 0 else []
+
+
+def test_an_empty_message_does_not_overtake() -> None:
+    assert World(2).run(an_empty_message_behind_one_without_room)[0] == [False, False]
+
+
+def stranger_then_peer() -> bool:
+    """Let somebody who is no rank connect before the sender does."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        call = same_host.SameHost._call
+
+        def after_a_stranger(self: same_host.SameHost, peer: int) -> socket.socket | None:
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stranger.connect(self._listings[peer].address)
+            stranger.sendall(bytes(20))
+            return call(self, peer)
+
+        patch.setattr(same_host.SameHost, "_call", after_a_stranger)
+        transport = transport_between(2, [(0, 1)])
+    tensor = torch.full((4,), 7.0) if rank == 0 else torch.zeros(4)
+    settle(transport.send([tensor], peer=1) if rank == 0 else transport.receive([tensor], peer=0))
+    transport.close()
+    return bool(tensor.eq(7).all())
+
+
+def test_a_stranger_is_turned_away() -> None:
+    assert all(World(2).run(stranger_then_peer))
+
+
+def wait_for_one_who_dies(size: int) -> None:
+    transport = transport_between(2, [(0, 1), (1, 0)])
+    if dist.get_rank() == 0:
+        os._exit(3)
+    receive = transport.receive([torch.zeros(size)], peer=0)
+    settle(receive)
+
+
+@pytest.mark.parametrize("size", [3, 2**20])
+def test_who_waits_for_a_dead_rank_is_told(size: int) -> None:
+    told = World(2).results(wait_for_one_who_dies, size)[1]
+    assert isinstance(told, Raised) and told.kind == "RuntimeError" and "onnection" in told.text
