@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_pipe.runtime.transport import same_host
 from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES
-from lightning_pipe.runtime.transport.same_host import Arrival
+from lightning_pipe.runtime.transport.same_host import MESSAGES, Arrival
 from lightning_pipe.runtime.waiting import Handle
 from ranks.world import Raised, World
 
@@ -125,7 +125,7 @@ def slots_of_changing_sizes() -> tuple[int, int]:
             assert torch.equal(buffer, content(size, seed=i))
         dist.barrier()
     host = transport._same_host
-    made = len(host._outboxes[1]._slots) if rank == 0 else len(host._inboxes[0]._slots)
+    made = len(host._outboxes[MESSAGES, 1]._slots) if rank == 0 else len(host._inboxes[MESSAGES, 0]._slots)
     transport.close()
     del host
     gc.collect()
@@ -179,6 +179,36 @@ def an_empty_message_behind_one_without_room() -> list[bool]:
 
 def test_an_empty_message_does_not_overtake() -> None:
     assert World(2).run(an_empty_message_behind_one_without_room)[0] == [False, False]
+
+
+def sums_beside_messages() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Post sums of two groups, a broadcast and a message, which ranks begin in different order."""
+    rank = dist.get_rank()
+    transport = GlooTransport(rank=rank, ranks=3, timeout_s=60)
+    transport.open(channels=[(0, 2)], groups=[(0, 1, 2), (0, 2)])
+    large, small, word = torch.full((2**19,), 0.1 + rank), torch.full((7,), 0.1 + rank), torch.tensor([rank])
+    letter = torch.full((3,), float(rank))
+    message = [lambda: transport.send([letter], peer=2)] if rank == 0 else []
+    message += [lambda: transport.receive([letter], peer=0)] if rank == 2 else []
+    sums = [lambda: transport.all_reduce(large, group=(0, 1, 2)), lambda: transport.all_reduce(small, group=(0, 1, 2))]
+    sums.append(lambda: transport.broadcast(word, source=1, group=(0, 1, 2)))
+    pair = torch.tensor([2**40 + rank])
+    if rank != 1:
+        sums.append(lambda: transport.all_reduce(pair, group=(0, 2)))
+    handles = [post() for post in ([*sums, *message] if rank == 0 else [*message, *sums])]
+    for handle in reversed(handles) if rank == 1 else handles:
+        settle(handle)
+    transport.close()
+    return large, small, pair, word.item() == 1 and (rank != 2 or bool(letter.eq(0).all()))
+
+
+def test_sums_of_groups_are_bit_equal_on_all_members_and_apart_from_messages() -> None:
+    (large, small, pair, good), *others = World(3).run(sums_beside_messages)
+    assert torch.equal(small, torch.full((7,), 0.1) + torch.full((7,), 1.1) + torch.full((7,), 2.1))
+    assert torch.equal(pair, torch.tensor([2**41 + 2])) and torch.equal(pair, others[1][2])
+    torch.testing.assert_close(large, torch.full((2**19,), 3.3))
+    assert good and all(their_good for *_, their_good in others)
+    assert all(torch.equal(small, theirs) and torch.equal(large, all_of) for all_of, theirs, *_ in others)
 
 
 def stranger_then_peer() -> bool:

@@ -8,7 +8,7 @@ The tensors of a transfer are let go by the rank's own thread, the only one whos
 What is small travels together: an operation takes gloo longer than copying a few kilobytes does. Sends of little leave
 by themselves, so their thread is not woken for each, but when somebody waits for one, or there are many.
 
-Host tensors for a rank on the same host do not go through gloo (`same_host.py`).
+Host tensors for a rank on the same host do not go through gloo (`same_host.py`), nor do small sums (`host_sums.py`).
 
 All channels share one process group: gloo tells messages apart by sender, receiver and tag, and keeps their order.
 Tensors on a device are copied through pinned memory.
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.runtime.transport.collectives import Collectives, as_bytes, irecv, isend
+from lightning_pipe.runtime.transport.host_sums import HostSums
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 from lightning_pipe.runtime.transport.same_host import SameHost
 from lightning_pipe.runtime.waiting import Handle
@@ -54,6 +55,7 @@ class GlooTransport:
         self._messages: dist.ProcessGroup | None = None
         self._lines: dict[Channel, _Line] = {}
         self._same_host = SameHost(rank)
+        self._host_sums = HostSums(rank, self._same_host)
         weakref.finalize(self, _end, self._lines)  # before the interpreter ends, whoever forgets to close
 
     def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
@@ -61,7 +63,8 @@ class GlooTransport:
         if self._messages is None:
             self._messages = self._collectives.new_group(self._everyone)
         assert self._messages is not None, "every rank is a member"
-        self._same_host.open(channels, group=self._messages)
+        self._same_host.open(channels, world=self._messages)
+        self._host_sums.open(groups, world=self._messages)
         for channel in channels:
             if self.rank in channel and channel not in self._lines:
                 self._lines[channel] = _Line(channel)
@@ -108,10 +111,14 @@ class GlooTransport:
 
     def all_reduce(self, tensor: torch.Tensor, *, group: Group) -> Handle:
         """Post a sum, in place."""
+        if self._host_sums.carries(tensor, group):
+            return self._host_sums.all_reduce(tensor, group=group)
         return self._collectives.all_reduce(tensor, group=group)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
         """Post the copying of the source's tensor into those of the other members."""
+        if self._host_sums.carries(tensor, group):
+            return self._host_sums.broadcast(tensor, source=source, group=group)
         return self._collectives.broadcast(tensor, source=source, group=group)
 
     def abort(self) -> None:
@@ -120,6 +127,7 @@ class GlooTransport:
     def close(self) -> None:
         """End the threads and destroy the groups."""
         _end(self._lines)
+        self._host_sums.close()
         self._same_host.close()
         self._collectives.close()
         if self._messages is not None:
@@ -184,7 +192,6 @@ class _Line:
         self._aside: list[tuple[Post, _Ending]] = []  # by the rank's own thread
         sender, receiver = channel
         self._thread = threading.Thread(target=self._run, name=f"pipe {sender}>{receiver}", daemon=True)
-        self._thread.start()
 
     def wait_for(self, post: Post) -> _Ending:
         """Return the end of all operations that `post` returns."""
@@ -206,6 +213,8 @@ class _Line:
         if self._aside:
             jobs, self._aside = self._aside, []
             self._jobs.put(jobs)
+            if self._thread.ident is None:  # most lines of one host are never used
+                self._thread.start()
 
     def end(self) -> None:
         """Let the thread end once it has nothing left to wait for."""
@@ -214,7 +223,8 @@ class _Line:
 
     def join(self) -> None:
         """Wait a moment for the thread: one that is still inside torch when the interpreter ends aborts the process."""
-        self._thread.join(_PARTING_S)
+        if self._thread.ident is not None:
+            self._thread.join(_PARTING_S)
 
     def _run(self) -> None:
         while (jobs := self._jobs.get()) is not None:

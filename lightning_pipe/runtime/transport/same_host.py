@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.runtime.transport.host_channel import Expected, Inbox, Outbox
-from lightning_pipe.runtime.transport.protocol import Channel
+from lightning_pipe.runtime.transport.protocol import Channel, Group
 
+MESSAGES: Group = ()  # no group: messages between stages
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}si")  # token of the caller, its rank
 _PATIENCE_S = 10.0  # with a caller who has connected and says nothing
@@ -56,50 +57,57 @@ class SameHost:
         self._listings: list[_Listing] = []
         self._listener: socket.socket | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._tried: set[Channel] = set()
-        self._outboxes: dict[int, Outbox] = {}
-        self._inboxes: dict[int, Inbox] = {}
+        self._tried: set[tuple[Group, Channel]] = set()
+        self._reached: set[tuple[Group, Channel]] = set()
+        self._outboxes: dict[tuple[Group, int], Outbox] = {}  # by whose exchanges it carries, and peer
+        self._inboxes: dict[tuple[Group, int], Inbox] = {}
 
-    def open(self, channels: Sequence[Channel], *, group: dist.ProcessGroup) -> None:
-        """Connect what is new among channels and stays on a host; on all ranks of the group together."""
-        new = [channel for channel in channels if channel not in self._tried]
+    def open(self, channels: Sequence[Channel], *, world: dist.ProcessGroup, of: Group = MESSAGES) -> bool:
+        """Connect what is new among channels and stays on a host; return whether all do. On all ranks together.
+
+        Args:
+            channels: senders and receivers.
+            world: of all ranks.
+            of: the group whose sums and broadcasts they carry, apart from messages.
+        """
+        new = [channel for channel in channels if (of, channel) not in self._tried]
         if not new:
-            return
-        self._tried.update(new)
+            return self._reached.issuperset((of, channel) for channel in channels)
+        self._tried.update((of, channel) for channel in new)
         if not self._listings:
-            self._listings = self._listed(group)
+            self._listings = self._listed(world)
         reached = torch.zeros(len(new), dtype=torch.uint8)
         for number, (sender, receiver) in enumerate(new):
             if sender == self._rank and (line := self._call(receiver)) is not None:
-                self._outboxes[receiver] = Outbox(line)
+                self._outboxes[of, receiver] = Outbox(line)
                 reached[number] = 1
-        dist.all_reduce(reached, group=group)
+        dist.all_reduce(reached, group=world)
+        self._reached.update((of, channel) for channel, ok in zip(new, reached.tolist(), strict=True) if ok)
         mine = {
-            sender
-            for (sender, receiver), ok in zip(new, reached.tolist(), strict=True)
-            if ok and receiver == self._rank
+            sender for sender, receiver in new if receiver == self._rank and (of, (sender, receiver)) in self._reached
         }
         while mine:
             sender, line = self._answer()
-            self._inboxes[sender] = Inbox(line)
+            self._inboxes[of, sender] = Inbox(line)
             mine.discard(sender)
+        return self._reached.issuperset((of, channel) for channel in channels)
 
-    def sends_to(self, peer: int) -> bool:
+    def sends_to(self, peer: int, *, of: Group = MESSAGES) -> bool:
         """Return whether messages to a rank go this way."""
-        return peer in self._outboxes
+        return (of, peer) in self._outboxes
 
-    def hears_from(self, peer: int) -> bool:
+    def hears_from(self, peer: int, *, of: Group = MESSAGES) -> bool:
         """Return whether messages of a rank come this way."""
-        return peer in self._inboxes
+        return (of, peer) in self._inboxes
 
-    def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Departure:
+    def send(self, tensors: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Departure:
         """Send contiguous host tensors; what they hold is taken now."""
-        outbox = self._outboxes[peer]
+        outbox = self._outboxes[of, peer]
         return Departure(self, outbox, outbox.send(tensors))
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Arrival:
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Arrival:
         """Expect the next message of a rank in these contiguous host buffers."""
-        inbox = self._inboxes[peer]
+        inbox = self._inboxes[of, peer]
         expected = Expected(tuple(buffers), sum(buffer.nbytes for buffer in buffers))
         inbox.expect(expected)
         return Arrival(self, inbox, expected)
@@ -143,12 +151,13 @@ class SameHost:
             self._folder.cleanup()
         self._listener, self._folder, self._listings = None, None, []
         self._tried.clear()
+        self._reached.clear()
 
-    def _listed(self, group: dist.ProcessGroup) -> list[_Listing]:
+    def _listed(self, world: dist.ProcessGroup) -> list[_Listing]:
         """Begin to listen, and return where all ranks do."""
-        listings: list[_Listing | None] = [None] * dist.get_world_size(group)
+        listings: list[_Listing | None] = [None] * dist.get_world_size(world)
         dist.all_gather_object(
-            listings, _Listing(self._listen(len(listings)), secrets.token_bytes(_TOKEN_BYTES)), group=group
+            listings, _Listing(self._listen(len(listings)), secrets.token_bytes(_TOKEN_BYTES)), group=world
         )
         return [listing for listing in listings if listing is not None]
 
