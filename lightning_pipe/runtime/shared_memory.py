@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 
@@ -15,7 +16,8 @@ def new_memory(byte_count: int, *, name: str) -> int:
 
 def _unnamed_file(name: str) -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            return os.memfd_create(name)
     descriptor, path = tempfile.mkstemp(prefix=name)
     os.unlink(path)
     return descriptor
