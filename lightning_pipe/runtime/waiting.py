@@ -68,8 +68,10 @@ class Landing:
     handle: Handle
 
     def wait(self, timeout_s: float) -> bool:
-        """Look at most so long whether the other handle has landed."""
+        """Wait at most so long until the other handle has landed."""
         end = time.monotonic() + timeout_s
+        if not self.handle.wait(timeout_s):  # some move only while they are waited for
+            return False
         while not self.handle.landed():
             if time.monotonic() > end:
                 return False

@@ -12,7 +12,7 @@ from lightning_pipe.runtime.transport import same_host
 from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES
 from lightning_pipe.runtime.transport.same_host import MESSAGES, Arrival
-from lightning_pipe.runtime.waiting import Handle
+from lightning_pipe.runtime.waiting import Handle, Landing
 from ranks.world import Raised, World
 
 BYTES = torch.uint8
@@ -209,6 +209,23 @@ def test_sums_of_groups_are_bit_equal_on_all_members_and_apart_from_messages() -
     torch.testing.assert_close(large, torch.full((2**19,), 3.3))
     assert good and all(their_good for *_, their_good in others)
     assert all(torch.equal(small, theirs) and torch.equal(large, all_of) for all_of, theirs, *_ in others)
+
+
+def land_without_a_compute_that_asks() -> bool:
+    """Wait as a program does that was given up: for receives to land, with no compute that takes them."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    transport = transport_between(2, [(0, 1), (1, 0)])
+    buffers = [torch.zeros(n, dtype=BYTES) for n in SIZES]
+    receives = [Landing(transport.receive([buffer], peer=peer)) for buffer in buffers]
+    sends = [transport.send([content(n, seed=n + rank)], peer=peer) for n in SIZES]
+    for handle in (*receives, *sends):
+        settle(handle)
+    transport.close()
+    return all(torch.equal(b, content(len(b), seed=len(b) + peer)) for b in buffers)
+
+
+def test_messages_land_also_if_nothing_takes_them() -> None:
+    assert all(World(2).run(land_without_a_compute_that_asks))
 
 
 def stranger_then_peer() -> bool:

@@ -25,7 +25,7 @@ class Transport(Protocol):
     rank: int
 
     def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
-        """Create what is missing. Every rank calls it with the same arguments."""
+        """Create what is missing. Every rank calls it with the same arguments, and may wait for the others there."""
         ...
 
     def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:

@@ -129,8 +129,9 @@ class Feed:
         return StatefulFedLoader(loader, self) if isinstance(loader, _Stateful) else FedLoader(loader, self)
 
     def assign(self, ranks: tuple[int, ...]) -> None:
-        """Decide which ranks load; iterations that have begun go on there and end elsewhere."""
+        """Decide which ranks load, on all ranks together; iterations that have begun go on there and end elsewhere."""
         self._loading, self._assigned = ranks, True
+        self._control.expect(self.source)
         for iterator in self._early:
             iterator.follow_assignment()
         self._early.clear()

@@ -48,8 +48,10 @@ class ControlPlane:
         self.wait, self._begun, self._exchanges = wait, begun, 0
         self._everyone = tuple(range(ranks))
         self._leaving: list[Handle] = []
+        self._told_by: set[int] = set()  # ranks with channels to all others
         if transport is not None:
             transport.open(channels=[(r, 0) for r in range(1, ranks)], groups=[self._everyone])
+        self.expect(0)
 
     @property
     def transport(self) -> Transport | None:
@@ -90,6 +92,12 @@ class ControlPlane:
             self.wait(Wait(handle, what, TOGETHER, number))
         return tensor
 
+    def expect(self, source: int) -> None:
+        """Prepare that rank `source` tells the others something; all ranks come here before it does."""
+        if self._transport is not None and source not in self._told_by:
+            self._transport.open(channels=[(source, rank) for rank in self._everyone if rank != source], groups=[])
+            self._told_by.add(source)
+
     def tell(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
         """Do as `copy` does, but let the source go on at once, and every other rank as soon as it has its copy.
 
@@ -103,8 +111,8 @@ class ControlPlane:
         if self._transport is None:
             return Wait(Done(), what)
         number = self._begin()
+        assert source in self._told_by, "connections are made by all ranks together, so not now"
         others = [rank for rank in self._everyone if rank != source]
-        self._transport.open(channels=[(source, rank) for rank in others], groups=[])
         if self.rank == source:
             self._leaving = [handle for handle in self._leaving if not handle.landed()]
             self._leaving += [self._transport.send([tensor], peer=rank) for rank in others]
