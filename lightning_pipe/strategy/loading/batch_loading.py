@@ -131,7 +131,9 @@ class Feed:
     def assign(self, ranks: tuple[int, ...]) -> None:
         """Decide which ranks load, on all ranks together; iterations that have begun go on there and end elsewhere."""
         self._loading, self._assigned = ranks, True
-        self._control.expect(self.source)
+        if self._goes_on:
+            with self.watch.opening("the connections of the rank that tells of batches"):
+                self._control.expect(self.source)
         for iterator in self._early:
             iterator.follow_assignment()
         self._early.clear()
