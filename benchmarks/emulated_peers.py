@@ -141,6 +141,8 @@ class _Sleeping(nn.Module):
         self.weight, self._v = nn.Parameter(torch.zeros(1)), v
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad:  # a part of the batch: its gradient is made, and not added to one of the whole batch
+            x = x.detach().requires_grad_()
         y: torch.Tensor = _Nap.apply(x, FORWARD_S / self._v, HALF_S / self._v)
         w: torch.Tensor = _Nap.apply(self.weight, 0.0, HALF_S / self._v)
         return _Joined.apply(y, w)
@@ -169,7 +171,7 @@ def peers(pair: Pair, case: Case, transport: Transport) -> Step | None:
     own = (rank, count - 1 - rank) if is_v else range(rank, count, case.p)
     stages = [PipelineStage(_Sleeping(pair.v), number, count, CPU) for number in own]
     schedule = kind(stages if pair.v > 1 else stages[0], case.m, loss_fn=lambda out, wanted: out.flatten()[0] * 0.0)
-    x = torch.zeros(case.m, case.message_bytes // ELEMENT_BYTES, requires_grad=True)
+    x = torch.zeros(case.m, case.message_bytes // ELEMENT_BYTES)
     wanted, last = torch.zeros(case.m), count - 1 in own
 
     def step() -> None:
