@@ -34,6 +34,7 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import join_of
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.strategy.plans.runtime_overhead import ELEMENT_BYTES, chain_split, chain_traffic
 
@@ -162,12 +163,19 @@ def _sleeping(program: StageProgram, prices: ChainPrices, sleep: Callable[[float
 
 
 def chain_program(
-    layout: Layout, *, microbatches: int, schedule: str, options: Options, bytes_per_sample: int
+    layout: Layout,
+    *,
+    microbatches: int,
+    schedule: str,
+    options: Options,
+    bytes_per_sample: int,
+    samples: int = SAMPLES,
 ) -> VerifiedProgram:
-    """Return the verified program of a chain under a schedule."""
+    """Return the verified program of a chain under a schedule, for micro-batches of so many samples."""
     order = order_of(schedule, layout=layout, microbatches=microbatches, options=options)
     traffic = chain_traffic(len(layout.stages), bytes_per_sample)
-    return verify(lower(order, layout=layout, sizes=(SAMPLES,) * microbatches, traffic=traffic))
+    join = join_of(schedule, options)
+    return verify(lower(order, layout=layout, sizes=(samples,) * microbatches, traffic=traffic, join=join))
 
 
 def chain_executor(layout: Layout, split: Split, transport: Transport) -> Executor:

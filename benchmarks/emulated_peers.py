@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, nap, sleeping_split
+from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, chain_program, nap, sleeping_split
 from benchmarks.emulation import ping
 from benchmarks.profiling import keep_freed_memory
 from benchmarks.ranks import run_ranks
@@ -43,12 +43,9 @@ from lightning_pipe.report import step_seconds
 from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.transport.process_group import process_group_transport
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.schedule import SCHEDULES, order_of
-from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.registry import join_of
-from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.schedule import SCHEDULES
 from lightning_pipe.simulator import simulate
-from lightning_pipe.strategy.plans.runtime_overhead import ELEMENT_BYTES, chain_traffic
+from lightning_pipe.strategy.plans.runtime_overhead import ELEMENT_BYTES
 
 FORWARD_S, HALF_S = 0.020, 0.020  # of a micro-batch on a rank: F, and each of I and W
 DEADLINE_S = 120.0
@@ -93,10 +90,14 @@ def prices(pair: Pair, case: Case) -> ChainPrices:
 def program_of(pair: Pair, case: Case) -> VerifiedProgram:
     """Return our program."""
     layout = SCHEDULES[pair.schedule].layout([(rank,) for rank in range(case.p)], pair.v)
-    order = order_of(pair.schedule, layout=layout, microbatches=case.m, options=pair.options)
-    traffic = chain_traffic(len(layout.stages), case.message_bytes)
-    join = join_of(pair.schedule, pair.options)
-    return verify(lower(order, layout=layout, sizes=(1,) * case.m, traffic=traffic, join=join))
+    return chain_program(
+        layout,
+        microbatches=case.m,
+        schedule=pair.schedule,
+        options=pair.options,
+        bytes_per_sample=case.message_bytes,
+        samples=1,
+    )
 
 
 def ours(pair: Pair, case: Case, transport: Transport) -> Step:
@@ -161,7 +162,7 @@ class _Joined(torch.autograd.Function):
         return gradient, torch.zeros(1)
 
 
-def peers(pair: Pair, case: Case, transport: Transport) -> Step | None:
+def peers(pair: Pair, case: Case) -> Step | None:
     """Return a step of torch's schedule; None if it has none like it."""
     kind: Any = getattr(schedules, pair.torch_name, None) if pair.torch_name else None
     if kind is None:
@@ -190,7 +191,7 @@ def measure(case: Case, names: list[str], rounds: int) -> dict[str, Any]:
     latency_s, posting_s = ping(transport, case.message_bytes)
     found: dict[str, Any] = {"latency_s": latency_s, "posting_s": posting_s}
     for name in names:
-        steps = {"ours": ours(PAIRS[name], case, transport), "torch": peers(PAIRS[name], case, transport)}
+        steps = {"ours": ours(PAIRS[name], case, transport), "torch": peers(PAIRS[name], case)}
         seconds: dict[str, list[float]] = {who: [] for who, step in steps.items() if step is not None}
         for number in range(rounds + 1):  # the first opens connections
             for who in seconds:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, sleeping_split
+from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, chain_program, sleeping_split
 from benchmarks.planners.dapple import MODELS, PROFILES, problem
 from benchmarks.ranks import run_ranks
 from lightning_pipe.core.cluster import Cluster, Device, Host, Link
@@ -41,10 +41,6 @@ from lightning_pipe.planner.registry import propose
 from lightning_pipe.profiles.published import load_published
 from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.transport.process_group import process_group_transport
-from lightning_pipe.schedule import order_of
-from lightning_pipe.schedule.lower import lower
-from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.strategy.plans.runtime_overhead import chain_traffic
 
 BASE_BYTES, MICROBATCH_BYTES = 6.1e9, 3.0e9  # of a rank of BERT-48, from Table 5
 SAMPLES = 2  # of a micro-batch
@@ -181,10 +177,14 @@ def _measured(run: Run, prices: ChainPrices) -> tuple[list[float], int]:
 
 
 def _chain(run: Run, bytes_per_sample: int) -> VerifiedProgram:
-    layout = Layout(((0,), (1,)))
-    order = order_of(run.schedule, layout=layout, microbatches=run.microbatches, options=run.options)
-    sizes = (SAMPLES,) * run.microbatches
-    return verify(lower(order, layout=layout, sizes=sizes, traffic=chain_traffic(2, bytes_per_sample)))
+    return chain_program(
+        Layout(((0,), (1,))),
+        microbatches=run.microbatches,
+        schedule=run.schedule,
+        options=run.options,
+        bytes_per_sample=bytes_per_sample,
+        samples=SAMPLES,
+    )
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_pipe.runtime.transport import same_host
 from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES
-from lightning_pipe.runtime.transport.same_host import MESSAGES, Arrival
+from lightning_pipe.runtime.transport.same_host import MESSAGES, Passage
 from lightning_pipe.runtime.waiting import Handle, Landing
 from ranks.world import Raised, World
 
@@ -43,7 +43,7 @@ def swap_every_size(order: str) -> tuple[list[bool], bool]:
         sends = [transport.send([content(n, seed=number + n + rank)], peer=peer) for n in SIZES]
         buffers = [torch.zeros(n, dtype=BYTES) for n in SIZES]
         receives = [transport.receive([buffer], peer=peer) for buffer in buffers]
-        used = used or any(isinstance(handle, Arrival) for handle in receives)
+        used = used or any(isinstance(handle, Passage) for handle in receives)
         for handle in receives if order == "in order" else reversed(receives):
             settle(handle)
         for handle in sends:

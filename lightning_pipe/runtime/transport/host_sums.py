@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.runtime.transport.protocol import Group
-from lightning_pipe.runtime.transport.same_host import Arrival, Departure, SameHost
+from lightning_pipe.runtime.transport.same_host import Passage, SameHost
 from lightning_pipe.runtime.waiting import Handle
 
 _MOST_BYTES = 2**20  # that a member sends
@@ -65,7 +65,7 @@ class HostSums:
         """Forget the groups."""
         self._groups.clear()
 
-    def _sent(self, tensor: torch.Tensor, group: Group) -> tuple[Departure, ...]:
+    def _sent(self, tensor: torch.Tensor, group: Group) -> tuple[Passage, ...]:
         return tuple(self._host.send([tensor], peer=peer, of=group) for peer in self._others(group))
 
     def _others(self, group: Group) -> list[int]:
@@ -76,7 +76,7 @@ class HostSums:
 class _All:
     """Messages that are waited for together."""
 
-    handles: tuple[Arrival | Departure, ...]
+    handles: tuple[Passage, ...]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most so long for all."""

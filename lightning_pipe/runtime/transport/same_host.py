@@ -100,17 +100,18 @@ class SameHost:
         """Return whether messages of a rank come this way."""
         return (of, peer) in self._inboxes
 
-    def send(self, tensors: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Departure:
+    def send(self, tensors: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Passage:
         """Send contiguous host tensors; what they hold is taken now."""
         outbox = self._outboxes[of, peer]
-        return Departure(self, outbox, outbox.send(tensors))
+        number = outbox.send(tensors)
+        return Passage(self, outbox, lambda: outbox.left >= number)
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Arrival:
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Passage:
         """Expect the next message of a rank in these contiguous host buffers."""
         inbox = self._inboxes[of, peer]
         expected = Expected(tuple(buffers), sum(buffer.nbytes for buffer in buffers))
         inbox.expect(expected)
-        return Arrival(self, inbox, expected)
+        return Passage(self, inbox, lambda: expected.is_over)
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Move messages of all channels until something is over; return whether it is, within the time."""
@@ -210,54 +211,26 @@ class SameHost:
 
 
 @dataclass(frozen=True)
-class Departure:
-    """A message on its way out: the channel's `number`-th."""
+class Passage:
+    """A message on its way out or in, through `box`; `landed` tells whether it has left, or is in its buffers."""
 
     host: SameHost
-    outbox: Outbox
-    number: int
+    box: Outbox | Inbox
+    landed: Callable[[], bool]
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long until the message has left; return whether it has.
+        """Wait at most so long until the message has landed; return whether it has.
 
         Raises:
             RuntimeError: if the connection is gone.
         """
+        if not self.landed():
+            self.box.move()
         return self._has_ended() or self.host.wait(self._has_ended, timeout_s)
 
-    def landed(self) -> bool:
-        """Return whether the message has left."""
-        return self.outbox.left >= self.number
-
     def _has_ended(self) -> bool:
-        if self.outbox.error and not self.landed():
-            raise RuntimeError(self.outbox.error)
-        return self.landed()
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A message on its way in."""
-
-    host: SameHost
-    inbox: Inbox
-    expected: Expected
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long until the message is in its buffers; return whether it is.
-
-        Raises:
-            RuntimeError: if the connection is gone.
-        """
-        if not self.expected.is_over:
-            self.inbox.move()
-        return self._has_ended() or self.host.wait(self._has_ended, timeout_s)
-
-    def landed(self) -> bool:
-        """Return whether the message is in its buffers."""
-        return self.expected.is_over
-
-    def _has_ended(self) -> bool:
-        if self.inbox.error and not self.expected.is_over:
-            raise RuntimeError(self.inbox.error)
-        return self.expected.is_over
+        if self.landed():
+            return True
+        if self.box.error:
+            raise RuntimeError(self.box.error)
+        return False
