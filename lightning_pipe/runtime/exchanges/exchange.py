@@ -114,7 +114,7 @@ class Exchange:
         message = receive.message
         names = self._stages[message.target].program.receives[message.direction, message.source]
         buffers, views = self._buffers(names, len(message.samples))
-        handle = self._transport.receive(views, peer=receive.peer)
+        handle = self._transport.receive(views, peer=receive.peer, owners=buffers)
         self._posted[receive] = self._recorder.mark()
         self._let_go()
         self._receives.append((receive, handle))

@@ -99,8 +99,7 @@ def buffer_for(value: Value, samples: int, *, device: torch.device) -> torch.Ten
         return torch.empty((), dtype=torch.int64, device=device)
     size = value.size(samples)
     order = value.order or tuple(range(len(size)))
-    packed = torch.empty([size[dim] for dim in order], dtype=value.dtype, device=device)
-    return packed.permute([order.index(dim) for dim in range(len(order))])
+    return torch.empty_permuted(size, order, dtype=value.dtype, device=device)
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

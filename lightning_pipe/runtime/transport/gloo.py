@@ -8,7 +8,8 @@ The tensors of a transfer are let go by the rank's own thread, the only one whos
 What is small travels together: an operation takes gloo longer than copying a few kilobytes does. Sends of little leave
 by themselves, so their thread is not woken for each, but when somebody waits for one, or there are many.
 
-Host tensors for a rank on the same host do not go through gloo (`same_host.py`), nor do small sums (`host_sums.py`).
+Host tensors for a rank on the same host do not go through gloo (`same_host.py`), nor do sums within a host
+(`host_sums.py`).
 
 All channels share one process group: gloo tells messages apart by sender, receiver and tag, and keeps their order.
 Tensors on a device are copied through pinned memory.
@@ -94,11 +95,11 @@ class GlooTransport:
 
         return _Transfer(line.wait_for(post), keep=tuple(full))
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Handle:
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, owners: Sequence[torch.Tensor] = ()) -> Handle:
         """Post the receiving of tensors, through the host if the buffers are on a device."""
         full = [buffer for buffer in buffers if buffer.numel()]
         if self._same_host.hears_from(peer) and not any(buffer.is_cuda for buffer in full):
-            return self._same_host.receive(full, peer=peer)
+            return self._same_host.receive(full, peer=peer, owners=[owner for owner in owners if owner.numel()])
         small, large = _by_size(full)
         sizes = [buffer.nbytes for buffer in small]
         together = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -111,13 +112,13 @@ class GlooTransport:
 
     def all_reduce(self, tensor: torch.Tensor, *, group: Group) -> Handle:
         """Post a sum, in place."""
-        if self._host_sums.carries(tensor, group):
+        if self._host_sums.sums(tensor, group):
             return self._host_sums.all_reduce(tensor, group=group)
         return self._collectives.all_reduce(tensor, group=group)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
         """Post the copying of the source's tensor into those of the other members."""
-        if self._host_sums.carries(tensor, group):
+        if self._host_sums.broadcasts(tensor, group):
             return self._host_sums.broadcast(tensor, source=source, group=group)
         return self._collectives.broadcast(tensor, source=source, group=group)
 

@@ -1,11 +1,14 @@
 """Both ends of a channel between two processes of one host: a socket, and slots of memory that both have.
 
     up to INLINE_BYTES     the bytes of a message travel through the socket
-    more                   they are copied into a slot; its number travels, and comes back when the receiver has copied
-                           them out. The memory of a new slot travels as a file descriptor with its first number
+    more                   they are copied into a slot; its number travels, and comes back when the receiver needs it no
+                           more. The memory of a new slot travels as a file descriptor with its first number
 
-Both ends know the size of every message, and decide alike. There are as many slots as messages were under way at once,
-each as large as the largest that it had to hold.
+The receiver copies small tensors out of a slot. A large one that owns its memory gets its part of the slot instead,
+which is not copied, and the slot goes back when the last of its parts has been let go.
+
+Both ends know the size of every message, and decide alike. There are as many slots as messages were under way, or in
+use, at once, each as large as the largest that it had to hold.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import mmap
 import os
 import socket
 import struct
+import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,6 +32,8 @@ from lightning_pipe.runtime.shared_memory import new_memory
 from lightning_pipe.runtime.transport.collectives import as_bytes
 
 INLINE_BYTES = 8 * 2**10  # 40 such messages fit into the buffer of a socket
+_LENT_BYTES = 256 * 2**10  # of a tensor that is not copied out of its slot: to lend takes 20 us
+_ALIGNMENT = 64  # of the parts of a slot, in bytes
 _NOTE = struct.Struct("<ii")  # number of a slot; whether its memory comes along
 _CREDIT = struct.Struct("<i")  # number of a slot
 _NONE = -1  # no descriptor, no slot
@@ -41,6 +48,8 @@ class Expected:
     """A message that is expected in contiguous `buffers`.
 
     Attributes:
+        owners: tensors whose memory the buffers are, where other memory will do as well; else empty.
+        then: called when it is there.
         got: how many of its bytes are there.
         note: what is there of the note that says in which slot it is, if it is in one.
         is_over: whether it is in its buffers.
@@ -48,6 +57,8 @@ class Expected:
 
     buffers: tuple[torch.Tensor, ...]
     byte_count: int
+    owners: tuple[torch.Tensor, ...] = ()
+    then: Callable[[], None] | None = None
     got: int = 0
     note: bytes = b""
     is_over: bool = False
@@ -80,7 +91,7 @@ class Outbox:
         total, descriptor = sum(tensor.nbytes for tensor in tensors), _NONE
         parts: list[Memory | bytes] = [*map(_memory, tensors)]
         if total > INLINE_BYTES:
-            number, descriptor = self._put_in_slot(tensors, total)
+            number, descriptor = self._put_in_slot(tensors)
             parts, total = [_NOTE.pack(number, descriptor != _NONE)], _NOTE.size
         self.move()
         waits = self.is_waiting
@@ -125,18 +136,19 @@ class Outbox:
             self.error = _lost(error)
             return 0
 
-    def _put_in_slot(self, tensors: Sequence[torch.Tensor], total: int) -> tuple[int, int]:
+    def _put_in_slot(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Copy a message into a slot; return its number, and the descriptor of its memory if that is new."""
         self._take_back()
+        spans = [*_spans(tensors)]
+        total = spans[-1].stop
         large = [number for number in self._free if len(self._slots[number]) >= total]
         number, descriptor = min(large, key=lambda number: len(self._slots[number]), default=_NONE), _NONE
         if number == _NONE:
             descriptor = new_memory(total, name="messages")
-            number = self._keep(_mapped(descriptor))
+            number = self._keep(_bytes_of(_mapped(descriptor)))
         self._free.discard(number)
-        parts = self._slots[number][:total].split([tensor.nbytes for tensor in tensors])
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(as_bytes(tensor))
+        for span, tensor in zip(spans, tensors, strict=True):
+            self._slots[number][span].copy_(as_bytes(tensor))
         return number, descriptor
 
     def _keep(self, memory: torch.Tensor) -> int:
@@ -166,8 +178,9 @@ class Inbox:
     def __init__(self, line: socket.socket) -> None:
         self.line, self.error = line, ""
         self._expected: deque[Expected] = deque()
-        self._slots: dict[int, torch.Tensor] = {}
-        self._new = torch.empty(0)  # memory of the slot that comes with the next note
+        self._slots: dict[int, mmap.mmap] = {}
+        self._new: mmap.mmap | None = None  # memory of the slot that comes with the next note
+        self._empty: deque[int] = deque()  # slots to give back; from whatever thread lets go of a tensor
         self._credits = b""  # that found no room in the socket
 
     @property
@@ -177,6 +190,7 @@ class Inbox:
 
     def expect(self, expected: Expected) -> None:
         """Let a message be the next but for those expected already."""
+        self._give_back()
         expected.is_over = not expected.byte_count
         if not expected.is_over:
             self._expected.append(expected)
@@ -186,16 +200,25 @@ class Inbox:
         try:
             while self._expected and not self.error:
                 if self._read(self._expected[0]):
-                    self._expected.popleft().is_over = True
+                    self._end(self._expected.popleft())
         except BlockingIOError:
             return
         except OSError as error:
             self.error = _lost(error)
+        finally:
+            self._give_back()
 
     def close(self) -> None:
         """End the connection."""
         self.line.close()
         self._slots.clear()
+
+    @staticmethod
+    def _end(expected: Expected) -> None:
+        then = expected.then
+        expected.is_over, expected.buffers, expected.owners, expected.then = True, (), (), None
+        if then is not None:
+            then()
 
     def _read(self, expected: Expected) -> bool:
         """Take what has come of a message; return whether that was all."""
@@ -212,18 +235,78 @@ class Inbox:
             return False
         number, is_new = _NOTE.unpack(expected.note)
         if is_new:
+            assert self._new is not None, "it came with the note"
             self._slots[number] = self._new
-        parts = self._slots[number][: expected.byte_count].split([buffer.nbytes for buffer in expected.buffers])
-        for buffer, part in zip(expected.buffers, parts, strict=True):
-            as_bytes(buffer).copy_(part)
-        self._give_back(number)
+        self._take(number, expected)
         return True
 
-    def _give_back(self, number: int) -> None:
-        """Tell the sender that a slot is empty; later, if there is no room for that now."""
-        self._credits += _CREDIT.pack(number)
-        with contextlib.suppress(OSError):
-            self._credits = self._credits[self.line.send(self._credits) :]
+    def _take(self, number: int, expected: Expected) -> None:
+        """Bring what is in a slot to its buffers, or give their owners its parts."""
+        content, lease = _bytes_of(self._slots[number]), _Lease(number, self._empty)
+        owners = expected.owners or (None,) * len(expected.buffers)
+        for buffer, owner, span in zip(expected.buffers, owners, _spans(expected.buffers), strict=True):
+            if owner is not None and buffer.nbytes >= _LENT_BYTES and _may_be_set(owner):
+                lease.lend(self._slots[number], span, owner)
+            else:
+                as_bytes(buffer).copy_(content[span])
+        lease.end()
+
+    def _give_back(self) -> None:
+        """Tell the sender which slots are empty; later, if there is no room for that now."""
+        while self._empty:
+            self._credits += _CREDIT.pack(self._empty.popleft())
+        if self._credits:
+            with contextlib.suppress(OSError):
+                self._credits = self._credits[self.line.send(self._credits) :]
+
+
+class _Lease:
+    """Parts of a slot that tensors have; the slot is empty when none has any more.
+
+    Args:
+        number: of the slot.
+        empty: where its number is put then.
+    """
+
+    def __init__(self, number: int, empty: deque[int]) -> None:
+        self._number, self._empty = number, empty
+        self._users = 1  # whoever reads the message
+        self._lock = threading.Lock()
+
+    def lend(self, slot: mmap.mmap, span: slice, owner: torch.Tensor) -> None:
+        """Let a tensor have a part of the slot instead of its memory.
+
+        That stays with the part, untouched: whatever counts or limits the memory of this process finds it there, where
+        it would not find memory that is shared.
+        """
+        with self._lock:
+            self._users += 1
+        part = (ctypes.c_char * (span.stop - span.start)).from_buffer(slot, span.start)
+        part.stands_for = owner.untyped_storage()
+        weakref.finalize(part, self.end).atexit = False
+        with torch.no_grad():
+            owner.set_(_bytes_of(part).untyped_storage(), 0, owner.shape, owner.stride())
+
+    def end(self) -> None:
+        """Count one user less; from any thread."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        self._empty.append(self._number)
+
+
+def _spans(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Yield where in a slot the tensors of a message are, in bytes."""
+    start = 0
+    for tensor in tensors:
+        yield slice(start, start + tensor.nbytes)
+        start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _may_be_set(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor may be changed now: not outside of the mode in which it was made."""
+    return tensor.is_inference() == torch.is_inference_mode_enabled()
 
 
 def _memory(tensor: torch.Tensor) -> Memory:
@@ -242,10 +325,15 @@ def _rest(buffers: Sequence[torch.Tensor], got: int) -> list[Memory]:
     return parts
 
 
-def _mapped(descriptor: int) -> torch.Tensor:
-    """Return the bytes of shared memory."""
+def _mapped(descriptor: int) -> mmap.mmap:
+    """Return shared memory."""
+    return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+
+
+def _bytes_of(memory: Memory | mmap.mmap) -> torch.Tensor:
+    """Return memory as a tensor of bytes."""
     with torch.inference_mode(False):  # a tensor of validation could not be written to in training
-        return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _some(count: int) -> int:

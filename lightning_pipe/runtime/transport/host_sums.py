@@ -1,7 +1,7 @@
-"""Small sums and broadcasts of ranks on one host, as messages between all of them (`same_host.py`).
+"""Sums and broadcasts of ranks on one host, as messages between all of them (`same_host.py`), without gloo's threads.
 
-Every member sends its tensor to every other, and adds all of them in the order of ranks, so all have the same bits. Of
-what is small that takes less time than the rounds of a ring, and no thread of gloo's.
+Of what is small every member sends its tensor to every other, and adds all of them in the order of ranks, so all have
+the same bits: less time than the rounds of a ring. Large sums go by parts (`large_sums.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.runtime.transport.large_sums import LargeSums, purposes
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.transport.same_host import Passage, SameHost
 from lightning_pipe.runtime.waiting import Handle
 
-_MOST_BYTES = 2**20  # that a member sends
-_MOST_MEMBERS = 8  # each has a channel to every other
+_SMALL_BYTES = 2**20  # that a member sends to all others together
+_MOST_MEMBERS = 8  # each has channels to every other
 
 
 class HostSums:
@@ -34,42 +35,53 @@ class HostSums:
     def __init__(self, rank: int, host: SameHost) -> None:
         self._rank, self._host = rank, host
         self._groups: set[Group] = set()  # whose members all reach each other
+        self._large = LargeSums(rank, host)
 
     def open(self, groups: Sequence[Group], *, world: dist.ProcessGroup) -> None:
         """Connect the members of groups; on all ranks together."""
         for group in groups:
             if group not in self._groups and len(group) <= _MOST_MEMBERS:
                 pairs = tuple(itertools.permutations(group, 2))
-                if self._host.open(pairs, world=world, of=group):
+                if all(self._host.open(pairs, world=world, of=purpose) for purpose in purposes(group)):
                     self._groups.add(group)
 
-    def carries(self, tensor: torch.Tensor, group: Group) -> bool:
-        """Return whether a tensor of this size goes this way, which all members answer alike."""
-        is_small = tensor.nbytes * (len(group) - 1) <= _MOST_BYTES
-        return is_small and group in self._groups and tensor.device.type == "cpu"
+    def sums(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Return whether a tensor is summed here, which all members answer alike."""
+        return group in self._groups and tensor.device.type == "cpu"
+
+    def broadcasts(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Return whether a tensor is broadcast here, which all members answer alike."""
+        return self.sums(tensor, group) and _is_small(tensor, group)
 
     def all_reduce(self, tensor: torch.Tensor, *, group: Group) -> Handle:
-        """Post a sum, in place."""
+        """Post the sum of a contiguous tensor, in place."""
+        if not _is_small(tensor, group):
+            return self._large.begin(tensor, group)
         departures = self._sent(tensor, group)
         parts = {peer: torch.empty_like(tensor) for peer in self._others(group)}
-        arrivals = [self._host.receive([part], peer=peer, of=group) for peer, part in parts.items()]
+        arrivals = [self._host.receive([part], peer=peer, of=purposes(group)[0]) for peer, part in parts.items()]
         return _Sum(tensor, {**parts, self._rank: tensor}, _All((*arrivals, *departures)))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
         """Post the copying of the source's tensor into those of the other members."""
         if self._rank == source:
             return _All(self._sent(tensor, group))
-        return self._host.receive([tensor], peer=source, of=group)
+        return self._host.receive([tensor], peer=source, of=purposes(group)[0])
 
     def close(self) -> None:
         """Forget the groups."""
         self._groups.clear()
+        self._large.close()
 
     def _sent(self, tensor: torch.Tensor, group: Group) -> tuple[Passage, ...]:
-        return tuple(self._host.send([tensor], peer=peer, of=group) for peer in self._others(group))
+        return tuple(self._host.send([tensor], peer=peer, of=purposes(group)[0]) for peer in self._others(group))
 
     def _others(self, group: Group) -> list[int]:
         return [peer for peer in group if peer != self._rank]
+
+
+def _is_small(tensor: torch.Tensor, group: Group) -> bool:
+    return tensor.nbytes * (len(group) - 1) <= _SMALL_BYTES
 
 
 @dataclass(frozen=True)

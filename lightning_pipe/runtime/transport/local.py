@@ -73,7 +73,7 @@ class LocalTransport:
         self._hub.post((self.rank, peer), tuple(tensors))
         return Done()
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Handle:
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, owners: Sequence[torch.Tensor] = ()) -> Handle:
         """Take a place in the queue of the channel."""
         receive = _Receive(tuple(buffers), channel=(peer, self.rank))
         self._hub.expect((peer, self.rank), receive)

@@ -46,7 +46,7 @@ class NcclTransport:
         group = self._of((self.rank, peer))
         return StreamWork(tuple(isend(tensor, peer=peer, group=group) for tensor in full), full)
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Handle:
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, owners: Sequence[torch.Tensor] = ()) -> Handle:
         """Post the receiving of tensors."""
         full = tuple(buffer for buffer in buffers if buffer.numel())
         group = self._of((peer, self.rank))

@@ -32,8 +32,15 @@ class Transport(Protocol):
         """Post the sending of tensors; they are kept alive until the handle is done."""
         ...
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> Handle:
-        """Post the receiving into `buffers`, which are filled when the handle is done."""
+    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, owners: Sequence[torch.Tensor] = ()) -> Handle:
+        """Post the receiving into contiguous `buffers`, which are filled when the handle is done.
+
+        Args:
+            buffers: for what comes.
+            peer: the sender.
+            owners: for every buffer the tensor whose memory it is, and nobody else's. When the handle is done, an owner
+                has what came, but perhaps in other memory; its buffer is of no use then.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, *, group: Group) -> Handle:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ import torch.distributed as dist
 from lightning_pipe.runtime.transport.host_channel import Expected, Inbox, Outbox
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 
-MESSAGES: Group = ()  # no group: messages between stages
+Purpose: TypeAlias = tuple[str, Group]  # of a channel, and the group whose sums it serves
+MESSAGES: Purpose = ("messages", ())  # between stages
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}si")  # token of the caller, its rank
 _PATIENCE_S = 10.0  # with a caller who has connected and says nothing
@@ -57,18 +59,18 @@ class SameHost:
         self._listings: list[_Listing] = []
         self._listener: socket.socket | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._tried: set[tuple[Group, Channel]] = set()
-        self._reached: set[tuple[Group, Channel]] = set()
-        self._outboxes: dict[tuple[Group, int], Outbox] = {}  # by whose exchanges it carries, and peer
-        self._inboxes: dict[tuple[Group, int], Inbox] = {}
+        self._tried: set[tuple[Purpose, Channel]] = set()
+        self._reached: set[tuple[Purpose, Channel]] = set()
+        self._outboxes: dict[tuple[Purpose, int], Outbox] = {}  # by whose exchanges it carries, and peer
+        self._inboxes: dict[tuple[Purpose, int], Inbox] = {}
 
-    def open(self, channels: Sequence[Channel], *, world: dist.ProcessGroup, of: Group = MESSAGES) -> bool:
+    def open(self, channels: Sequence[Channel], *, world: dist.ProcessGroup, of: Purpose = MESSAGES) -> bool:
         """Connect what is new among channels and stays on a host; return whether all do. On all ranks together.
 
         Args:
             channels: senders and receivers.
             world: of all ranks.
-            of: the group whose sums and broadcasts they carry, apart from messages.
+            of: what they are for; messages of one purpose do not wait for those of another.
         """
         new = [channel for channel in channels if (of, channel) not in self._tried]
         if not new:
@@ -92,24 +94,40 @@ class SameHost:
             mine.discard(sender)
         return self._reached.issuperset((of, channel) for channel in channels)
 
-    def sends_to(self, peer: int, *, of: Group = MESSAGES) -> bool:
+    def sends_to(self, peer: int, *, of: Purpose = MESSAGES) -> bool:
         """Return whether messages to a rank go this way."""
         return (of, peer) in self._outboxes
 
-    def hears_from(self, peer: int, *, of: Group = MESSAGES) -> bool:
+    def hears_from(self, peer: int, *, of: Purpose = MESSAGES) -> bool:
         """Return whether messages of a rank come this way."""
         return (of, peer) in self._inboxes
 
-    def send(self, tensors: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Passage:
+    def send(self, tensors: Sequence[torch.Tensor], *, peer: int, of: Purpose = MESSAGES) -> Passage:
         """Send contiguous host tensors; what they hold is taken now."""
         outbox = self._outboxes[of, peer]
         number = outbox.send(tensors)
         return Passage(self, outbox, lambda: outbox.left >= number)
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int, of: Group = MESSAGES) -> Passage:
-        """Expect the next message of a rank in these contiguous host buffers."""
+    def receive(
+        self,
+        buffers: Sequence[torch.Tensor],
+        *,
+        peer: int,
+        of: Purpose = MESSAGES,
+        owners: Sequence[torch.Tensor] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Passage:
+        """Expect the next message of a rank.
+
+        Args:
+            buffers: contiguous, on the host.
+            peer: the rank.
+            of: what the channel is for.
+            owners: tensors whose memory the buffers are, if they may have other memory when the message is there.
+            then: called when it is, in whatever wait of this rank.
+        """
         inbox = self._inboxes[of, peer]
-        expected = Expected(tuple(buffers), sum(buffer.nbytes for buffer in buffers))
+        expected = Expected(tuple(buffers), sum(buffer.nbytes for buffer in buffers), tuple(owners), then)
         inbox.expect(expected)
         return Passage(self, inbox, lambda: expected.is_over)
 
@@ -226,9 +244,14 @@ class Passage:
         """
         if not self.landed():
             self.box.move()
-        return self._has_ended() or self.host.wait(self._has_ended, timeout_s)
+        return self.has_ended() or self.host.wait(self.has_ended, timeout_s)
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Return whether the message has landed.
+
+        Raises:
+            RuntimeError: if the connection is gone.
+        """
         if self.landed():
             return True
         if self.box.error:
