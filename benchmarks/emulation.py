@@ -148,9 +148,10 @@ def ping(transport: Transport, count: int) -> tuple[float, float]:
         posted.append(time.perf_counter() - start)
         _settle(handle)
 
-    tensor, buffer = torch.zeros(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
+    tensor = torch.zeros(count, dtype=torch.uint8)
     for _ in range(PINGS):
-        arriving = transport.receive([buffer], peer=1 - rank)
+        fresh = [torch.empty(count, dtype=torch.uint8)]  # as a stage receives
+        arriving = transport.receive(fresh, peer=1 - rank, owners=fresh)
         nap(EVEN[0] if rank == 0 else 0.0)
         start = time.perf_counter()
         if rank == 0:

@@ -61,7 +61,9 @@ class ProbeTransport(Protocol):
         """Post the sending of tensors."""
         ...
 
-    def receive(self, buffers: Sequence[torch.Tensor], *, peer: int) -> ProbeHandle:
+    def receive(
+        self, buffers: Sequence[torch.Tensor], *, peer: int, owners: Sequence[torch.Tensor] = ()
+    ) -> ProbeHandle:
         """Post the receiving of tensors."""
         ...
 
@@ -283,7 +285,8 @@ class _Probe:
             count = int(header)
             if not count:
                 return
-            message = self._transport.receive([self._bytes(count)], peer=sender)
+            fresh = [torch.empty(count, dtype=torch.uint8, device=self._device)]  # as a stage receives
+            message = self._transport.receive(fresh, peer=sender, owners=fresh)
             self._send(self._token, sender)
             self._finish(message, f"a measured message from rank {sender}")
             self._send(self._token, sender)

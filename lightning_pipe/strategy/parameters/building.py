@@ -67,7 +67,7 @@ class _Pretending(TorchFunctionMode):
 def _settle(tape: Tape) -> None:
     """Make what is no parameter, and leave parameters without values."""
     with without_overrides():
-        alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and tape.holds(thing)]
+        alive = [thing for thing in gc.get_objects() if torch.Tensor in type(thing).__mro__ and tape.holds(thing)]
         at_once = {tape.storage(one) for one in alive if not isinstance(one, nn.Parameter)}
         now = [one for one in alive if tape.storage(one) in at_once]
         later = [one for one in alive if tape.storage(one) not in at_once]
