@@ -160,7 +160,7 @@ def megatron_1f1b(make: Make, optimizers: Optimizers, microbatches: int) -> Trai
         part = len(x) // microbatches
         if not shape:
             with torch.no_grad():
-                shape.append(tuple(_stage(make(), dist.get_rank())(x[:part]).shape))
+                shape.append(tuple(_stage(make(), 0)(x[:part]).shape))
         optimizer.zero_grad()
         with _without_cuda(schedules):
             told = schedules.forward_backward_pipelining_without_interleaving(
