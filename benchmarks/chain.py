@@ -73,6 +73,10 @@ class ChainPrices:
     def transfer_s(self, message: Message, sender: int, receiver: int) -> float:
         return self.latency_s
 
+    def sum_busy_share(self) -> float:
+        """Return nothing."""
+        return 0.0
+
     def post_s(self, message: Message) -> float:
         return self.posting_s
 

@@ -50,6 +50,10 @@ class Prices(Protocol):
         """
         ...
 
+    def sum_busy_share(self) -> float:
+        """Return the share of the seconds of sums in which they keep their ranks from computing (0 to 1)."""
+        ...
+
     def piece_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of the largest piece in which a bucket is summed."""
         ...

@@ -55,6 +55,7 @@ class Profile:
         call_s: seconds that a compute takes beyond its operations: hand-over of inputs, bookkeeping.
         message_s: seconds until a message without bytes has arrived, from the end of the compute that made it.
         post_s, post_s_per_byte: seconds for which posting a message keeps the sender from computing.
+        sum_busy_share: share of the seconds of sums in which they keep their ranks from computing.
         spread: median over the operations of (upper quartile - lower quartile) / median of the repeated measurements.
         source: `measured`, `counted` or `published`.
         optimizer: cost of the optimizer step.
@@ -70,6 +71,7 @@ class Profile:
     message_s: float = 0.0
     post_s: float = 0.0
     post_s_per_byte: float = 0.0
+    sum_busy_share: float = 0.0
     spread: float = 0.0
     source: str = "measured"
     optimizer: OptimizerProfile = OptimizerProfile()

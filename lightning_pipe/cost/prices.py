@@ -250,6 +250,10 @@ class PlanPrices:
             return [(1.0, 1.0)]
         return [(piece.made, piece.bytes / bucket.bytes) for piece in self._pieces_of(bucket)]
 
+    def sum_busy_share(self) -> float:
+        """Return the share of the seconds of sums in which they keep their ranks from computing."""
+        return self._profile.sum_busy_share
+
     def piece_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of the largest piece in which a bucket is summed."""
         return max((piece.bytes for piece in self._pieces_of(bucket)), default=0)

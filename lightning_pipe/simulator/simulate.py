@@ -12,7 +12,8 @@ Assumptions:
                is not slowed down. (Really, what started earlier is slowed down too, and what comes waits less.)
     Reduce     a bucket starts when all its ranks have posted it and their earlier buckets have ended; it runs beside
                computes and messages; along with a W, its pieces do so one after another, each when all ranks have
-               made it
+               made it. All but the last, behind which nothing is left to compute, keep their rank for a share of
+               their seconds (`Prices.sum_busy_share`), by which W is longer
     own work   takes no time, keeps its rank busy, or moves a copy: one at a time in each of the two directions, in the
                order of its list and beside everything else. It starts when it is posted, and after the end of the own
                work that it follows; computes that come after it by its effects wait for its end (`core.effects`)
@@ -32,7 +33,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
@@ -183,12 +184,28 @@ class _Run:
             kinds = ("I", "W") if compute.kind == "B" else (compute.kind,)
             start = max(start, *(self._gates.get((work, kind), start) for work in works for kind in kinds))
         samples = sum(self._samples(stage, rank, microbatch) for _, stage, microbatch in works)
-        end = start + self._prices.compute_s(compute, rank, samples)
+        reduce = self._along.pop(rank, None)
+        end = start + self._prices.compute_s(compute, rank, samples) + (0.0 if reduce is None else self._busy_s(reduce))
         self._clock[rank] = end
         self.events[rank].append(Event(rank, compute, start, end))
-        if (reduce := self._along.pop(rank, None)) is not None:
+        if reduce is not None:
             self._posted[reduce.bucket][rank] = _Posted(reduce, start, end)
         return True
+
+    def _busy_s(self, reduce: Reduce) -> float:
+        """Return by how much a sum makes the W longer with which it goes along."""
+        *before, _ = self._prices.piece_shares(self._program.traffic.buckets[reduce.bucket])
+        seconds = self._prices.reduce_s(reduce.bucket, self._program) * self._prices.sum_busy_share()
+        return seconds * sum(share for _, share in before)
+
+    def _pieces(self, bucket: int, *, along: bool) -> Iterator[tuple[float, float]]:
+        """Yield of every piece of a bucket when it is made, as a share of W, and the seconds of its sum beside it."""
+        *before, last = self._prices.piece_shares(self._program.traffic.buckets[bucket])
+        seconds = self._prices.reduce_s(bucket, self._program)
+        beside = 1.0 - self._prices.sum_busy_share() if along else 1.0
+        for made, share in before:
+            yield made, share * seconds * beside
+        yield last[0], last[1] * seconds
 
     def _own_work(self, instruction: OwnWork, rank: int) -> None:
         """Time what a rank does for itself, on what it occupies."""
@@ -258,15 +275,8 @@ class _Run:
     def reductions_and_steps(self, *, together: bool) -> None:
         free = [0.0] * len(self._clock)
         for bucket, posted in sorted(self._posted.items()):
-            seconds = self._prices.reduce_s(bucket, self._program)
-            start, end = _sum_times(
-                [*posted.values()],
-                free=max(free[rank] for rank in posted),
-                pieces=[
-                    (made, share * seconds)
-                    for made, share in self._prices.piece_shares(self._program.traffic.buckets[bucket])
-                ],
-            )
+            pieces = self._pieces(bucket, along=any(one.reduce.along for one in posted.values()))
+            start, end = _sum_times([*posted.values()], free=max(free[rank] for rank in posted), pieces=[*pieces])
             for rank, (reduce, _, _) in posted.items():
                 free[rank] = end
                 self.events[rank].append(Event(rank, reduce, start, end))

@@ -20,6 +20,7 @@ class UnitPrices:
         latency: seconds of every message.
         reduction: seconds of every reduction.
         pieces: in how many equal pieces it goes along with a W that makes them evenly.
+        busy: the share of that in which it keeps its ranks from computing.
         step: seconds of the optimizer step.
         saved: bytes that a stage keeps for one micro-batch.
         offloaded: how many of these are copied to the host.
@@ -32,6 +33,7 @@ class UnitPrices:
     latency: float = 0.0
     reduction: float = 0.0
     pieces: int = 1
+    busy: float = 0.0
     step: float = 0.0
     saved: int = 1
     offloaded: int = 0
@@ -64,6 +66,10 @@ class UnitPrices:
     def piece_shares(self, bucket: Bucket) -> list[tuple[float, float]]:
         """Return equal pieces, made one after another."""
         return [((piece + 1) / self.pieces, 1 / self.pieces) for piece in range(self.pieces)]
+
+    def sum_busy_share(self) -> float:
+        """Return the share in which sums keep their ranks from computing."""
+        return self.busy
 
     def piece_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of a piece, or of one more that it is cut into by whole bytes."""

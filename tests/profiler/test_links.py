@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from lightning_pipe.profiler.network import link_probe
 from lightning_pipe.profiler.network.alpha_beta import fit_line
 from lightning_pipe.profiler.network.link_probe import (
     EVERY_PAIR_UP_TO,
@@ -180,3 +181,58 @@ def test_sums_are_timed_with_the_copy_of_gradients_into_one_piece() -> None:
     found = probe_links(transport, hosts=(0, 0), device=torch.device("cpu"), wait=lambda handle, what: None)
     assert [measured.ranks for measured in found.reductions] == [(0, 1)]
     assert all(summed == memory for summed, memory in transport.sums), "sums take place in memory of their own"
+
+
+class Clock:
+    """Time that passes when somebody waits, and a little whenever somebody looks."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Summing(Instant):
+    """A transport whose sums take a second per MiB: of themselves, or of whoever waits for them."""
+
+    def __init__(self, clock: Clock, *, by_itself: bool) -> None:
+        super().__init__()
+        self._clock, self._by_itself = clock, by_itself
+
+    def all_reduce(self, tensor: torch.Tensor, *, group: object) -> ProbeHandle:
+        return Sum(self._clock, tensor.nbytes / 2**20, by_itself=self._by_itself)
+
+
+class Sum:
+    def __init__(self, clock: Clock, seconds: float, *, by_itself: bool) -> None:
+        self._clock, self._seconds, self._since = clock, seconds, clock.now if by_itself else None
+
+    def wait(self, timeout_s: float) -> bool:
+        end = self._seconds + (self._clock.now if self._since is None else self._since)
+        self._clock.now = max(self._clock.now, end)
+        self._since, self._seconds = self._clock.now, 0.0
+        return True
+
+    def landed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("by_itself", "share"), [(True, 0.0), (False, 1.0)])
+def test_how_busy_sums_keep_a_rank_is_what_is_left_when_they_could_be_over(
+    by_itself: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(link_probe, "time", clock)
+    transport = Summing(clock, by_itself=by_itself)
+
+    def wait(handle: ProbeHandle, what: str) -> None:
+        assert handle.wait(1.0)
+
+    found = probe_links(transport, hosts=(0, 0, 0), device=torch.device("cpu"), wait=wait)
+    assert found.sum_busy_share == pytest.approx(share, abs=1e-3)

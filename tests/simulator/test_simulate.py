@@ -209,3 +209,12 @@ def test_a_copy_comes_back_after_it_has_left_and_before_it_is_used(stages, swap)
         assert at[rank, Compute(stage, "F", microbatch)].end <= evict.start
         assert evict.end <= event.start
         assert event.end <= at[rank, Compute(stage, "I", microbatch)].start
+
+
+@pytest.mark.parametrize(("busy", "weight_s", "end"), [(1.0, 4.0, 5.0), (0.5, 2.5, 3.5), (0.0, 1.0, 4.25)])
+def test_a_sum_that_keeps_its_rank_makes_the_weight_half_longer_but_for_its_last_piece(busy, weight_s, end):
+    timeline = simulate(program_of(((0, 1),), m=2), UnitPrices(reduction=4.0, pieces=4, busy=busy))
+    weight = timeline.computes(0)[-1]
+    assert weight.end - weight.start == pytest.approx(weight_s)
+    for event in events_of(timeline, Reduce):
+        assert event.end - weight.start == pytest.approx(end)

@@ -12,7 +12,9 @@ computes need. How long the sender is kept by posting a message is measured by t
 
 A reduction is timed by all its members, whose mean counts, from gradients that lie where backwards left them: they are
 copied into one piece before they are summed, as `gradients` does (without the copy, sums over three ranks of
-one host were found a quarter too short). Nothing that shares a host is measured at the same time: network cards and
+one host were found a quarter too short). How much of that its members are kept from computing shows when one is begun
+and only waited for when it could be over: a device or gloo's threads have done it by then, the rank's own thread has
+not. Nothing that shares a host is measured at the same time: network cards and
 buses would be shared. Every wait goes through the caller's `wait`.
 """
 
@@ -34,6 +36,9 @@ from lightning_pipe.profiler.network.alpha_beta import fit_line
 
 EVERY_PAIR_UP_TO = 8  # ranks, or hosts
 _HEADER = torch.int64
+_BUSY_BYTES = 8 * 2**20  # of sums in which it is measured how busy members are
+_BUSY_SUMS = 5
+_PAUSE = 3.0  # of the seconds of a sum: what goes on by itself is over by then
 
 
 class ProbeHandle(Protocol):
@@ -83,12 +88,14 @@ class LinkFacts:
         links: measured pairs, in both directions.
         reductions: measured groups.
         post_s, post_s_per_byte: for how long posting a message keeps its sender, at most over the pairs.
+        sum_busy_share: share of the seconds of reductions in which they keep their ranks, at most over the groups.
     """
 
     links: tuple[PairLink, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     post_s: float = 0.0
     post_s_per_byte: float = 0.0
+    sum_busy_share: float = 0.0
 
 
 def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torch.device, wait: WaitFor) -> LinkFacts:
@@ -113,12 +120,13 @@ def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torc
     transport.open(channels=both_ways, groups=[everyone, *groups])
     probe = _Probe(transport, device=device, wait=wait, everyone=everyone)
     of_pairs = probe.measure(pairs, hosts, probe.pair)
-    of_groups = zip(groups, probe.measure(groups, hosts, probe.reduction), strict=True)
+    of_groups = probe.measure(groups, hosts, probe.reduction)
     return LinkFacts(
         tuple(PairLink(a, b, Link(m.fixed_s / 2, m.bytes_per_s)) for (a, b), m in zip(pairs, of_pairs, strict=True)),
-        tuple(Reduction(group, m.fixed_s, m.bytes_per_s) for group, m in of_groups),
+        tuple(Reduction(group, m.fixed_s, m.bytes_per_s) for group, m in zip(groups, of_groups, strict=True)),
         post_s=max(m.post_s for m in of_pairs),
         post_s_per_byte=max(m.post_s_per_byte for m in of_pairs),
+        sum_busy_share=max(m.busy_share for m in of_groups),
     )
 
 
@@ -218,6 +226,7 @@ class _Measured:
     bytes_per_s: float
     post_s: float = 0.0
     post_s_per_byte: float = 0.0
+    busy_share: float = 0.0
 
 
 class _Probe:
@@ -262,7 +271,12 @@ class _Probe:
     def reduction(self, group: tuple[int, ...]) -> _Measured | None:
         """Measure the all-reduce of a group; all members know, the first tells."""
         line = fit_line(lambda count: self._reduce(group, count))
-        return _Measured(line.fixed_s, line.bytes_per_s) if self._transport.rank == group[0] else None
+        busy_share = self._busy_share(group)
+        return (
+            _Measured(line.fixed_s, line.bytes_per_s, 0.0, 0.0, busy_share)
+            if self._transport.rank == group[0]
+            else None
+        )
 
     def _trip(self, receiver: int, count: int) -> float:
         """Send this many bytes, and return the seconds until the answer has come."""
@@ -291,14 +305,32 @@ class _Probe:
             self._finish(message, f"a measured message from rank {sender}")
             self._send(self._token, sender)
 
-    def _reduce(self, group: tuple[int, ...], count: int) -> float:
-        """Sum this many bytes of gradients, and return the seconds that the members took on average."""
+    def _reduce(self, group: tuple[int, ...], count: int, *, pause_s: float = 0.0) -> float:
+        """Sum this many bytes of gradients, and return the seconds that the members took on average.
+
+        Args:
+            group: the members.
+            count: bytes.
+            pause_s: how long they do something else before they wait for the sum, which does not count.
+        """
         gradients = self._bytes(count).view(torch.float32).chunk(2)
         start = time.perf_counter()
-        self._sum(torch.cat(gradients), group, f"a measured sum among ranks {list(group)}")
-        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=self._device)
+        handle = self._transport.all_reduce(torch.cat(gradients), group=group)
+        paused = time.perf_counter()
+        time.sleep(pause_s)
+        paused = time.perf_counter() - paused
+        self._finish(handle, f"a measured sum among ranks {list(group)}")
+        spent = torch.tensor([time.perf_counter() - start - paused], dtype=torch.float64, device=self._device)
         self._sum(spent, group, f"the times of ranks {list(group)}")  # also lets all begin the next one together
         return float(spent) / len(group)
+
+    def _busy_share(self, group: tuple[int, ...]) -> float:
+        """Return in what share of its seconds a sum keeps its members from computing, on average; 0 on devices."""
+        if self._device.type == "cuda":
+            return 0.0
+        whole_s = median(self._reduce(group, _BUSY_BYTES) for _ in range(_BUSY_SUMS))
+        kept_s = median(self._reduce(group, _BUSY_BYTES, pause_s=_PAUSE * whole_s) for _ in range(_BUSY_SUMS))
+        return min(1.0, kept_s / whole_s)
 
     def _bytes(self, count: int) -> torch.Tensor:
         """Return this many bytes of memory that has been touched."""

@@ -201,6 +201,7 @@ def _in_surroundings(profile: Profile, around: Surroundings) -> Profile:
         message_s=max(0.0, runtime.message_s - runtime.message_bytes / _slowest_link(links)),
         post_s=links.post_s,
         post_s_per_byte=links.post_s_per_byte,
+        sum_busy_share=links.sum_busy_share,
     )
 
 
