@@ -41,27 +41,39 @@ _MOST_PARTS = 512  # of a message in one call of the system, which takes 1,024
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 Memory: TypeAlias = "ctypes.Array[ctypes.c_char]"
+Take: TypeAlias = Callable[[list[torch.Tensor]], None]
 
 
 @dataclass
 class Expected:
-    """A message that is expected in contiguous `buffers`.
+    """A message that is expected.
 
     Attributes:
+        sizes: bytes of its tensors.
+        buffers: contiguous tensors for them.
         owners: tensors whose memory the buffers are, where other memory will do as well; else empty.
-        then: called when it is there.
+        take: called with what is in the slot, as bytes, in the place of buffers.
         got: how many of its bytes are there.
         note: what is there of the note that says in which slot it is, if it is in one.
         is_over: whether it is in its buffers.
     """
 
-    buffers: tuple[torch.Tensor, ...]
-    byte_count: int
+    sizes: tuple[int, ...]
+    buffers: tuple[torch.Tensor, ...] = ()
     owners: tuple[torch.Tensor, ...] = ()
-    then: Callable[[], None] | None = None
+    take: Take | None = None
     got: int = 0
     note: bytes = b""
     is_over: bool = False
+
+    @property
+    def byte_count(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(self.sizes)
+
+    def end(self) -> None:
+        """Note that it is there, and let go of memory."""
+        self.is_over, self.buffers, self.owners, self.take = True, (), (), None
 
 
 class Outbox:
@@ -139,7 +151,7 @@ class Outbox:
     def _put_in_slot(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Copy a message into a slot; return its number, and the descriptor of its memory if that is new."""
         self._take_back()
-        spans = [*_spans(tensors)]
+        spans = [*_spans([tensor.nbytes for tensor in tensors])]
         total = spans[-1].stop
         large = [number for number in self._free if len(self._slots[number]) >= total]
         number, descriptor = min(large, key=lambda number: len(self._slots[number]), default=_NONE), _NONE
@@ -200,7 +212,7 @@ class Inbox:
         try:
             while self._expected and not self.error:
                 if self._read(self._expected[0]):
-                    self._end(self._expected.popleft())
+                    self._expected.popleft().end()
         except BlockingIOError:
             return
         except OSError as error:
@@ -212,13 +224,6 @@ class Inbox:
         """End the connection."""
         self.line.close()
         self._slots.clear()
-
-    @staticmethod
-    def _end(expected: Expected) -> None:
-        then = expected.then
-        expected.is_over, expected.buffers, expected.owners, expected.then = True, (), (), None
-        if then is not None:
-            then()
 
     def _read(self, expected: Expected) -> bool:
         """Take what has come of a message; return whether that was all."""
@@ -241,12 +246,14 @@ class Inbox:
         return True
 
     def _take(self, number: int, expected: Expected) -> None:
-        """Bring what is in a slot to its buffers, or give their owners its parts."""
-        content, lease = _bytes_of(self._slots[number]), _Lease(number, self._empty)
-        owners = expected.owners or (None,) * len(expected.buffers)
-        for buffer, owner, span in zip(expected.buffers, owners, _spans(expected.buffers), strict=True):
+        """Bring what is in a slot to its buffers, or give their owners, or who takes it, its parts."""
+        slot, lease, spans = self._slots[number], _Lease(number, self._empty), [*_spans(expected.sizes)]
+        if expected.take is not None:
+            expected.take([lease.part(slot, span) for span in spans])
+        content, owners = _bytes_of(slot), expected.owners or (None,) * len(expected.buffers)
+        for buffer, owner, span in zip(expected.buffers, owners, spans, strict=False):
             if owner is not None and buffer.nbytes >= _LENT_BYTES and _may_be_set(owner):
-                lease.lend(self._slots[number], span, owner)
+                lease.lend(slot, span, owner)
             else:
                 as_bytes(buffer).copy_(content[span])
         lease.end()
@@ -279,13 +286,18 @@ class _Lease:
         That stays with the part, untouched: whatever counts or limits the memory of this process finds it there, where
         it would not find memory that is shared.
         """
+        part = self.part(slot, span, instead_of=owner.untyped_storage())
+        with torch.no_grad():
+            owner.set_(part.untyped_storage(), 0, owner.shape, owner.stride())
+
+    def part(self, slot: mmap.mmap, span: slice, *, instead_of: object = None) -> torch.Tensor:
+        """Return a part of the slot as bytes, which uses it while it lives, and keeps something else alive."""
         with self._lock:
             self._users += 1
         part = (ctypes.c_char * (span.stop - span.start)).from_buffer(slot, span.start)
-        part.stands_for = owner.untyped_storage()
+        part.instead_of = instead_of
         weakref.finalize(part, self.end).atexit = False
-        with torch.no_grad():
-            owner.set_(_bytes_of(part).untyped_storage(), 0, owner.shape, owner.stride())
+        return _bytes_of(part)
 
     def end(self) -> None:
         """Count one user less; from any thread."""
@@ -296,12 +308,12 @@ class _Lease:
         self._empty.append(self._number)
 
 
-def _spans(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Yield where in a slot the tensors of a message are, in bytes."""
+def _spans(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield where in a slot the tensors of a message are that have so many bytes."""
     start = 0
-    for tensor in tensors:
-        yield slice(start, start + tensor.nbytes)
-        start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    for size in sizes:
+        yield slice(start, start + size)
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _may_be_set(tensor: torch.Tensor) -> bool:

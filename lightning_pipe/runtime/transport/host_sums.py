@@ -15,9 +15,9 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.runtime.transport.large_sums import LargeSums, purposes
+from lightning_pipe.runtime.transport.large_sums import LargeSums, channels_of
 from lightning_pipe.runtime.transport.protocol import Group
-from lightning_pipe.runtime.transport.same_host import Passage, SameHost
+from lightning_pipe.runtime.transport.same_host import Passage, Purpose, SameHost
 from lightning_pipe.runtime.waiting import Handle
 
 _SMALL_BYTES = 2**20  # that a member sends to all others together
@@ -42,7 +42,9 @@ class HostSums:
         for group in groups:
             if group not in self._groups and len(group) <= _MOST_MEMBERS:
                 pairs = tuple(itertools.permutations(group, 2))
-                if all(self._host.open(pairs, world=world, of=purpose) for purpose in purposes(group)):
+                if all(
+                    self._host.open(pairs, world=world, of=purpose) for purpose in (_of(group), *channels_of(group))
+                ):
                     self._groups.add(group)
 
     def sums(self, tensor: torch.Tensor, group: Group) -> bool:
@@ -59,14 +61,14 @@ class HostSums:
             return self._large.begin(tensor, group)
         departures = self._sent(tensor, group)
         parts = {peer: torch.empty_like(tensor) for peer in self._others(group)}
-        arrivals = [self._host.receive([part], peer=peer, of=purposes(group)[0]) for peer, part in parts.items()]
+        arrivals = [self._host.receive([part], peer=peer, of=_of(group)) for peer, part in parts.items()]
         return _Sum(tensor, {**parts, self._rank: tensor}, _All((*arrivals, *departures)))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
         """Post the copying of the source's tensor into those of the other members."""
         if self._rank == source:
             return _All(self._sent(tensor, group))
-        return self._host.receive([tensor], peer=source, of=purposes(group)[0])
+        return self._host.receive([tensor], peer=source, of=_of(group))
 
     def close(self) -> None:
         """Forget the groups."""
@@ -74,10 +76,15 @@ class HostSums:
         self._large.close()
 
     def _sent(self, tensor: torch.Tensor, group: Group) -> tuple[Passage, ...]:
-        return tuple(self._host.send([tensor], peer=peer, of=purposes(group)[0]) for peer in self._others(group))
+        return tuple(self._host.send([tensor], peer=peer, of=_of(group)) for peer in self._others(group))
 
     def _others(self, group: Group) -> list[int]:
         return [peer for peer in group if peer != self._rank]
+
+
+def _of(group: Group) -> Purpose:
+    """Return what the channels are for that carry small sums and broadcasts."""
+    return "small", group
 
 
 def _is_small(tensor: torch.Tensor, group: Group) -> bool:

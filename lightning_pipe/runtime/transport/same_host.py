@@ -29,7 +29,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.runtime.transport.host_channel import Expected, Inbox, Outbox
+from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES, Expected, Inbox, Outbox
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 
 Purpose: TypeAlias = tuple[str, Group]  # of a channel, and the group whose sums it serves
@@ -115,7 +115,6 @@ class SameHost:
         peer: int,
         of: Purpose = MESSAGES,
         owners: Sequence[torch.Tensor] = (),
-        then: Callable[[], None] | None = None,
     ) -> Passage:
         """Expect the next message of a rank.
 
@@ -124,10 +123,23 @@ class SameHost:
             peer: the rank.
             of: what the channel is for.
             owners: tensors whose memory the buffers are, if they may have other memory when the message is there.
-            then: called when it is, in whatever wait of this rank.
         """
-        inbox = self._inboxes[of, peer]
-        expected = Expected(tuple(buffers), sum(buffer.nbytes for buffer in buffers), tuple(owners), then)
+        sizes = tuple(buffer.nbytes for buffer in buffers)
+        return self._expect(Expected(sizes, tuple(buffers), tuple(owners)), self._inboxes[of, peer])
+
+    def take(self, byte_count: int, take: Callable[[torch.Tensor], None], *, peer: int, of: Purpose) -> Passage:
+        """Expect the next message of a rank, of more than `INLINE_BYTES`.
+
+        Args:
+            byte_count: of its only tensor.
+            take: called in some wait of this rank with the bytes that have come, which are nobody else's.
+            peer: the rank.
+            of: what the channel is for.
+        """
+        assert byte_count > INLINE_BYTES, "less comes without a slot"
+        return self._expect(Expected((byte_count,), take=lambda parts: take(*parts)), self._inboxes[of, peer])
+
+    def _expect(self, expected: Expected, inbox: Inbox) -> Passage:
         inbox.expect(expected)
         return Passage(self, inbox, lambda: expected.is_over)
 
