@@ -68,6 +68,8 @@ class DappleConfig:
         memory_limit: most memory that a rank may take, such as "16GiB", or by kind of device, such as
             "V100: 15GiB, T4: 14GiB" (or a mapping); None lets it take what its device has free. Plans keep to it, and
             CUDA's allocator is held to it.
+        keep_freed_memory: whether ranks on CPUs keep what a step frees for the next one, as devices do (with glibc, and
+            without a memory_limit): faster, but no other process has that memory meanwhile.
         shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them,
             step that part, and tell each other the result: "on", "off", or "auto" where plans do not fit without.
         measure_memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a
@@ -106,6 +108,7 @@ class DappleConfig:
     deadline_s: float = 300.0
     report: str | None = None
     memory_limit: str | None = None
+    keep_freed_memory: bool = True
     shard_optimizer: str = "auto"
     measure_memory: bool = False
     trace: str | None = None
@@ -201,6 +204,11 @@ class DappleConfig:
         return {} if self.memory_limit is None else _limits(self.memory_limit)
 
     @property
+    def keeps_freed_memory(self) -> bool:
+        """Return whether ranks on CPUs keep what they free: a limit is for all that a process has."""
+        return self.keep_freed_memory and self.memory_limit is None
+
+    @property
     def cache_dir(self) -> Path | None:
         """Return where measured times and captured graphs are kept, None if nowhere."""
         if self.cache is not None:
@@ -293,6 +301,7 @@ _RULES = {
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),
     "exact_ties": _Rule(bool, "true or false"),
+    "keep_freed_memory": _Rule(bool, "true or false"),
     "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
     "report": _Rule(str, "the path of an .html file, or of a directory, to write"),
     "memory_limit": _Rule(str, LIMITS),

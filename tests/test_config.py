@@ -18,8 +18,9 @@ from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
     "plan planner layout schedule stages_per_device warmup microbatches costs cluster cache capture check recheck "
-    "witness post_validation compile batch_dim seed exact_ties deadline_s report memory_limit shard_optimizer "
-    "measure_memory trace timeline_steps start_method weights save_distributed_checkpoint async_checkpoint restore"
+    "witness post_validation compile batch_dim seed exact_ties deadline_s report memory_limit keep_freed_memory "
+    "shard_optimizer measure_memory trace timeline_steps start_method weights save_distributed_checkpoint "
+    "async_checkpoint restore"
 ).split()
 
 
@@ -58,6 +59,7 @@ def test_every_schedule_can_be_chosen():
         ("seed", None, None),
         ("microbatches", 8, 8),
         ("exact_ties", True, True),
+        ("keep_freed_memory", False, False),
     ],
 )
 def test_natural_spellings_are_read(name, value, read):
@@ -78,6 +80,7 @@ def test_natural_spellings_are_read(name, value, read):
         ({"microbatches": True}, r"found microbatches=True \(bool\); expected an integer"),
         ({"microbatches": "8"}, r"found microbatches='8' \(str\); expected an integer"),
         ({"exact_ties": 1}, r"found exact_ties=1 \(int\); expected true or false"),
+        ({"keep_freed_memory": "no"}, r"found keep_freed_memory='no' \(str\); expected true or false"),
         ({"schedule": "1f1"}, "found schedule='1f1'.*did you mean '1f1b'"),
         ({"planner": None}, "found planner=None.*expected one of"),
         ({"planner": "uniforms"}, "did you mean 'uniform'"),

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.freed_memory import is_freed_memory_kept
 from lightning_pipe.profiler.devices import device_kind
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def conditions(device: torch.device) -> dict[str, str | int | bool]:
         "host": platform.node(),
         "device": device_kind(device),
         "torch": str(torch.__version__),
+        "keeps_freed_memory": is_freed_memory_kept(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if device.type != "cuda":

@@ -20,6 +20,7 @@ from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
+from lightning_pipe.freed_memory import freed_memory_kept
 from lightning_pipe.lightning_names import (
     Precision,
     callbacks_of,
@@ -375,6 +376,8 @@ class Session:
         warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
             warn_of_backward_hooks(self._module)
+        is_kept = self._config.keeps_freed_memory and self._device.type == "cpu"
+        self._limit.enter_context(freed_memory_kept(wanted=is_kept))
         self._stopwatch.lap("placing")
 
     def _moves_plainly(self) -> bool:

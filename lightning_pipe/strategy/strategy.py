@@ -145,6 +145,7 @@ class DappleStrategy(ParallelStrategy):
         deadline_s: float = 300.0,
         report: str | os.PathLike[str] | None = None,
         memory_limit: str | int | dict[str, str | int] | None = None,
+        keep_freed_memory: bool = True,
         shard_optimizer: str | bool = "auto",
         measure_memory: bool = False,
         trace: str | os.PathLike[str] | None = None,

@@ -25,6 +25,7 @@ from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.counted import counted_on
+from lightning_pipe.freed_memory import freed_memory_kept
 from lightning_pipe.planner.problem import Problem, counted_problem
 from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster
@@ -98,9 +99,18 @@ class PlanCosts:
 
         if not self._measures():
             return asked(self._with_state(problem, optimizers)) if control.rank == 0 else None
+        with freed_memory_kept(wanted=self._config.keeps_freed_memory and self._device.type == "cpu"):
+            measured = self._measured(capture, problem, samples=samples, given=given, optimizers=optimizers)
+        return None if measured is None else asked(measured)
+
+    def _measured(
+        self, capture: Route, problem: Problem, *, samples: int, given: Plan | None, optimizers: Sequence[Optimizer]
+    ) -> Problem | None:
+        """Return a problem with measured costs, on rank 0; None elsewhere."""
+        control = self._links.control
         started = time.perf_counter()
         around = self._surroundings.measure(optimizers)
-        if described is None:
+        if self._config.cluster is None:
             problem = replace(problem, cluster=build_cluster(around.facts, around.links))
         profile: Profile | None
         match capture.timing:
@@ -116,7 +126,7 @@ class PlanCosts:
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
             len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
         )  # fmt: skip
-        return asked(replace(problem, profile=_in_surroundings(profile, around)))
+        return replace(problem, profile=_in_surroundings(profile, around))
 
     def _with_state(self, problem: Problem, optimizers: Sequence[Optimizer]) -> Problem:
         """Return a problem of counted costs with the state of the optimizer, if anything will step."""
