@@ -36,9 +36,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, chain_program, nap, sleeping_split
 from benchmarks.emulation import ping
-from benchmarks.profiling import keep_freed_memory
 from benchmarks.ranks import run_ranks
 from lightning_pipe.core.program import Options, VerifiedProgram
+from lightning_pipe.freed_memory import freed_memory_kept
 from lightning_pipe.report import step_seconds
 from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.transport.process_group import process_group_transport
@@ -182,10 +182,10 @@ def peers(pair: Pair, case: Case) -> Step | None:
     return step
 
 
+@freed_memory_kept()
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, Any]:
     """Run everyone in rounds; on every rank. Return the seconds of every step, and what a message takes."""
     torch.set_num_threads(1)
-    keep_freed_memory()
     transport = process_group_transport(CPU, deadline_s=DEADLINE_S)
     transport.open(channels=[(0, 1), (1, 0)], groups=[])
     latency_s, posting_s = ping(transport, case.message_bytes)

@@ -12,9 +12,7 @@ profiled and at others. The runtime's own work (`Profile.call_s`) is no part of 
 A machine that others use runs at several speeds, for seconds or minutes at a time. So profile and stages are measured
 in turn, several times, and of each the fastest round counts; a round's time of a function is its median.
 
-On Linux the C library gives freed memory back to the system, which has to clear it when it is used again. From which
-size on depends on what a process has freed before; `keep_freed_memory` settles that, since training frees large tensors
-sooner or later.
+Memory that is freed is kept, as ranks keep it.
 """
 
 from __future__ import annotations
@@ -42,6 +40,7 @@ from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StagePro
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.stage import stage_works
+from lightning_pipe.freed_memory import freed_memory_kept
 from lightning_pipe.profiler.timing.operators import Operators, profile_capture
 from lightning_pipe.units import format_bytes, format_seconds
 
@@ -160,11 +159,6 @@ class Measured:
         return {n: min(self.predicted[n]) / own - 1 for n, own in measured.items() if own > LEAST_S}
 
 
-def keep_freed_memory() -> None:
-    """Let the C library keep memory that is freed from now on: it keeps what is smaller than what it has seen freed."""
-    torch.empty(2**25 - 2**13, dtype=torch.uint8)
-
-
 def captured(module: pl.LightningModule, batch: tuple[torch.Tensor, ...]) -> Capture:
     """Capture the training step."""
     tensors, structure = flatten(list(batch))
@@ -214,8 +208,8 @@ def predicted(graph: Graph, profile: Profile, samples: int, cut: tuple[int, ...]
     }
 
 
+@freed_memory_kept()
 def accuracy(models: Sequence[str], rounds: int, *, verbose: bool) -> None:
-    keep_freed_memory()
     print(f"noise (spread of a matrix product's times): {noise():.1%}")
     print(f"{'model':8} {'samples':9} {'functions':>9} {'median':>7} {'p90':>6} {'worst':>6}   mean error")
     for model in models:
@@ -274,8 +268,8 @@ def cost(options: Mapping[str, int], sizes: tuple[int, ...]) -> float:
     return profile_s
 
 
+@freed_memory_kept()
 def depth() -> None:
-    keep_freed_memory()
     few, many = (cost({"vocabulary": 1000, "context": 64, "width": 256, "depth": d}, (1, 2, 4)) for d in (12, 96))
     print(f"96 layers take {many / few:.2f} times as long to profile as 12 (asked: less than 1.5)")
 

@@ -19,7 +19,6 @@ import mmap
 import os
 import socket
 import struct
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ _ALIGNMENT = 64  # of the parts of a slot, in bytes
 _NOTE = struct.Struct("<ii")  # number of a slot; whether its memory comes along
 _CREDIT = struct.Struct("<i")  # number of a slot
 _NONE = -1  # no descriptor, no slot
+_LAST, _OTHER = True, False  # users of a slot
 _MOST_PARTS = 512  # of a message in one call of the system, which takes 1,024
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -91,6 +91,7 @@ class Outbox:
         self._queue: deque[tuple[bytes, int]] = deque()  # what found no room in the socket, and descriptors with it
         self._slots: list[torch.Tensor] = []  # shared memory of a message each
         self._free: set[int] = set()  # numbers of slots
+        self._cut_credit = b""  # first bytes of a number of which the rest is still to come
 
     @property
     def is_waiting(self) -> bool:
@@ -175,8 +176,11 @@ class Outbox:
     def _take_back(self) -> None:
         """Note which slots the receiver has emptied."""
         with contextlib.suppress(OSError):  # there is nothing to read, or nobody, which writing finds out
-            while numbers := self.line.recv(64 * _CREDIT.size):
-                self._free.update(number for (number,) in _CREDIT.iter_unpack(numbers))
+            while came := self.line.recv(64 * _CREDIT.size):
+                credits = self._cut_credit + came
+                whole = len(credits) // _CREDIT.size * _CREDIT.size
+                self._free.update(number for (number,) in _CREDIT.iter_unpack(credits[:whole]))
+                self._cut_credit = credits[whole:]
 
 
 class Inbox:
@@ -277,8 +281,7 @@ class _Lease:
 
     def __init__(self, number: int, empty: deque[int]) -> None:
         self._number, self._empty = number, empty
-        self._users = 1  # whoever reads the message
-        self._lock = threading.Lock()
+        self._users = deque([_LAST])  # one for whoever reads the message, and above it one for every part
 
     def lend(self, slot: mmap.mmap, span: slice, owner: torch.Tensor) -> None:
         """Let a tensor have a part of the slot instead of its memory.
@@ -292,20 +295,16 @@ class _Lease:
 
     def part(self, slot: mmap.mmap, span: slice, *, instead_of: object = None) -> torch.Tensor:
         """Return a part of the slot as bytes, which uses it while it lives, and keeps something else alive."""
-        with self._lock:
-            self._users += 1
+        self._users.append(_OTHER)
         part = (ctypes.c_char * (span.stop - span.start)).from_buffer(slot, span.start)
         part.instead_of = instead_of
         weakref.finalize(part, self.end).atexit = False
         return _bytes_of(part)
 
     def end(self) -> None:
-        """Count one user less; from any thread."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        self._empty.append(self._number)
+        """Count one user less; from any thread, and in the middle of anything."""
+        if self._users.pop() == _LAST:
+            self._empty.append(self._number)
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[slice]:
