@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_pipe.profiler.network.alpha_beta import fit_line
 from lightning_pipe.profiler.network.link_probe import (
     EVERY_PAIR_UP_TO,
     ProbeHandle,
+    computing,
     groups_to_measure,
     pairs_to_measure,
     probe_links,
@@ -236,3 +238,15 @@ def test_how_busy_sums_keep_a_rank_is_what_is_left_when_they_could_be_over(
 
     found = probe_links(transport, hosts=(0, 0, 0), device=torch.device("cpu"), wait=wait)
     assert found.sum_busy_share == pytest.approx(share, abs=1e-3)
+
+
+def test_what_computes_meanwhile_has_as_many_threads_as_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = queue.SimpleQueue[int]()
+    monkeypatch.setattr(torch, "mm", lambda *_: seen.put(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        with computing(torch.device("cpu")):
+            assert seen.get(timeout=60) == before + 2
+    finally:
+        torch.set_num_threads(before)

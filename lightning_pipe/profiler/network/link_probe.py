@@ -359,10 +359,11 @@ def computing(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    stop = threading.Event()
+    stop, threads = threading.Event(), torch.get_num_threads()
     matrix = torch.zeros(_ROWS, _ROWS, device=device)
 
     def compute() -> None:
+        torch.set_num_threads(threads)  # a new thread has those of the environment, and would take others' cores
         while not stop.is_set():
             torch.mm(matrix, matrix)
 
