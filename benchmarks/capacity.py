@@ -134,7 +134,7 @@ def trained(job: Job) -> Done:
     text = torch.randint(job.model["vocabulary"], (job.batch * job.steps, job.model["context"] + 1))
     data = DataLoader(TensorDataset(text), job.batch)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        options = {"check": False, "costs": "counted", "deadline_s": 60.0, **job.options}
+        options = {"check": False, "costs": "counted", "deadline_s": 60.0, "keep_freed_memory": False, **job.options}
         if job.plan:
             path = Path(folder) / "plan.yaml"
             save_yaml(from_yaml(Plan, job.plan), path)

@@ -69,7 +69,7 @@ class DappleConfig:
             "V100: 15GiB, T4: 14GiB" (or a mapping); None lets it take what its device has free. Plans keep to it, and
             CUDA's allocator is held to it.
         keep_freed_memory: whether ranks on CPUs keep what a step frees for the next one, as devices do (with glibc, and
-            without a memory_limit): faster, but no other process has that memory meanwhile.
+            without a limit): faster, but no other process has that memory meanwhile.
         shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them,
             step that part, and tell each other the result: "on", "off", or "auto" where plans do not fit without.
         measure_memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a

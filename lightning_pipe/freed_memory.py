@@ -3,7 +3,8 @@
 glibc gives a large block (of 32 MiB in any case, of less at first) pages of its own, which go back to the system when
 it is freed. The next one has new pages, which the kernel clears and maps one by one: for GPT-2 with 124 million
 parameters that was a sixth of the step of a CPU rank (1.07 of 6.4 s; with what caches lose, a quarter). Devices have an
-allocator of their own, which keeps what is freed; other C libraries than glibc are left as they are.
+allocator of their own, which keeps what is freed; other C libraries than glibc are left as they are. So is a process
+that is held to a limit (`ulimit -d` or `-v`): blocks that are kept lie scattered, and the heap grows beyond their sum.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LARGEST_BYTES = 32 * 2**20  # that glibc's own threshold grows to, as it sees l
 @contextlib.contextmanager
 def freed_memory_kept(*, wanted: bool = True) -> Iterator[None]:
     """Keep what is freed inside, if that is wanted; afterwards all that is free goes back to the system."""
-    library = _glibc() if wanted else None
+    library = _glibc() if wanted and not _is_limited() else None
     if library is None or is_freed_memory_kept():
         yield
         return
@@ -46,6 +47,17 @@ def is_freed_memory_kept() -> bool:
 
 
 _kept = [False]
+
+
+def _is_limited() -> bool:
+    """Return whether the system limits the private memory or the addresses of this process."""
+    try:
+        import resource  # not on every platform
+    except ImportError:
+        return False
+    return any(
+        resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    )
 
 
 @functools.cache

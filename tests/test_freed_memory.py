@@ -56,6 +56,13 @@ def test_it_is_known_whether_memory_is_kept_and_an_inner_block_ends_nothing() ->
     assert not is_freed_memory_kept()
 
 
+@ON_GLIBC
+def test_a_process_that_the_system_limits_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**40 if kind == resource.RLIMIT_DATA else -1, -1))
+    with freed_memory_kept():
+        assert not is_freed_memory_kept()
+
+
 @pytest.mark.parametrize(
     ("options", "kept"), [({}, True), ({"keep_freed_memory": False}, False), ({"memory_limit": "2GiB"}, False)]
 )
