@@ -25,11 +25,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, ClassVar
 
 PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipe", "lightning_pipe.runtime.executor"]
 DEADLINE_S = 60.0  # on an idle machine
+
+
+def forking() -> ForkServerContext:
+    """Return what starts processes that have imported the package and done nothing yet."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the server, which reads it as it imports torch
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class Crowding:
@@ -122,9 +131,7 @@ class _Processes:
         return cls._by_size[size]
 
     def __init__(self, size: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = "1"  # for the server, which reads it as it imports torch
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forking()
         atexit.register(self.end)
         self._size = size
         self._folder = Path(tempfile.mkdtemp(prefix="world"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import resource
 import sys
 import warnings
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.runtime.memory import held_to, is_out_of_memory, private_bytes
-from ranks.world import Raised, World
+from ranks.world import Raised, World, forking
 from strategy.fits import dapple, make_trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds private memory on Linux only")
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 
 def alone(check: Callable[[], None]) -> None:
     """Run it in a process of its own: memory that others have freed in this one serves new tensors, too."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=forking()) as pool:
         pool.submit(check).result()
 
 
