@@ -3,6 +3,8 @@
 A tensor has a part per member. Everybody sends each member its part; who has its part from all adds them, and sends the
 sum to the others, so all have the same bits. That is done whenever messages are moved, by the rank's own thread: a sum
 goes on when the next is begun, and while the rank waits for anything. Parts are added where they lie, in the slots.
+
+A tensor is added in pieces, few at a time: they fit into caches, and slots need not hold all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from lightning_pipe.runtime.transport.collectives import as_bytes
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.transport.same_host import Passage, Purpose, SameHost
 
-_MOST_UNDER_WAY_BYTES = 64 * 2**20  # of a group: what a rank that is ahead may put into slots
+_PIECE_BYTES = 8 * 2**20  # at most; all pieces of a tensor have the same size
+_MOST_UNDER_WAY_BYTES = 16 * 2**20  # of a group: what a rank that is ahead may put into slots
 
 
 def channels_of(group: Group) -> tuple[Purpose, Purpose]:
@@ -35,16 +38,19 @@ class LargeSums:
 
     def __init__(self, rank: int, host: SameHost) -> None:
         self._rank, self._host = rank, host
-        self._waiting: defaultdict[Group, deque[LargeSum]] = defaultdict(deque)  # to be started, in order
-        self._bytes: defaultdict[Group, int] = defaultdict(int)  # of sums that were started and are not over
+        self._waiting: defaultdict[Group, deque[Piece]] = defaultdict(deque)  # to be started, in order
+        self._bytes: defaultdict[Group, int] = defaultdict(int)  # of pieces that were started and are not over
 
     def begin(self, tensor: torch.Tensor, group: Group) -> LargeSum:
         """Begin to add a contiguous tensor, in place; all members begin the same sums of a group in the same order."""
         self._host.move()
-        large = LargeSum(self._host, tensor, rank=self._rank, group=group, over=self._over)
-        self._waiting[group].append(large)
+        pieces = [
+            Piece(self._host, part, rank=self._rank, group=group, over=self._over)
+            for part in tensor.view(-1).tensor_split(-(-tensor.nbytes // _PIECE_BYTES))
+        ]
+        self._waiting[group] += pieces
         self._go_on(group)
-        return large
+        return LargeSum(self._host, pieces)
 
     def close(self) -> None:
         """Forget what is under way."""
@@ -52,22 +58,46 @@ class LargeSums:
         self._bytes.clear()
 
     def _go_on(self, group: Group) -> None:
-        """Start the next sums, while there is not too much under way."""
+        """Start the next pieces, while there is not too much under way."""
         waiting = self._waiting[group]
         while waiting and (
             not self._bytes[group] or self._bytes[group] + waiting[0].byte_count <= _MOST_UNDER_WAY_BYTES
         ):
-            large = waiting.popleft()
-            self._bytes[group] += large.byte_count
-            large.start()
+            piece = waiting.popleft()
+            self._bytes[group] += piece.byte_count
+            piece.start()
 
-    def _over(self, large: LargeSum) -> None:
-        self._bytes[large.group] -= large.byte_count
-        self._go_on(large.group)
+    def _over(self, piece: Piece) -> None:
+        self._bytes[piece.group] -= piece.byte_count
+        self._go_on(piece.group)
 
 
 class LargeSum:
     """One sum; a handle.
+
+    Args:
+        host: the connections of this rank.
+        pieces: what is added.
+    """
+
+    def __init__(self, host: SameHost, pieces: list[Piece]) -> None:
+        self._host, self._pieces = host, pieces
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most so long for the sum.
+
+        Raises:
+            RuntimeError: if a connection is gone.
+        """
+        return self._host.wait(lambda: all(piece.has_ended() for piece in self._pieces), timeout_s)
+
+    def landed(self) -> bool:
+        """Return whether the sum is there."""
+        return all(piece.landed() for piece in self._pieces)
+
+
+class Piece:
+    """A part of a tensor that is added.
 
     Args:
         host: the connections of this rank.
@@ -78,7 +108,7 @@ class LargeSum:
     """
 
     def __init__(
-        self, host: SameHost, tensor: torch.Tensor, *, rank: int, group: Group, over: Callable[[LargeSum], None]
+        self, host: SameHost, tensor: torch.Tensor, *, rank: int, group: Group, over: Callable[[Piece], None]
     ) -> None:
         self.group, self.byte_count = group, tensor.nbytes
         self._host, self._over = host, over
@@ -98,19 +128,16 @@ class LargeSum:
         for peer, part in self._parts.items():
             self._send(part, peer=peer, of=self._of_parts)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long for the sum.
-
-        Raises:
-            RuntimeError: if a connection is gone.
-        """
-        return self._host.wait(self._has_ended, timeout_s)
-
     def landed(self) -> bool:
         """Return whether the sum is there."""
         return self._passages is not None and all(passage.landed() for passage in self._passages)
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Return whether it is there, or cannot come.
+
+        Raises:
+            RuntimeError: if a connection is gone.
+        """
         return self._passages is not None and all(passage.has_ended() for passage in self._passages)
 
     def _expect(self, part: torch.Tensor, take: Callable[[torch.Tensor], None], *, peer: int, of: Purpose) -> None:
