@@ -3,6 +3,8 @@
 import gc
 import os
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,6 +283,48 @@ def test_a_large_message_is_not_copied_and_its_slot_is_the_receivers_until_it_le
     for good, made, moved in World(2).run(lend_and_keep):
         assert good and moved == 12
         assert 5 <= made <= 6  # four are kept; one or two are on their way
+
+
+def trim_and_go_on() -> tuple[bool, int]:
+    """Let a transport give up memory while one message is kept; return whether all are right, and bytes given up."""
+    rank, peer, size = dist.get_rank(), 1 - dist.get_rank(), 2**23
+    transport = transport_between(2, [(0, 1), (1, 0)])
+    kept, good, shared = [], [], []
+    for number in range(4):
+        owner = torch.empty(size, dtype=BYTES)
+        send = transport.send([content(size, seed=number + 100 * rank)], peer=peer)
+        receive = transport.receive([owner], peer=peer, owners=[owner])
+        settle(receive)
+        settle(send)
+        good.append(torch.equal(owner, content(size, seed=number + 100 * peer)))
+        if number == 0:
+            kept.append(owner)
+        del owner, receive
+        token = torch.zeros(1, dtype=BYTES)
+        told = transport.receive([token], peer=peer)  # what was let go is told the sender on the way
+        settle(transport.send([torch.ones(1, dtype=BYTES)], peer=peer))
+        settle(told)
+        dist.barrier()
+        if number == 2:
+            shared.append(shared_bytes())
+            dist.barrier()
+            transport.trim()
+            dist.barrier()
+            shared.append(shared_bytes())
+    good.append(torch.equal(kept[0], content(size, seed=100 * peer)))
+    transport.close()
+    return all(good), shared[0] - shared[1]
+
+
+def shared_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("RssShmem:")) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given up on Linux only")
+def test_a_transport_gives_up_the_memory_of_messages_that_nobody_has() -> None:
+    for good, given_up in World(2).run(trim_and_go_on):
+        assert good and given_up >= 2 * 2**23, "a slot of this rank, and one of the other"
 
 
 def land_without_a_compute_that_asks() -> bool:

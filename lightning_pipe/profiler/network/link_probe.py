@@ -76,6 +76,10 @@ class ProbeTransport(Protocol):
         """Post a sum, in place."""
         ...
 
+    def trim(self) -> None:
+        """Give up memory that is kept for messages to come; nothing is under way."""
+        ...
+
 
 WaitFor: TypeAlias = Callable[[ProbeHandle, str], None]  # waits for a handle that an error calls by these words
 
@@ -121,6 +125,7 @@ def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torc
     probe = _Probe(transport, device=device, wait=wait, everyone=everyone)
     of_pairs = probe.measure(pairs, hosts, probe.pair)
     of_groups = probe.measure(groups, hosts, probe.reduction)
+    transport.trim()  # messages of training are smaller, and go along few of these channels
     return LinkFacts(
         tuple(PairLink(a, b, Link(m.fixed_s / 2, m.bytes_per_s)) for (a, b), m in zip(pairs, of_pairs, strict=True)),
         tuple(Reduction(group, m.fixed_s, m.bytes_per_s) for group, m in zip(groups, of_groups, strict=True)),

@@ -122,6 +122,10 @@ class GlooTransport:
             return self._host_sums.broadcast(tensor, source=source, group=group)
         return self._collectives.broadcast(tensor, source=source, group=group)
 
+    def trim(self) -> None:
+        """Empty the slots of messages between processes of this host."""
+        self._same_host.trim()
+
     def abort(self) -> None:
         """Do nothing: the rank's own thread never waits inside gloo."""
 

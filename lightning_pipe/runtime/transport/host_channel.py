@@ -89,7 +89,7 @@ class Outbox:
         self.line, self.left, self.error = line, 0, ""
         self._posted = 0
         self._queue: deque[tuple[bytes, int]] = deque()  # what found no room in the socket, and descriptors with it
-        self._slots: list[torch.Tensor] = []  # shared memory of a message each
+        self._slots: list[mmap.mmap] = []  # shared memory of a message each
         self._free: set[int] = set()  # numbers of slots
         self._cut_credit = b""  # first bytes of a number of which the rest is still to come
 
@@ -127,6 +127,12 @@ class Outbox:
             self._queue.popleft()
             self.left += 1
 
+    def trim(self) -> None:
+        """Give up the memory of free slots, in both processes; it is there again when it is written to."""
+        self._take_back()
+        for number in self._free:
+            _empty(self._slots[number])
+
     def close(self) -> None:
         """End the connection."""
         self.line.close()
@@ -158,13 +164,14 @@ class Outbox:
         number, descriptor = min(large, key=lambda number: len(self._slots[number]), default=_NONE), _NONE
         if number == _NONE:
             descriptor = new_memory(total, name="messages")
-            number = self._keep(_bytes_of(_mapped(descriptor)))
+            number = self._keep(_mapped(descriptor))
         self._free.discard(number)
+        content = _bytes_of(self._slots[number])
         for span, tensor in zip(spans, tensors, strict=True):
-            self._slots[number][span].copy_(as_bytes(tensor))
+            content[span].copy_(as_bytes(tensor))
         return number, descriptor
 
-    def _keep(self, memory: torch.Tensor) -> int:
+    def _keep(self, memory: mmap.mmap) -> int:
         """Give memory a number: that of a free slot, which is too small, or a new one."""
         if not self._free:
             self._slots.append(memory)
@@ -339,6 +346,13 @@ def _rest(buffers: Sequence[torch.Tensor], got: int) -> list[Memory]:
 def _mapped(descriptor: int) -> mmap.mmap:
     """Return shared memory."""
     return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+
+
+def _empty(memory: mmap.mmap) -> None:
+    """Let shared memory have no pages until it is written to; where the system cannot do that, it keeps them."""
+    if hasattr(mmap, "MADV_REMOVE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_REMOVE)
 
 
 def _bytes_of(memory: Memory | mmap.mmap) -> torch.Tensor:

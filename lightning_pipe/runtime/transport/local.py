@@ -87,6 +87,9 @@ class LocalTransport:
         """Come to the next meeting of the group and copy."""
         return _Collective(self._come(tensor, group), group, source=source)
 
+    def trim(self) -> None:
+        """Do nothing: nothing is kept."""
+
     def abort(self) -> None:
         """Do nothing: nobody waits."""
 

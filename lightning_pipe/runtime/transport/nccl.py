@@ -60,6 +60,9 @@ class NcclTransport:
         """Post the copying of the source's tensor into those of the other members."""
         return self._collectives.broadcast(tensor, source=source, group=group)
 
+    def trim(self) -> None:
+        """Do nothing: communicators keep what they need."""
+
     def abort(self) -> None:
         """Abort all communicators of this rank, so that its device stops waiting."""
         for pair in self._mine():

@@ -51,6 +51,10 @@ class Transport(Protocol):
         """Post the copying of `tensor` from rank `source` into the `tensor` of every other member."""
         ...
 
+    def trim(self) -> None:
+        """Give up memory that is kept for messages to come. Nothing is under way."""
+        ...
+
     def abort(self) -> None:
         """End every wait of this rank with an error, from any thread. Nothing can be sent afterwards."""
         ...

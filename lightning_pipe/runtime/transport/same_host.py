@@ -168,6 +168,11 @@ class SameHost:
         for outbox in self._outboxes.values():
             outbox.move()
 
+    def trim(self) -> None:
+        """Give up the memory of slots that no message is in, as far as their receivers have said so."""
+        for outbox in self._outboxes.values():
+            outbox.trim()
+
     def close(self) -> None:
         """End all connections."""
         for outbox in self._outboxes.values():
