@@ -9,9 +9,10 @@
 Contestants run one after another, in rounds, in the same two processes; a figure is the median of the steps of a round
 (from the end of a batch to the end of the next), then over the rounds. Losses of the first steps must be those of
 Lightning's DDP, or the run ends. Peak is the most resident memory of the larger rank while it trained, above what it
-had before, without what others have freed; in a process of its own DDP, above all, takes more. CPU is the seconds that all threads of the busier rank computed per step: on a machine that others use,
-too, it says more than the step. Peers without Lightning run in bare loops (`benchmarks.bare_loops`), their two stages
-cut by hand in the middle. DeepSpeed and Megatron-core are not dependencies of this project, and are listed as absent
+had before, without what others have freed; in processes of their own contestants, DDP above all, take more. CPU is the
+seconds that all threads of the busier rank computed per step: on a machine that others use, too, it says more than the
+step. Peers without Lightning run in bare loops (`benchmarks.bare_loops`), their two stages cut by hand in the middle.
+DeepSpeed and Megatron-core are not dependencies of this project, and are listed as absent
 where they are; an environment of their own has them after
 
     pip install -e . deepspeed megatron-core
