@@ -38,14 +38,14 @@ class LargeSums:
 
     def __init__(self, rank: int, host: SameHost) -> None:
         self._rank, self._host = rank, host
-        self._waiting: defaultdict[Group, deque[Piece]] = defaultdict(deque)  # to be started, in order
+        self._waiting: defaultdict[Group, deque[_Piece]] = defaultdict(deque)  # to be started, in order
         self._bytes: defaultdict[Group, int] = defaultdict(int)  # of pieces that were started and are not over
 
     def begin(self, tensor: torch.Tensor, group: Group) -> LargeSum:
         """Begin to add a contiguous tensor, in place; all members begin the same sums of a group in the same order."""
         self._host.move()
         pieces = [
-            Piece(self._host, part, rank=self._rank, group=group, over=self._over)
+            _Piece(self._host, part, rank=self._rank, group=group, over=self._over)
             for part in tensor.view(-1).tensor_split(-(-tensor.nbytes // _PIECE_BYTES))
         ]
         self._waiting[group] += pieces
@@ -67,7 +67,7 @@ class LargeSums:
             self._bytes[group] += piece.byte_count
             piece.start()
 
-    def _over(self, piece: Piece) -> None:
+    def _over(self, piece: _Piece) -> None:
         self._bytes[piece.group] -= piece.byte_count
         self._go_on(piece.group)
 
@@ -80,7 +80,7 @@ class LargeSum:
         pieces: what is added.
     """
 
-    def __init__(self, host: SameHost, pieces: list[Piece]) -> None:
+    def __init__(self, host: SameHost, pieces: list[_Piece]) -> None:
         self._host, self._pieces = host, pieces
 
     def wait(self, timeout_s: float) -> bool:
@@ -96,7 +96,7 @@ class LargeSum:
         return all(piece.landed() for piece in self._pieces)
 
 
-class Piece:
+class _Piece:
     """A part of a tensor that is added.
 
     Args:
@@ -108,7 +108,7 @@ class Piece:
     """
 
     def __init__(
-        self, host: SameHost, tensor: torch.Tensor, *, rank: int, group: Group, over: Callable[[Piece], None]
+        self, host: SameHost, tensor: torch.Tensor, *, rank: int, group: Group, over: Callable[[_Piece], None]
     ) -> None:
         self.group, self.byte_count = group, tensor.nbytes
         self._host, self._over = host, over
