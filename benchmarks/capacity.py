@@ -46,6 +46,7 @@ from lightning_pipe.core.serial import from_yaml, save_yaml, to_yaml
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.prices import Pricer
 from lightning_pipe.errors import PipeError
+from lightning_pipe.freed_memory import return_freed_memory
 from lightning_pipe.planner.comparison.capacity import POLICIES, Largest, largest_batches
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import places_of
@@ -54,7 +55,7 @@ from lightning_pipe.planner.registry import propose
 from lightning_pipe.profiler.optimizer import counted_optimizer
 from lightning_pipe.profiler.timing.operators import profile_capture
 from lightning_pipe.profiles.published import load_published
-from lightning_pipe.runtime.memory import held_to, return_freed_memory, state_bytes
+from lightning_pipe.runtime.memory import held_to, state_bytes
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from lightning_pipe.units import format_bytes, format_seconds
 
@@ -128,7 +129,7 @@ class _Watching(pl.Callback):
 
 def trained(job: Job) -> Done:
     """Fit on all ranks of this process group, and say what became of this one."""
-    return_freed_memory()
+    return_freed_memory(at_once=True)
     torch.manual_seed(0)
     module = GPT(**job.model)
     text = torch.randint(job.model["vocabulary"], (job.batch * job.steps, job.model["context"] + 1))

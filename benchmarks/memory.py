@@ -47,6 +47,7 @@ from lightning_pipe.core.program import Compute, Evict, Fetch, Instruction, Layo
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
+from lightning_pipe.freed_memory import return_freed_memory
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.memory.policies import policies_of
@@ -57,7 +58,6 @@ from lightning_pipe.runtime.activations.plain import FileHost
 from lightning_pipe.runtime.exchanges.groups import connect
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
-from lightning_pipe.runtime.memory import return_freed_memory
 from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import process_group_transport
@@ -317,7 +317,7 @@ def cost(console: Console) -> None:
 def resident(console: Console) -> None:
     """Measure the resident memory of this process after all forwards of a step."""
     table = Table("policy", "saved, simulated, after all forwards", "resident memory above that before them")
-    return_freed_memory()
+    return_freed_memory(at_once=True)
     module, tensors = GPT(depth=8).train(), MODELS["gpt"].batch(BATCH)
     capture = captured(module, tensors)
     problem = problem_of(capture, ranks=1, schedule="gpipe")
@@ -344,7 +344,7 @@ def resident(console: Console) -> None:
 def resident_bytes() -> int:
     """Return the anonymous resident memory of this process, without what its allocator has free."""
     gc.collect()
-    return_freed_memory()
+    return_freed_memory(at_once=True)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 

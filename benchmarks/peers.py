@@ -12,8 +12,8 @@ Lightning's DDP, or the run ends. Peak is the most resident memory of the larger
 had before, without what others have freed; in processes of their own contestants, DDP above all, take more. CPU is the
 seconds that all threads of the busier rank computed per step: on a machine that others use, too, it says more than the
 step. Peers without Lightning run in bare loops (`benchmarks.bare_loops`), their two stages cut by hand in the middle.
-DeepSpeed and Megatron-core are not dependencies of this project, and are listed as absent
-where they are; an environment of their own has them after
+DeepSpeed and Megatron-core are no dependencies of this project, and are listed as absent where they are; an environment
+of their own has them after
 
     pip install -e . deepspeed megatron-core
 
@@ -23,7 +23,6 @@ Legend: m micro-batches.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import math
@@ -52,6 +51,7 @@ from benchmarks.models import Block
 from benchmarks.ranks import run_ranks
 from benchmarks.two_hosts import run_on_both, two_hosts
 from lightning_pipe import DappleStrategy
+from lightning_pipe.freed_memory import return_freed_memory
 
 WARM_UP = 3  # steps that are not counted
 REFERENCE = "Lightning DDP"
@@ -201,8 +201,7 @@ class Figure:
 def _resident_peak() -> Iterator[Callable[[], int]]:
     """Yield a function that returns the most resident memory so far above what was there."""
     gc.collect()
-    if hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-        library.malloc_trim(0)  # what an earlier contestant has freed is nobody's
+    return_freed_memory()  # of an earlier contestant
     before, most, over = _resident(), [0], threading.Event()
 
     def look() -> None:

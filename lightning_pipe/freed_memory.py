@@ -18,6 +18,7 @@ from typing import Any
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # options of mallopt (malloc.h)
 _NEVER = -1
 _USUAL_BLOCKS = 65_536  # with pages of their own, at most
+_OF_TENSORS_BYTES = 2**16
 _LARGEST_BYTES = 32 * 2**20  # that glibc's own threshold grows to, as it sees large blocks freed
 
 
@@ -37,13 +38,27 @@ def freed_memory_kept(*, wanted: bool = True) -> Iterator[None]:
         library.mallopt(_MMAP_MAX, _USUAL_BLOCKS)
         library.mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
         library.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_BYTES)
-        library.malloc_trim(0)
+        return_freed_memory()
         _kept[0] = False
 
 
 def is_freed_memory_kept() -> bool:
     """Return whether freed memory is kept now."""
     return _kept[0]
+
+
+def return_freed_memory(*, at_once: bool = False) -> None:
+    """Let glibc give back to the system what is free in its heap; with another C library, do nothing.
+
+    Args:
+        at_once: whether tensors of some size have pages of their own from now on, which go back when they are freed.
+    """
+    library = _glibc()
+    if library is None:
+        return
+    if at_once:
+        library.mallopt(_MMAP_THRESHOLD, _OF_TENSORS_BYTES)
+    library.malloc_trim(0)
 
 
 _kept = [False]

@@ -13,7 +13,6 @@ Also here: what holds a process to a limit (`held_to`), and how running into one
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ import torch
 
 from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.errors import OutOfMemoryError
+from lightning_pipe.freed_memory import return_freed_memory
 
 
 class PeakMemory:
@@ -124,23 +124,13 @@ def held_to(device: torch.device, limit_bytes: int, *, there_bytes: int = 0) -> 
         return
     import resource  # not on every platform
 
-    return_freed_memory()
+    return_freed_memory(at_once=True)  # else freed tensors stay in the process, in its heap
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() - there_bytes + limit_bytes, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def return_freed_memory() -> None:
-    """Let the C library of a Linux host give freed tensors back, which else stay in the process, in its heap."""
-    library = ctypes.CDLL(None)
-    library.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-    library.malloc_trim(0)
-
-
-_M_MMAP_THRESHOLD, _MAPPED = -3, 2**16  # of malloc.h: bytes from which on memory is mapped, and unmapped when freed
 
 
 def private_bytes() -> int:
