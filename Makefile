@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# processes that run tests, a file each; tests of ranks start some more
+# processes that run tests, a group of files each; tests of ranks start some more
 WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -17,7 +17,7 @@ demo: $(INSTALLED) ## Train a small GPT on two ranks; then measure a pipeline an
 	$(BIN)/python -m benchmarks.demo
 
 test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow ones.
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist loadfile --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist loadgroup --durations=25 $(ARGS)
 
 test-slow: $(INSTALLED) ## Run the slow tests: planning and fits of long models, more random steps.
 	$(BIN)/python -m pytest -m "slow and not gpu" -n $(WORKERS) --timeout 900 $(ARGS)

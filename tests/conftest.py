@@ -23,6 +23,17 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the cache of the pro
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lightning_pipe_tests")
 
 
+SHARING = ("zoo", "parity")  # folders of tests that train the same captured steps
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one process run the tests of a file, or of a folder whose files share what they capture."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder in SHARING else item.nodeid.partition("::")[0]))
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported to itself: a collection looks through the objects of tests alone, and less often."""
     gc.freeze()
