@@ -209,7 +209,9 @@ def test_hydra_refuses_what_is_no_option(override, application):
         composed(application, ["+strategy=dapple", f"trainer.strategy.{override}"])
 
 
-@pytest.mark.parametrize("override", ["trainer.strategy=dapple", "+strategy=dapple"])
+@pytest.mark.parametrize(
+    "override", ["trainer.strategy=dapple", pytest.param("+strategy=dapple", marks=pytest.mark.slow)]
+)
 def test_an_unmodified_hydra_application_gets_the_strategy(override, application):
     command = [sys.executable, "train.py", override, "trainer.devices=2"]
     found = subprocess.run(command, cwd=application.parent, capture_output=True, text=True, check=False)

@@ -32,7 +32,15 @@ from parity.training import (
 
 UNREPLICATED = ["1", "1-1", "1-1-1"]
 REPLICATED = ["2-1", "1-2", "2-2"]
+GPIPE_IN_EVERY_RUN = "1-1-1"  # of the layouts
 COUPLED = {"resnet_batchnorm"}  # compared with accumulation over the same micro-batches, as batch statistics see them
+
+
+def under_schedules(layouts: list[str]) -> pytest.MarkDecorator:
+    """Run a test for every layout with both schedules."""
+    slow = [pytest.param(layout, "gpipe", marks=pytest.mark.slow) for layout in layouts if layout != GPIPE_IN_EVERY_RUN]
+    every = [*((layout, "1f1b") for layout in layouts), (GPIPE_IN_EVERY_RUN, "gpipe")]
+    return pytest.mark.parametrize(("layout", "schedule"), [*every, *slow])
 
 
 @functools.cache
@@ -42,8 +50,7 @@ def trained(name: str, layout: str, schedule: str) -> tuple[list[torch.Tensor], 
     return train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("layout", UNREPLICATED)
+@under_schedules(UNREPLICATED)
 @pytest.mark.parametrize("name", PARITY)
 def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, schedule):
     losses, parameters = trained(name, layout, schedule)
@@ -53,8 +60,7 @@ def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, sch
         assert torch.equal(parameters[parameter], value), parameter
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("layout", [*UNREPLICATED, *REPLICATED])
+@under_schedules([*UNREPLICATED, *REPLICATED])
 @pytest.mark.parametrize("name", PARITY)
 def test_training_is_that_of_one_device(name, layout, schedule):
     losses, parameters = trained(name, layout, schedule)

@@ -197,7 +197,7 @@ def _serve(rank: int, size: int, folder: Path, connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported
-    gc.set_threshold(50_000, 20, 50)  # as in conftest
+    gc.set_threshold(200_000, 20, 100)  # as in conftest
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     while True:
         try:

@@ -96,7 +96,7 @@ def test_everything_that_is_logged_is_the_same_on_all_ranks(layout: str, tmp_pat
             assert one == pytest.approx(two, rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true", "32-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)])
 def test_precision_is_that_of_one_device(precision: str) -> None:
     case = Case(NAME, {"microbatches": 1}, {"precision": precision}, epochs=1, dtype=torch.float32)
     expected = fit(case)

@@ -131,7 +131,7 @@ def test_one_graph_trains_as_one_device_or_is_refused_by_name(name: str, microba
         assert_named(text)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay_trains_as_one_device_or_is_refused_by_name(name: str, microbatches: int) -> None:
     text = refusal(name, {"capture": "replay", "microbatches": microbatches})

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.errors import CaptureError, PipelineError, PlanError, UnsupportedError
 from strategy.fits import Losses, dapple, make_trainer
 
-IN_THE_SUITE, ALL = 60, 900
+IN_THE_SUITE, ALL = 36, 900
 FRAGMENTS, BATCHES, SAMPLES, EPOCHS = 2, 3, 4, 2
 ROUNDING = 1e-6
 

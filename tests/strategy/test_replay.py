@@ -173,7 +173,7 @@ def fitted(name: str, options: dict[str, Any], steps: int = 5) -> tuple[list[flo
         ("Measured", 2, {"microbatches": 2}),
         ("Detaching", 2, {"microbatches": 2, "capture": "replay", "layout": "1-1"}),
         ("Mixup", 3, {"microbatches": 2, "layout": "2-1"}),  # replicas see what the last stage sees
-        ("Mixup", 2, {"microbatches": 2, "layout": "2"}),
+        pytest.param("Mixup", 2, {"microbatches": 2, "layout": "2"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_replayed_step_trains_as_on_one_device(name, ranks, options):

@@ -128,13 +128,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_training_and_checkpoints_are_those_of_unshared_state_to_the_last_bit(case):
+IN_EVERY_RUN = ("2-1", "1-2, clipped", "1-1, exact ties", "2, Adafactor", "2-1, a replayed step")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in CASES]
+)
+def test_training_and_checkpoints_are_those_of_unshared_state_to_the_last_bit(name):
+    case = CASES[name]
     ranks = sum(map(int, case.layout.split("-")))
     found = World(ranks).run(both, case)
     for plain, shared in found:
-        for name, parameter in plain.parameters.items():
-            assert torch.equal(shared.parameters[name], parameter), name
+        for parameter, value in plain.parameters.items():
+            assert torch.equal(shared.parameters[parameter], value), parameter
     plain, shared = found[0]
     assert shared.states.keys() == plain.states.keys()
     for index, state in plain.states.items():
