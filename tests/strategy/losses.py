@@ -163,9 +163,9 @@ class Fitted:
     warned: list[str]
 
 
-def batch(*, targets: str = "uneven") -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batch(*, targets: str = "uneven", seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return samples; of eight targets, three are ignored ("uneven", the first two among them), all, or none."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
     ignored = {"uneven": [0, 1, 3], "none": [], "all": list(range(SAMPLES))}[targets]
@@ -174,7 +174,13 @@ def batch(*, targets: str = "uneven") -> list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def fit(
-    loss: Loss, strategy: Any = "auto", *, targets: str = "uneven", dropout: float = 0.0, devices: int = 1
+    loss: Loss,
+    strategy: Any = "auto",
+    *,
+    targets: str = "uneven",
+    dropout: float = 0.0,
+    devices: int = 1,
+    seed: int = 1,
 ) -> Fitted:
     """Train one batch."""
     torch.manual_seed(0)
@@ -187,7 +193,7 @@ def fit(
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[Keep()])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(batch(targets=targets), batch_size=SAMPLES))
+        trainer.fit(module, DataLoader(batch(targets=targets, seed=seed), batch_size=SAMPLES))
     said = [str(one.message) for one in caught if "micro-batches" in str(one.message)]
     return Fitted(losses[0], module.gradients, said)
 

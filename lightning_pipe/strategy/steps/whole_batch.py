@@ -11,7 +11,7 @@ it is a mean or a sum over samples:
 
 What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So where
 operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes
-micro-batches as unlike each other as they can be, and compared once more.
+micro-batches as unlike each other as they can be, and compared once more; and so in some other orders.
 
 Replicas that share the samples of micro-batches cut further. These slices must give what the micro-batch gives, for no
 user asked for them; where they do not (a loss that is no mean and no sum, an operation that mixes samples without our
@@ -19,8 +19,8 @@ knowing), replicas take whole micro-batches in turn instead.
 
 Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
 
-It costs a run of the whole batch and one or two of all micro-batches, and is left out, saying so, where these would
-take too long or too much memory.
+It costs a run of the whole batch and one or two of all micro-batches, some more where operations prove nothing, and is
+left out, saying so, where these would take too long or too much memory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
 import time
 import warnings
 from collections.abc import Iterator, Sequence, Set
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 
 Role = Literal["mean", "sum"]
 _MOST_SECONDS = 60.0
+_SMALL = 32  # samples of a batch of which more orders are looked at: what is right for few of them is so by chance
 _FEW = 3  # samples of a part, where only whether cutting changes anything is of interest
 _OTHER: dict[Role, Role] = {"mean": "sum", "sum": "mean"}
 
@@ -315,20 +317,23 @@ def measure(
 
 
 def _other_orders(tensors: Sequence[torch.Tensor], request: Request) -> Iterator[list[torch.Tensor]]:
-    """Yield the batch with its samples in other orders: by class or mask, and every second one first.
+    """Yield the batch with its samples in other orders: by class or mask, every second one first, and at random.
 
     Neighbours, which are in one micro-batch, are others then: what happens to be right for some (that as many of the
-    hardest samples are in each micro-batch) is not so for all.
+    hardest samples are in each micro-batch, as half of all orders of eight have it) is not so for all.
     """
     along = request.structure.cut(request.batch_dim)
     if (by_kind := sorted_samples(tensors, along, request.batch_dim)) is not None:
         yield by_kind
     count = next((t.shape[request.batch_dim] for t, c in zip(tensors, along, strict=True) if c), 0)
-    every_second = torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)])
-    yield [
-        t.index_select(request.batch_dim, every_second.to(t.device)) if c else t
-        for t, c in zip(tensors, along, strict=True)
-    ]
+    dice = random.Random(0)  # of Python's, since torch draws nothing while steps are compared
+    shuffled = [dice.sample(range(count), count) for _ in range(8 if count <= _SMALL else 2)]
+    for order in ([*range(0, count, 2), *range(1, count, 2)], *shuffled):
+        index = torch.tensor(order)
+        yield [
+            t.index_select(request.batch_dim, index.to(t.device)) if c else t
+            for t, c in zip(tensors, along, strict=True)
+        ]
 
 
 def _is_proven(captured: Route) -> bool:
