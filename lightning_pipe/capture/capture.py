@@ -27,10 +27,9 @@ from lightning_pipe.capture.graphs.sample_flow import (
     UNKNOWN_MIXING,
     Flow,
     follow,
-    leading_to,
     size_function,
 )
-from lightning_pipe.capture.graphs.sample_mixing import mixing_places
+from lightning_pipe.capture.graphs.sample_mixing import may_mix, mixing_places
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
@@ -38,6 +37,7 @@ from lightning_pipe.capture.graphs.witness import testimony
 from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.recording.loss_calls import loss_calls
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.denominator_totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.stages.graph_draws import graph_draws
@@ -128,8 +128,7 @@ class Capture:
     @property
     def mixes_samples(self) -> bool:
         """Return whether samples meet each other on the way to the loss, or lie where nobody has followed them."""
-        flow, leading = self.flow, leading_to([self.joint.loss], self.joint)
-        return any(name in flow.coupled or (flow.roles[name] == "cat" and name not in flow.samples) for name in leading)
+        return may_mix(self.joint, self.flow)
 
     def averaged_buffers(self) -> tuple[str, ...]:
         """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
@@ -283,6 +282,10 @@ class Capture:
             assert graph.totals is not None, "graphs for other sizes are the same operations"
             pieces.append((size, totals_of(graph.totals, graph, leaves=part, buffers=buffers, samples=size)))
         return combined_totals(totals, pieces)
+
+    def loss_calls(self) -> Mapping[str, str]:
+        """Return the traced calls, and the line of each."""
+        return loss_calls(self.joint.calls)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Capture:
         """Return the same step with losses of micro-batches combined as means or as sums."""

@@ -214,6 +214,10 @@ class Route(Protocol):
         """Return "" if slices of this many samples can be run, else why not."""
         ...
 
+    def loss_calls(self) -> Mapping[str, str]:
+        """Return the calls by which it makes its loss, and the line of each; if it plays, those of the batch."""
+        ...
+
     def with_role(self, role: Literal["mean", "sum"]) -> Route:
         """Return the same step with losses of micro-batches combined as means or as sums."""
         ...

@@ -197,6 +197,7 @@ class PlanMaker:
             cuts = preparation.cuts_of(captured.capture.graph)
         if training:
             self._leave_whole_for_replicas(captured, cuts)
+            preparation.first = captured.as_said or captured.capture
         if training and self._config.check:
             captured = self._checked(captured, call, samples)
             self._stopwatch.lap("check")

@@ -12,6 +12,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+from lightning_pipe.capture import Route
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.graph import Graph
@@ -30,7 +31,7 @@ from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
-from lightning_pipe.strategy.steps.whole_batch import Role, warn_of_mixed_logs
+from lightning_pipe.strategy.steps.whole_batch import Role, warn_of_another_loss, warn_of_mixed_logs
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Preparation:
         known: the steps that were prepared.
         host: where this rank offloads to.
         role: how losses of micro-batches are combined, as numbers have shown; None before that.
+        first: the training step of which they have shown it, as its operations say it; None before that.
         whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
 
@@ -66,6 +68,7 @@ class Preparation:
         self.known = KnownSteps(setup.module, cuts=self.cuts, batch_dim=setup.config.batch_dim)
         self.host = host_of(setup.device)
         self.role: Role | None = None
+        self.first: Route | None = None
         self.whole = ""
         self._capture = StepCapture(setup)
         config = setup.config
@@ -74,6 +77,7 @@ class Preparation:
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._shapes = ShapesCaptured()
         self._warned_logs: set[tuple[str, str]] = set()  # name and line
+        self._known_mixing: set[str] = set()
 
     @property
     def planned(self) -> PlannedCuts | None:
@@ -148,6 +152,8 @@ class Preparation:
         """Capture a step for batches of this size, and make it ready to run."""
         captured = self.captured(call, samples)
         self.warn_of_logs(captured, samples)
+        if call.method == TRAINING and self.first is not None and len(self.cuts.parts(captured.capture, samples)) > 1:
+            self._known_mixing |= warn_of_another_loss(captured, self.first, known=self._known_mixing)
         return self._built_later(captured)
 
     def _built_later(self, captured: Captured) -> RankStep:
@@ -222,11 +228,14 @@ class Preparation:
         return cut_other(graph, planned=self._planned.graph, cuts=self._planned.cuts)
 
     def _as_measured(self, captured: Captured) -> Captured:
-        """Return a captured step with what the numbers of the first one said."""
+        """Return a captured step with what the numbers of the first one said, as far as its operations say the same."""
         if captured.request.method != TRAINING:
             return captured
         captured = captured if self.cuts.shares_samples else captured.without_slices()
-        return (captured.left_whole(self.whole) if self.whole else captured).with_role(self.role)
+        captured = captured.left_whole(self.whole) if self.whole else captured
+        said = captured.capture.loss_role
+        is_another = self.first is not None and captured.capture.plays is None and said != self.first.loss_role
+        return captured if is_another and said in ("mean", "sum") else captured.with_role(self.role)
 
     def split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
         """Cut a captured step, whose stages do with what they save what the plan says."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, PipelineError
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
@@ -150,6 +150,38 @@ def test_a_replayed_loss_that_begins_to_weigh_wrongly_is_said():
     batches = DataLoader([*batch(targets="none"), *batch(targets="uneven")], batch_size=SAMPLES)
     with pytest.warns(UserWarning, match=r"divides at .*losses.py:.* not the same for all micro-batches"):
         trainer.fit(module, batches)
+
+
+BECOMING = ("sum", "dot", "ignore_index", "masked mean", "norm", "square of a mean", "contrastive", "flipped")
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay", "auto"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in BECOMING else [pytest.mark.slow]) for n in {**EXACT, **MIXED}]
+)
+def test_a_mean_that_becomes_another_loss_is_that_of_the_whole_batch_or_its_difference_is_said(name, capture):
+    """Numbers have told of the loss of the first batch only."""
+    later = {**EXACT, **MIXED}[name]
+
+    def becoming(m, o, y):
+        return (MEANS["mean"] if m.global_step == 0 else later)(m, o, y)
+
+    try:
+        found = fit_cut(becoming, capture=capture, batches=2)
+    except (CaptureError, PipelineError):
+        return
+    assert found.warned or worst(found, plain(name)) < ROUNDING, (found, plain(name))
+    if name in SUMS.keys() - {"einsum"} and capture == "joint":
+        assert not found.warned and worst(found, plain(name)) < ROUNDING, (found, plain(name))
+
+
+def test_a_question_that_leads_to_replay_does_not_hide_another_loss():
+    def asking(m, o, y):
+        loss = each(o, y).mean()
+        return loss + o.norm() if y.sum() > 0 and m.global_step > 0 else loss
+
+    found = fit_cut(asking, capture="auto", batches=2, targets="none")
+    assert found.warned
 
 
 def fit_two_ranks(name: str, capture: str):

@@ -294,6 +294,21 @@ def test_an_operation_that_runs_along_the_samples_is_known_also_by_its_default_d
     assert not capture_step(request(lambda self, batch: self.error(batch))).mixes_samples
 
 
+OF_SEVERAL_RESULTS = {
+    "layer norm": (lambda h: F.layer_norm(h, (16,)), False),
+    "layer norm over samples": (lambda h: F.layer_norm(h.T, (len(h),)), True),
+    "attention": (lambda h: F.scaled_dot_product_attention(*[h.view(-1, 1, 4, 4)] * 3), False),
+    "attention over samples": (lambda h: F.scaled_dot_product_attention(*[h[None, None]] * 3), True),
+}
+
+
+@pytest.mark.parametrize("name", OF_SEVERAL_RESULTS)
+def test_whether_samples_meet_in_an_operation_of_several_results_depends_on_where_they_lie(name):
+    operation, expected = OF_SEVERAL_RESULTS[name]
+    capture = capture_step(request(lambda self, batch: operation(self.one(batch["x"])).square().mean()))
+    assert capture.mixes_samples == expected
+
+
 def test_an_operation_that_does_more_than_compute_is_no_part_of_a_graph():
     def step(self, batch):
         h = self.one(batch["x"])

@@ -7,6 +7,9 @@ samples: where they are not the same for all micro-batches, the loss is not that
     cross_entropy, nll_loss with reduction="mean"     weight of the valid targets
     loss / count                                      a single number without a gradient
     mean(), mse_loss and the like                     number of elements: of a selection it depends on the data
+
+Nor does it know how losses of micro-batches make that of the batch: numbers have told for the first batch. So the calls
+that decide it (`loss_calls`) are noted, too: one that was not there then is one of which numbers have told nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe.capture.recording.loss_calls import loss_call
 from lightning_pipe.capture.steps.hazards import user_line
 
 _DIVISIONS = (torch.Tensor.__truediv__, torch.Tensor.div, torch.div, torch.true_divide, torch.Tensor.true_divide)
@@ -51,11 +55,12 @@ class Denominators(TorchFunctionMode):
     Args:
         samples: their number.
         sink: gets every denominator.
+        calls: gets the first line of every kind of call that returns something with a gradient.
     """
 
-    def __init__(self, samples: int, sink: Callable[[Denominator], None]) -> None:
+    def __init__(self, samples: int, sink: Callable[[Denominator], None], calls: dict[str, str]) -> None:
         super().__init__()
-        self._samples, self._sink, self._count = samples, sink, 0
+        self._samples, self._sink, self._calls, self._count = samples, sink, calls, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a call, and look what it divides by."""
@@ -70,7 +75,16 @@ class Denominators(TorchFunctionMode):
         if value is not None:
             self._sink(Denominator(self._count, user_line(2), value.detach(), self._samples))
             self._count += 1
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        kind = loss_call(getattr(func, "__name__", ""), args, kwargs)
+        if kind not in self._calls and kind != "__get__" and _is_trained(result):
+            self._calls[kind] = user_line(2)
+        return result
+
+
+def _is_trained(result: Any) -> bool:
+    results = result if isinstance(result, tuple) else (result,)
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in results)
 
 
 def _valid_weight(

@@ -215,6 +215,7 @@ class Replay:
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
         self._now.denominators.clear()
+        self._now.loss_calls.clear()
         return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
@@ -229,6 +230,10 @@ class Replay:
     def unequal_denominator(self) -> str:
         """Return the line where plays of the last stage since `begin` divided by counts that weigh wrongly, or ""."""
         return unequal(self._now.denominators)
+
+    def loss_calls(self) -> Mapping[str, str]:
+        """Return the calls by which plays of the last stage have made losses since `begin`, and the line of each."""
+        return dict(self._now.loss_calls)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Replay:
         """Return the same step with losses of micro-batches combined as means or as sums."""

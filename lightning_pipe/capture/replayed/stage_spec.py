@@ -33,6 +33,7 @@ class BatchContext:
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         denominators: what these plays divided losses by.
+        loss_calls: kinds of calls by which they made their losses, and the first line of each.
     """
 
     arguments: tuple[int, ...]
@@ -41,6 +42,7 @@ class BatchContext:
     speakers: tuple[int, ...] = ()
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     denominators: list[Denominator] = field(default_factory=list)
+    loss_calls: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

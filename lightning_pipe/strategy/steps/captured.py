@@ -18,12 +18,14 @@ class Captured:
         request: what was captured.
         reader: knows whether the step read the texts of its batch.
         template: the batch that it was captured with, without its tensors.
+        as_said: the step with its loss combined as its operations say, if numbers have said otherwise.
     """
 
     capture: Route
     request: Request
     reader: StringReads
     template: Any
+    as_said: Route | None = None
 
     def without_slices(self) -> Captured:
         """Return the same with every node taken for one that may mix samples, so that replicas share none."""
@@ -37,4 +39,4 @@ class Captured:
         """Return the same with losses of micro-batches combined in this way; None leaves that as it is."""
         if role is None or self.capture.record.loss is None:
             return self
-        return replace(self, capture=self.capture.with_role(role))
+        return replace(self, capture=self.capture.with_role(role), as_said=self.as_said or self.capture)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from lightning_pipe.capture.route import Plays
+from lightning_pipe.capture.route import Plays, Route
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.lightning_names import rank_zero_warn
@@ -61,6 +61,7 @@ class Runner:
         self._trained = 0
         self.reduced = False
         self._warned = False
+        self._loss_calls: set[str] | None = None  # of the first batch, as far as they were seen here
         self._unknown: dict[str, str] = {}
 
     def run(
@@ -110,6 +111,8 @@ class Runner:
             self._warn_of_denominators(plays)
             self._warn_of_unknown(unknown)
             values = {**values, **said}
+        if training:
+            self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
         return StepResult(
             record,
             values,
@@ -135,6 +138,24 @@ class Runner:
             'Set microbatches=1, or capture="joint" if the step can be one graph.',
             stacklevel=2,
         )
+
+    def _warn_of_another_loss(self, capture: Route, method: str, *, parts: int) -> None:
+        """Warn, on the rank that knows, where a replayed loss is made by calls that the first batch did not have."""
+        if capture.plays is None and self._loss_calls is not None:  # who captures it looks at its operations
+            return
+        if not (calls := capture.loss_calls()):
+            return
+        known = {*calls} if self._loss_calls is None else self._loss_calls
+        self._loss_calls = known | {*calls}
+        if (new := {call: line for call, line in calls.items() if call not in known}) and parts > 1:
+            named = "; ".join(f"{call} at {line}" for call, line in new.items())
+            warnings.warn(
+                f"{method} calls {named}, which it did not do on its first batch. A replayed step does not know what "
+                "that makes of the samples: losses of micro-batches are combined as before, which is wrong where it is "
+                'a sum instead of a mean, or neither. Set microbatches=1, or capture="joint" if the step can be one '
+                "graph.",
+                stacklevel=2,
+            )
 
     def _warn_of_unknown(self, unknown: Mapping[str, str]) -> None:
         """Warn once of every logged number that differs between micro-batches, and of which nothing is known."""

@@ -233,6 +233,31 @@ def warn_of_unknown_role(captured: Captured) -> None:
         )
 
 
+def warn_of_another_loss(captured: Captured, first: Route, *, known: Set[str]) -> set[str]:
+    """Warn where a step that was captured later makes its loss otherwise than the first, and operations prove nothing.
+
+    Args:
+        captured: the step.
+        first: the one that was compared with the whole batch.
+        known: places where samples are mixed that were told.
+
+    Returns:
+        The places of this one, in words; none if its micro-batches are proven to give what the whole batch gives.
+    """
+    capture = captured.as_said or captured.capture
+    if capture.plays is not None or _is_proven(capture):  # plays are watched while they run
+        return set()
+    mixing = capture.mixing()
+    if mixing != first.mixing() and mixing not in known:
+        rank_zero_warn(
+            f"{captured.request.method} is another step by now than on its first batch. What cutting it into "
+            "micro-batches changes is not measured; their losses are combined as a "
+            f"{_role_of(captured.capture)}. {mixing} Gradient accumulation has the same difference; microbatches=1 has "
+            "none."
+        )
+    return {mixing}
+
+
 def warn_of_mixed_logs(captured: Captured, *, known: Set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Warn of logged numbers that micro-batches change: those that are no sum, mean or extreme over samples.
 
