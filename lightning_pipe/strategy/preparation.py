@@ -152,8 +152,12 @@ class Preparation:
         """Capture a step for batches of this size, and make it ready to run."""
         captured = self.captured(call, samples)
         self.warn_of_logs(captured, samples)
-        if call.method == TRAINING and self.first is not None and len(self.cuts.parts(captured.capture, samples)) > 1:
-            self._known_mixing |= warn_of_another_loss(captured, self.first, known=self._known_mixing)
+        parts = self.cuts.parts(captured.capture, samples)
+        if call.method == TRAINING and self.first is not None and len(parts) > 1:
+            is_shared = parts != self.cuts.sizes(captured.capture, samples)
+            self._known_mixing |= warn_of_another_loss(
+                captured, self.first, is_shared=is_shared, known=self._known_mixing
+            )
         return self._built_later(captured)
 
     def _built_later(self, captured: Captured) -> RankStep:

@@ -60,6 +60,7 @@ from lightning_pipe.strategy.steps.step_calls import StepRequest
 log = logging.getLogger(__name__)
 
 Role = Literal["mean", "sum"]
+_AS_ACCUMULATION = "Gradient accumulation has the same difference; microbatches=1 has none."
 _MOST_SECONDS = 60.0
 _SMALL = 32  # samples of a batch of which more orders are looked at: what is right for few of them is so by chance
 _FEW = 3  # samples of a part, where only whether cutting changes anything is of interest
@@ -233,27 +234,28 @@ def warn_of_unknown_role(captured: Captured) -> None:
         )
 
 
-def warn_of_another_loss(captured: Captured, first: Route, *, known: Set[str]) -> set[str]:
+def warn_of_another_loss(captured: Captured, first: Route, *, is_shared: bool, known: Set[str]) -> set[str]:
     """Warn where a step that was captured later makes its loss otherwise than the first, and operations prove nothing.
 
     Args:
         captured: the step.
         first: the one that was compared with the whole batch.
+        is_shared: whether replicas share the samples of micro-batches.
         known: places where samples are mixed that were told.
 
     Returns:
         The places of this one, in words; none if its micro-batches are proven to give what the whole batch gives.
     """
     capture = captured.as_said or captured.capture
-    if capture.plays is not None or _is_proven(capture):  # plays are watched while they run
+    if capture.record.loss is None or capture.plays is not None or _is_proven(capture):  # plays are watched later
         return set()
     mixing = capture.mixing()
     if mixing != first.mixing() and mixing not in known:
+        others = "DistributedDataParallel has the same difference; one rank per stage and microbatches=1 have none."
         rank_zero_warn(
             f"{captured.request.method} is another step by now than on its first batch. What cutting it into "
             "micro-batches changes is not measured; their losses are combined as a "
-            f"{_role_of(captured.capture)}. {mixing} Gradient accumulation has the same difference; microbatches=1 has "
-            "none."
+            f"{_role_of(captured.capture)}. {mixing} {others if is_shared else _AS_ACCUMULATION}"
         )
     return {mixing}
 
@@ -401,7 +403,7 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             f"{text} {capture.mixing()} Training would make all weights NaN. Set microbatches=1, or use fewer "
             "micro-batches; check=false trains all the same."
         )
-    rank_zero_warn(f"{text} {capture.mixing()} Gradient accumulation has the same difference; microbatches=1 has none.")
+    rank_zero_warn(f"{text} {capture.mixing()} {_AS_ACCUMULATION}")
 
 
 def _unweighable(captured: Route, found: Measured) -> str:
