@@ -62,6 +62,7 @@ log = logging.getLogger(__name__)
 Role = Literal["mean", "sum"]
 _AS_ACCUMULATION = "Gradient accumulation has the same difference; microbatches=1 has none."
 _MOST_SECONDS = 60.0
+_RANDOM_SECONDS = 2.0  # for random orders of the samples of a batch, after the others
 _SMALL = 32  # samples of a batch of which more orders are looked at: what is right for few of them is so by chance
 _FEW = 3  # samples of a part, where only whether cutting changes anything is of interest
 _OTHER: dict[Role, Role] = {"mean": "sum", "sum": "mean"}
@@ -336,7 +337,10 @@ def measure(
 
         if not (found := cut(tensors, role)).agrees:
             found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)
-        for ordered in _other_orders(tensors, request) if found.agrees and not _is_proven(captured) else ():
+        begin = time.perf_counter()
+        for number, ordered in enumerate(_other_orders(tensors, request) if not _is_proven(captured) else ()):
+            if not found.agrees or (number > 1 and time.perf_counter() - begin > _RANDOM_SECONDS):
+                break
             with contextlib.suppress(Incomparable, CaptureError):  # nobody said that this order of samples can be run
                 again = replace(cut(ordered, found.role), is_sorted=True)
                 found = found if again.agrees else again
