@@ -34,6 +34,7 @@ from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, simulate
+from slow import slow_but
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -210,7 +211,7 @@ def test_hydra_refuses_what_is_no_option(override, application):
 
 
 @pytest.mark.parametrize(
-    "override", ["trainer.strategy=dapple", pytest.param("+strategy=dapple", marks=pytest.mark.slow)]
+    "override", slow_but(("trainer.strategy=dapple",), ("trainer.strategy=dapple", "+strategy=dapple"))
 )
 def test_an_unmodified_hydra_application_gets_the_strategy(override, application):
     command = [sys.executable, "train.py", override, "trainer.devices=2"]
@@ -249,13 +250,23 @@ def test_the_demo_ends_with_what_was_measured_beside_it_and_fits_one_screen(tmp_
     assert len(lines) <= 50, "one screen"
 
 
-def test_the_gpt_example_trains_as_a_pipeline(tmp_path):
+def run_of_the_gpt_example(directory, *options):
     script = [sys.executable, str(ROOT / "examples" / "01_gpt_on_real_text.py"), "--steps", "3"]
-    pipeline = ["--strategy", "dapple", "--devices", "2", "--timeline", "runs/new/timeline.json"]
-    found = subprocess.run([*script, *pipeline], cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = subprocess.run([*script, *options], cwd=directory, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("def read(self, ") == 1
     assert len(re.findall(r"after 3 steps of \d+ ms, nats per byte", found.stdout)) == 1
+    return found
+
+
+@pytest.mark.slow
+def test_the_gpt_example_trains_on_one_device(tmp_path):
+    run_of_the_gpt_example(tmp_path)
+
+
+def test_the_gpt_example_trains_as_a_pipeline(tmp_path):
+    pipeline = ["--strategy", "dapple", "--devices", "2", "--timeline", "runs/new/timeline.json"]
+    found = run_of_the_gpt_example(tmp_path, *pipeline)
     events = json.loads((tmp_path / "runs" / "new" / "timeline.json").read_text())
     assert events, "the timeline is empty"
     lines = (found.stdout + found.stderr).splitlines()

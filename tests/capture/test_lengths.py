@@ -19,6 +19,7 @@ from lightning_pipe.capture.graphs.lengths import changed_sizes
 from lightning_pipe.capture.steps.batch import Leaf, Structure
 from lightning_pipe.capture.steps.record import Sized
 from lightning_pipe.capture.steps.stage_program import RandomKey
+from slow import slow_but
 
 SAMPLES, WIDTH, WORDS, MOST = 4, 8, 11, 64
 KEY = RandomKey(seed=1, step=0, microbatch=0)
@@ -127,7 +128,7 @@ def outcome(capture: Capture, module: Net, batch: torch.Tensor) -> tuple[Any, ..
     return results[capture.record.loss], gradients, said
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "recurrent" else []) for n in MIXES])
+@pytest.mark.parametrize("name", slow_but(MIXES.keys() - {"recurrent"}, MIXES))
 def test_a_trace_with_symbols_is_the_step_at_every_length_that_it_holds_for(name: str) -> None:
     module = Net(MIXES[name])
     first, second, *others = LENGTHS

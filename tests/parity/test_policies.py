@@ -13,6 +13,7 @@ from lightning_pipe.schedule import SCHEDULES
 from lightning_pipe.schedule.construct.layout_shapes import both_ways
 from lightning_pipe.schedule.lower import offload
 from parity.policies import Ran, check_same, check_saved, mixed, plan_of, run, swapping_problem, tight
+from slow import slow_but
 
 NAMES = ("gpt_tied", "unet_skips", "resnet_batchnorm", "seq2seq")
 ROUNDING = 1e-5  # of sums over joined micro-batches
@@ -51,9 +52,7 @@ CASES = [(name, mixture) for name in NAMES for mixture in MIXTURES]
 QUICK = {("gpt_tied", (1.0, 0.0)), ("gpt_tied", (0.0, 1.0)), *((name, (0.5, 0.5)) for name in NAMES)}
 
 
-@pytest.mark.parametrize(
-    ("name", "mixture"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("name", "mixture"), slow_but(QUICK, CASES))
 def test_any_mixture_is_keeping_all_and_keeps_what_was_predicted(name, mixture):
     check(name, "1-1", "1f1b", mixture)
 

@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from models.parity import make_loader, make_module
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import Case, Losses, assert_same, dapple, fit, fit_as_pipeline, fitted, make_trainer
 
 TWO = {"layout": "1-1", "microbatches": 2}
@@ -96,7 +97,9 @@ def test_everything_that_is_logged_is_the_same_on_all_ranks(layout: str, tmp_pat
             assert one == pytest.approx(two, rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", slow_but(("bf16-mixed", "bf16-true"), ("bf16-mixed", "bf16-true", "64-true", "32-true"))
+)
 def test_precision_is_that_of_one_device(precision: str) -> None:
     case = Case(NAME, {"microbatches": 1}, {"precision": precision}, epochs=1, dtype=torch.float32)
     expected = fit(case)

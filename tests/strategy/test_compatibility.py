@@ -12,6 +12,7 @@ import torch
 
 from lightning_pipe.errors import PipeError
 from ranks.world import Raised, World
+from slow import slow_but
 from strategy.compat_project import loader, state_of
 from strategy.compatibility import PAGE, ROWS, page, row_of
 from strategy.fits import dapple, make_trainer
@@ -35,9 +36,7 @@ def as_pipeline(name: str, folder: str) -> dict[str, Any]:
     return run(name, folder, True)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", slow_but(EVERY_TIME, NAMES))
 def test_a_feature_equals_one_device_or_is_refused(name: str, tmp_path: Path) -> None:
     row = row_of(name)
     if row.needs and importlib.util.find_spec(row.needs) is None:

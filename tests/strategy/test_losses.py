@@ -17,6 +17,7 @@ from lightning_pipe.errors import CaptureError, PipelineError
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from lightning_pipe.strategy.steps import whole_batch
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import dapple, make_trainer
 from strategy.losses import COUNTED, MEANS, MIXED, SAMPLES, SUMS, TERMS, Module, batch, each, fit, fit_cut, worst
 
@@ -158,9 +159,7 @@ BECOMING = ("sum", "dot", "ignore_index", "masked mean", "norm", "square of a me
 
 
 @pytest.mark.parametrize("capture", ["joint", "replay", "auto"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in BECOMING else [pytest.mark.slow]) for n in {**EXACT, **MIXED}]
-)
+@pytest.mark.parametrize("name", slow_but(BECOMING, {**EXACT, **MIXED}))
 def test_a_mean_that_becomes_another_loss_is_that_of_the_whole_batch_or_its_difference_is_said(name, capture):
     """Numbers have told of the loss of the first batch only."""
     later = {**EXACT, **MIXED}[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import Case, assert_same, fit, fit_as_pipeline
 
 ROUNDING = 1e-9  # float64: sums in another order, over some tens of steps
@@ -24,7 +25,7 @@ CASES = [  # the first four in every run
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in CASES[:4] else [pytest.mark.slow]) for case in CASES],
+    slow_but(CASES[:4], CASES),
     ids=lambda c: "-".join([c.name, *map(str, c.options.values())]),
 )
 def test_a_pipeline_trains_as_one_device_does(case: Case) -> None:

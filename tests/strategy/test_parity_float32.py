@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import Case, assert_same, fit, fit_as_pipeline
 
 TOLERANCE = 1e-5
@@ -40,7 +41,7 @@ IN_THE_SUITE = ("unet_skips", "dict_batch")
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case.name in IN_THE_SUITE else [pytest.mark.slow]) for case in CASES],
+    slow_but([case for case in CASES if case.name in IN_THE_SUITE], CASES),
     ids=lambda c: "-".join([c.name, *map(str, c.options.values())]),
 )
 def test_twenty_steps_in_float32_are_those_of_one_device(case: Case) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CaptureError, PipelineError, PlanError, UnsupportedError
+from slow import slow_but
 from strategy.fits import Losses, dapple, make_trainer
 
 IN_THE_SUITE, ALL = 36, 900
@@ -293,7 +294,7 @@ def projected(parameter: torch.Tensor) -> float:
 
 
 def seeds(low: int, high: int) -> list[Any]:
-    return [pytest.param(s, marks=[pytest.mark.slow] if s >= IN_THE_SUITE else []) for s in range(low, high)]
+    return slow_but(range(IN_THE_SUITE), range(low, high))
 
 
 @pytest.mark.parametrize("seed", seeds(0, ALL))

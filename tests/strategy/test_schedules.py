@@ -19,6 +19,7 @@ from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.construct.layout_shapes import looping
 from lightning_pipe.schedule.formats.torch_csv import write_csv
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline
 
 ROUNDING = 1e-9  # float64: sums in another order, over some steps
@@ -38,9 +39,7 @@ def on_one_device(name: str) -> Fitted:
     return fit(case, dapple(**case.options))
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=[] if s in IN_THE_SUITE else [pytest.mark.slow]) for s in OTHERS]
-)
+@pytest.mark.parametrize("schedule", slow_but(IN_THE_SUITE, OTHERS))
 def test_a_schedule_trains_as_one_device_does(schedule):
     name = list(DROPOUT)[OTHERS.index(schedule) % len(DROPOUT)]
     for found in World(2).run(fit_as_pipeline, case_of(name, schedule=schedule)):

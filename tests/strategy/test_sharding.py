@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe.core.sharding import owners
 from lightning_pipe.errors import ConfigError
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import dapple, make_trainer
 
 WIDTH = 8
@@ -128,12 +129,10 @@ CASES = {
 }
 
 
-IN_EVERY_RUN = ("2-1", "1-2, clipped", "1-1, exact ties", "2, Adafactor", "2-1, a replayed step")
+IN_THE_SUITE = ("2-1", "1-2, clipped", "1-1, exact ties", "2, Adafactor", "2-1, a replayed step")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(IN_THE_SUITE, CASES))
 def test_training_and_checkpoints_are_those_of_unshared_state_to_the_last_bit(name):
     case = CASES[name]
     ranks = sum(map(int, case.layout.split("-")))

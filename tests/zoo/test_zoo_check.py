@@ -12,15 +12,12 @@ import torch
 from lightning_pipe.capture import Capture, Request, flatten
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.strategy.steps.check import differences
+from slow import slow_but
 from zoo.test_zoo_pipelines import JOINT, REFUSED, of_zoo
 from zoo.test_zoo_replay import OTHERWISE, replayed
 
-RARELY = {name for number, name in enumerate(JOINT) if number % 3}  # one graph holds these: they need no replay
-REPLAYED = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in RARELY else [])
-    for name in (*REFUSED, *JOINT)
-    if name not in OTHERWISE
-]
+REPLAYED = [name for name in (*REFUSED, *JOINT) if name not in OTHERWISE]
+IN_THE_SUITE = {*REFUSED, *JOINT[::3]}  # one graph holds the others: they need no replay
 
 
 def assert_right(captured: Capture | Replay, request: Request, batch: Any, samples: int) -> None:
@@ -45,7 +42,7 @@ def test_the_graph_of_a_module_of_the_zoo_agrees_with_its_step(name):
     assert found.capture.testimony(found.request) == "", "a witness finds a step that does the same"
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", slow_but(IN_THE_SUITE, REPLAYED))
 def test_the_replay_of_a_module_of_the_zoo_agrees_with_its_step(name):
     found = replayed(name)
     assert_right(Replay(found.request, found.trace), found.request, found.batch, found.sizes[0])

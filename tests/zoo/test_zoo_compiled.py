@@ -20,12 +20,13 @@ from lightning_pipe.capture import flatten
 from lightning_pipe.capture.stages import compiling
 from lightning_pipe.capture.stages.compiled_stages import CompiledStages
 from lightning_pipe.capture.steps.stage_program import RandomKey
+from slow import slow_but
 from zoo.test_zoo_pipelines import JOINT, buffers_of, of_zoo
 
 KEY = RandomKey(seed=1, step=0, microbatch=0)
 CPU = torch.device("cpu")
 QUICK = ("resnet_batchnorm",)
-SLOW = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in JOINT]
+SLOW = slow_but(QUICK, JOINT)
 
 
 def runs(name: str, *, times: int):

@@ -15,15 +15,14 @@ from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.cost.activations import StagePolicy, candidates
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.planner.memory.policies import policy_of
+from slow import slow_but
 from zoo.test_zoo_pipelines import JOINT, buffers_of, of_zoo
 
 KEY = RandomKey(seed=1, step=0, microbatch=0)
 QUICK = ("resnet_batchnorm",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in JOINT]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, JOINT))
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_module_of_the_zoo_recomputes_without_a_difference(name, share):
     found = of_zoo(name)
