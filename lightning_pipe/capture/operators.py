@@ -80,11 +80,14 @@ class Operator:
         reduces: how its results from slices of the samples make that of all samples, if it is given values with
             samples and gives one without; None if they do not.
         filled_with: position of the number that a `FILLS` operator fills with.
+        meets_in: how many of the last dimensions of its operands are those in which elements meet, or the argument
+            that lists as many; None where only the shapes of results tell.
     """
 
     traits: Trait = _NOTHING
     reduces: Reduction | None = None
     filled_with: int = 0
+    meets_in: int | str | None = None
 
 
 _MOVES = Trait.KEEPS | Trait.LINEAR
@@ -157,7 +160,7 @@ _ROWS: dict[str, Operator] = {
     "einsum": Operator(Trait.HEAVY),
     "convolution": Operator(Trait.HEAVY),
     "embedding": Operator(Trait.HEAVY),
-    "native_layer_norm": Operator(Trait.HEAVY),
+    "native_layer_norm": Operator(Trait.HEAVY, meets_in="normalized_shape"),
     "svd": Operator(Trait.HEAVY),
     "qr": Operator(Trait.HEAVY),
     "convolution_backward": Operator(Trait.SUMS),
@@ -168,6 +171,13 @@ _ROWS: dict[str, Operator] = {
     "_fused_rms_norm_backward": Operator(Trait.SUMS),
     "slice_backward": Operator(Trait.SIZED),
     "select_backward": Operator(Trait.SIZED),
+    # in the last dimensions; losses that are not reduced, in none but that of the classes
+    "nll_loss_forward": Operator(meets_in=0),
+    "nll_loss2d_forward": Operator(meets_in=0),
+    "_scaled_dot_product_flash_attention_for_cpu": Operator(meets_in=2),
+    "_scaled_dot_product_flash_attention": Operator(meets_in=2),
+    "_scaled_dot_product_efficient_attention": Operator(meets_in=2),
+    "_scaled_dot_product_cudnn_attention": Operator(meets_in=2),
     # along a dimension
     "cumsum": Operator(Trait.ALONG),
     "cumprod": Operator(Trait.ALONG),
@@ -218,7 +228,7 @@ _ROWS: dict[str, Operator] = {
     **dict.fromkeys(
         "slice_scatter _unsafe_index unsafe_split unfold constant_pad_nd "
         "reflection_pad1d im2col max_pool2d_with_indices avg_pool2d native_group_norm log_sigmoid_forward "
-        "_prelu_kernel _scaled_dot_product_flash_attention_for_cpu _trilinear _cdist_forward "
+        "_prelu_kernel _trilinear _cdist_forward "
         "_weight_norm_interface norm linalg_vector_norm argmax argmin copy lerp _assert_async".split(),
         Operator(),
     ),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import UNKNOWN_MIXING, Flow, leading_to
-from lightning_pipe.capture.torch_private import operator_name
+from lightning_pipe.capture.operators import row_of
+from lightning_pipe.capture.torch_private import argument_names
 
 
 def mixing_places(joint: JointGraph, flow: Flow) -> str:
@@ -43,20 +43,14 @@ def may_mix(joint: JointGraph, flow: Flow) -> bool:
 
 def _keeps_apart(node: fx.Node, flow: Flow) -> bool:
     """Return whether an operation with several results, whose samples nobody follows, is known to keep them apart."""
-
-    def lie_before(count: int, inputs: Iterable[fx.Node]) -> bool:
-        """Return whether samples of all that have some lie before the last dimensions."""
-        found = [(flow.samples.get(n.name), n.meta["val"].ndim) for n in inputs if flow.roles.get(n.name) == "cat"]
-        return all(where is not None and where.dim < dims - count for where, dims in found)
-
-    name = operator_name(node)
-    if name in ("nll_loss_forward", "nll_loss2d_forward"):  # without a reduction: that would have another role
-        return True
-    if name == "native_layer_norm":
-        return lie_before(len(node.args[1]), node.all_input_nodes[:1])  # type: ignore[arg-type]
-    if name.startswith("_scaled_dot_product"):  # over the last dimension but one, of products of the last
-        return lie_before(2, node.all_input_nodes)
-    return False
+    last = row_of(node).meets_in
+    if isinstance(last, str):
+        last = len(dict(zip(argument_names(node), node.args, strict=False))[last])  # type: ignore[arg-type]
+    if last is None:
+        return False
+    operands = [n for n in node.all_input_nodes if flow.roles.get(n.name) == "cat"]
+    found = [(flow.samples.get(n.name), n.meta["val"].ndim) for n in operands]
+    return all(where is not None and where.dim < dims - last for where, dims in found)
 
 
 def _first_mixing(joint: JointGraph, flow: Flow) -> list[str]:
