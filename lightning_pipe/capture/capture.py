@@ -39,9 +39,7 @@ from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.loss_calls import loss_calls
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
-from lightning_pipe.capture.stages.denominator_totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.stages.graph_draws import graph_draws
-from lightning_pipe.capture.stages.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.stages.split import Splitter
 from lightning_pipe.capture.stages.state_once import is_statistics, state_averaged, state_once
@@ -51,6 +49,9 @@ from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import LogCall, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.weighing.denominator_totals import combined_totals, totals_of, with_totals
+from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
+from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -71,7 +72,7 @@ class Capture:
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
         general: the traced graph with symbols for lengths; None where these are constants.
-        whole, ..., has_unweighed_terms: as for every `capture.route.Route`.
+        derived, whole, ..., has_unweighed_terms: as for every `capture.route.Route`.
     """
 
     graph: Graph
@@ -84,6 +85,7 @@ class Capture:
     batch_dim: int = 0
     variants: Variants | None = None
     general: JointGraph | None = None
+    derived: tuple[Derived, ...] = ()
     whole: str = ""
     plays: ClassVar[None] = None
     name: ClassVar[str] = "joint"
@@ -154,13 +156,12 @@ class Capture:
         return "The step is one graph (joint): nothing was found that a graph would freeze."
 
     def mixed_logs(self) -> dict[str, str]:
-        """Return the lines of logged numbers, by name, that are no sum, mean or extreme over samples."""
+        """Return the lines of logged numbers, by name, of which micro-batches do not make that of the batch."""
+        mixed = {name for name, role in self.flow.roles.items() if role == "mixed"} - {one.name for one in self.derived}
         return {
             call.name: call.line
             for call in self.record.calls
-            if isinstance(call, LogCall)
-            and isinstance(call.value, Ref)
-            and self.flow.roles.get(call.value.name) == "mixed"
+            if isinstance(call, LogCall) and isinstance(call.value, Ref) and call.value.name in mixed
         }
 
     def mixing(self) -> str:
@@ -361,10 +362,13 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
         joint = _with_sizes(joint, variants, request)
     else:
         joint = _prepared(joint, request)
-    kinds, flow = classify(joint), follow(joint)
+    kinds, flow, derived = classify(joint), follow(joint), tuple[Derived, ...]()
+    if request.samples is not None and variants is None:
+        joint, derived = with_sources(joint, flow, request.device)
     aliases = canonical_names(request.module)
     graph = graph_of_nodes(joint, kinds, flow, aliases)
-    return Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
+    known = (joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
+    return Capture(graph, joint.record, *known, derived=derived)
 
 
 def _prepared(joint: JointGraph, request: Request) -> JointGraph:

@@ -26,6 +26,7 @@ from lightning_pipe.capture.recording.said_roles import SaidRole
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
@@ -55,6 +56,10 @@ class Plays(Protocol):
 
     def unequal_denominator(self) -> str:
         """Return the line where plays of the batch divided by counts that weigh wrongly, or ""."""
+        ...
+
+    def unlike_bend(self) -> str:
+        """Return the line where plays of the batch bent some of their numbers and not all, or ""."""
         ...
 
     def leave_whole(self, reason: str) -> None:
@@ -141,6 +146,11 @@ class Route(Protocol):
         ...
 
     @property
+    def derived(self) -> tuple[Derived, ...]:
+        """Return how results are made which are not combined from those of micro-batches, but of other results."""
+        ...
+
+    @property
     def loss_role(self) -> Role:
         """Return how losses of micro-batches make that of the batch."""
         ...
@@ -178,7 +188,7 @@ class Route(Protocol):
         ...
 
     def mixed_logs(self) -> dict[str, str]:
-        """Return the lines of logged numbers, by name, that are known to be no sum, mean or extreme over samples."""
+        """Return the lines of logged numbers, by name, which micro-batches are known not to make for the batch."""
         ...
 
     def mixing(self) -> str:

@@ -21,6 +21,7 @@ from lightning_pipe.core.program import Instruction
 from lightning_pipe.core.timeline import Event, Timeline
 
 Mark: TypeAlias = "float | torch.cuda.Event"
+_TRIES = 5  # to read two clocks at once, since the process may lose its core in between
 
 
 class Clock(Protocol):
@@ -36,10 +37,12 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Read the host's monotonic clock."""
+    """Read the host's monotonic clock, tied to the epoch where two readings of it are closest around one of that."""
 
     def __init__(self) -> None:
-        self._zero = time.time() - time.perf_counter()
+        readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(_TRIES)]
+        before, epoch, after = min(readings, key=lambda reading: reading[2] - reading[0])
+        self._zero = epoch - (before + after) / 2
 
     def mark(self) -> Mark:
         """Return the present moment."""

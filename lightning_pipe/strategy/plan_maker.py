@@ -249,7 +249,7 @@ class PlanMaker:
                 self._compare_or_remember(captured, call, samples)
         finally:
             one_stage.forget(captured.capture)
-        return captured.with_role(self._preparation.role)
+        return replace(captured.with_role(self._preparation.role), differs=self._preparation.differs)
 
     def _compare_or_remember(self, captured: Captured, call: StepRequest, samples: int) -> None:
         """Let numbers decide, or what they have decided at an earlier start where everything was the same."""
@@ -313,6 +313,7 @@ class PlanMaker:
         if cut is not None and cut.slices_differ:
             raise _SlicesDiffer
         self._preparation.role = None if cut is None else cut.role
+        self._preparation.differs = cut is not None and cut.is_told
         return cut is not None and cut.is_as_expected
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pipe.capture import Route
 from lightning_pipe.capture.graphs.lengths import Lengths
@@ -58,6 +58,7 @@ class Preparation:
         known: the steps that were prepared.
         host: where this rank offloads to.
         role: how losses of micro-batches are combined, as numbers have shown; None before that.
+        differs: whether it was told that micro-batches do not make the loss of the batch.
         first: the training step of which they have shown it, as its operations say it; None before that.
         whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
@@ -68,6 +69,7 @@ class Preparation:
         self.known = KnownSteps(setup.module, cuts=self.cuts, batch_dim=setup.config.batch_dim)
         self.host = host_of(setup.device)
         self.role: Role | None = None
+        self.differs = False
         self.first: Route | None = None
         self.whole = ""
         self._capture = StepCapture(setup)
@@ -235,6 +237,7 @@ class Preparation:
         """Return a captured step with what the numbers of the first one said, as far as its operations say the same."""
         if captured.request.method != TRAINING:
             return captured
+        captured = replace(captured, differs=self.differs)
         captured = captured if self.cuts.shares_samples else captured.without_slices()
         captured = captured.left_whole(self.whole) if self.whole else captured
         said = captured.capture.loss_role

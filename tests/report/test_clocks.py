@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lightning_pipe.core.program import Recv, Send
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report.clocks import aligned, clock_offsets
+from lightning_pipe.runtime.record import HostClock
 from report.runs import LAYOUTS, Shaped, as_recorded, run_of, without_sums
 
 PRICES = Shaped(1.0, 1.3, 0.7, latency=0.4, reduction=2.0, step=0.5)
@@ -69,3 +72,18 @@ def test_where_messages_go_one_way_only_impossible_times_are_mended_and_no_other
 def test_hosts_that_never_talk_keep_their_clocks():
     run = without_sums(run_of(((0, 1),), PRICES))
     assert clock_offsets([wrong(run, (0, 1))], hosts=(0, 1)) == (0.0, 0.0)
+
+
+def test_the_clock_of_a_rank_is_right_though_its_process_loses_the_core_while_it_is_set(monkeypatch):
+    """Another process runs between two readings of clocks: not between all of them."""
+    now, reads = [1000.0], []
+
+    def read(zero: float) -> float:
+        reads.append(zero)
+        now[0] += 0.01 if len(reads) in (1, 2, 5) else 1e-7
+        return now[0] - zero
+
+    monkeypatch.setattr(time, "perf_counter", lambda: read(900.0))
+    monkeypatch.setattr(time, "time", lambda: read(0.0))
+    clock = HostClock()
+    assert clock.seconds(clock.mark()) == pytest.approx(now[0], abs=1e-6)

@@ -29,7 +29,7 @@ _LAYOUT_CHOICE = re.compile(r"fake_impls\.py, line \d+ in conv\b")  # chooses th
 
 @dataclass(frozen=True)
 class Totals:
-    """What is counted of the whole batch before it is cut (`capture.stages.denominator_totals`).
+    """What is counted of the whole batch before it is cut (`capture.weighing.denominator_totals`).
 
     Attributes:
         count: function of leaves and buffers that gives the totals of its samples, but for their number.

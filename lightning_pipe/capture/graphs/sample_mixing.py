@@ -18,6 +18,8 @@ def mixing_places(joint: JointGraph, flow: Flow) -> str:
     found = {name: reason for name, reason in flow.coupled.items() if reason != UNKNOWN_MIXING}
     if joint.loss is not None and flow.roles[joint.loss] not in ("mean", "sum"):
         found.update(dict.fromkeys(_first_mixing(joint, flow), "neither a mean nor a sum over samples"))
+    if not found:
+        found = dict.fromkeys(flow.assumed & leading_to([joint.loss], joint), "a value of all samples is bounded")
     said: dict[str, None] = {}
     for name, reason in found.items():
         custom: dict[str, Any] = nodes[name].meta.get("custom") or {}

@@ -28,7 +28,7 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import SaidRole
 from lightning_pipe.capture.recording.units import UnitTrace
-from lightning_pipe.capture.replayed.denominator_watch import unequal
+from lightning_pipe.capture.replayed.loss_watch import LossNotes
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import LOSS
@@ -41,6 +41,7 @@ from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_state import ModuleState
+from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
@@ -59,9 +60,10 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
-        general, ..., may_offload: as for every `capture.route.Route`.
+        derived, ..., may_offload: as for every `capture.route.Route`.
     """
 
+    derived: ClassVar[tuple[Derived, ...]] = ()
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"
     fallback: ClassVar[str] = ""
@@ -214,8 +216,7 @@ class Replay:
         self._now.arguments, self._now.template = arguments, template
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
-        self._now.denominators.clear()
-        self._now.loss_calls.clear()
+        self._now.loss = LossNotes()
         return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
@@ -229,11 +230,15 @@ class Replay:
 
     def unequal_denominator(self) -> str:
         """Return the line where plays of the last stage since `begin` divided by counts that weigh wrongly, or ""."""
-        return unequal(self._now.denominators)
+        return self._now.loss.unequal_denominator()
+
+    def unlike_bend(self) -> str:
+        """Return the line where plays of the last stage since `begin` bent some of their numbers and not all, or ""."""
+        return self._now.loss.unlike_bend()
 
     def loss_calls(self) -> Mapping[str, str]:
         """Return the calls by which plays of the last stage have made losses since `begin`, and the line of each."""
-        return dict(self._now.loss_calls)
+        return dict(self._now.loss.calls)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Replay:
         """Return the same step with losses of micro-batches combined as means or as sums."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.recording.replay_state import speaks
-from lightning_pipe.capture.replayed.denominator_watch import Denominators
+from lightning_pipe.capture.replayed.loss_watch import LossWatch
 from lightning_pipe.capture.replayed.module_scope import Slot, hung, keyed, slots_of
 from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
@@ -123,7 +123,7 @@ class StageReplayer:
             ):
                 stack.enter_context(entered)
             if self._part.is_last and self._step.has_backward:
-                stack.enter_context(Denominators(samples, self._now.denominators.append, self._now.loss_calls))
+                stack.enter_context(LossWatch(samples, self._now.loss))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
             output = run.run(lambda: self._call(samples, leaves))

@@ -19,6 +19,7 @@ class Captured:
         reader: knows whether the step read the texts of its batch.
         template: the batch that it was captured with, without its tensors.
         as_said: the step with its loss combined as its operations say, if numbers have said otherwise.
+        differs: whether it was told that micro-batches do not make the loss of the batch.
     """
 
     capture: Route
@@ -26,6 +27,7 @@ class Captured:
     reader: StringReads
     template: Any
     as_said: Route | None = None
+    differs: bool = False
 
     def without_slices(self) -> Captured:
         """Return the same with every node taken for one that may mix samples, so that replicas share none."""

@@ -17,6 +17,7 @@ import torchmetrics
 from torch import nn
 from typing_extensions import assert_never
 
+from lightning_pipe.capture import Route
 from lightning_pipe.capture.python.inner_states import set_state
 from lightning_pipe.capture.python.number_expressions import Situation, evaluate
 from lightning_pipe.capture.python.places import ABSENT, follow
@@ -50,6 +51,16 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
         [kept.value for kept in record.kept],
     ]
     return tuple({**found, **dict.fromkeys(one.name for one in found_in(said, (Ref, Read)))})
+
+
+def exchanged(capture: Route) -> tuple[str, ...]:
+    """Return the names of all values that ranks exchange after the step: what results are made of in their place.
+
+    Those of the loss of micro-batches are exchanged all the same: they tell whether these have made that of the batch.
+    """
+    derived = {one.name: one for one in capture.derived if one.name != capture.record.loss}
+    names = [name for name in outputs(capture.record) if name not in derived]
+    return tuple(dict.fromkeys([*names, *(name for one in capture.derived for name in one.half.inputs)]))
 
 
 def replay(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.results import Collected
+from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.milestones import MilestoneHandlers, Pieces, at_once
@@ -25,10 +26,12 @@ from lightning_pipe.runtime.waiting import Walk, drive
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 from lightning_pipe.strategy.steps.step_runtime import RankStep
+from lightning_pipe.strategy.steps.whole_batch import AS_ACCUMULATION
 
 
 class Runner:
@@ -63,6 +66,7 @@ class Runner:
         self._warned = False
         self._loss_calls: set[str] | None = None  # of the first batch, as far as they were seen here
         self._unknown: dict[str, str] = {}
+        self._bent = False
 
     def run(
         self, step: RankStep, call: StepRequest, turn: RunOptions, *, sizes: tuple[int, ...], cut: tuple[bool, ...]
@@ -111,8 +115,11 @@ class Runner:
             self._warn_of_denominators(plays)
             self._warn_of_unknown(unknown)
             values = {**values, **said}
+        made = {one.name: one.of(values, sum(sizes)) for one in step.capture.derived}
         if training:
             self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
+            self._warn_of_bent_loss(step.captured, by_parts=values, by_all=made)
+        values = {**values, **made}
         return StepResult(
             record,
             values,
@@ -138,6 +145,24 @@ class Runner:
             'Set microbatches=1, or capture="joint" if the step can be one graph.',
             stacklevel=2,
         )
+
+    def _warn_of_bent_loss(
+        self, captured: Captured, *, by_parts: Mapping[str, Content], by_all: Mapping[str, Content]
+    ) -> None:
+        """Warn once where micro-batches do not make the loss of the batch, as far as that has not been told."""
+        plays, loss = captured.capture.plays, captured.capture.record.loss
+        derived = next((one for one in captured.capture.derived if one.name == loss), None)
+        if self._bent or captured.differs:
+            return
+        if plays is not None and (line := plays.unlike_bend()):  # which this rank knows
+            self._bent = True
+            warnings.warn(_bent_loss(line), stacklevel=2)
+        elif derived is not None:
+            made_of = [by_parts[name] for name in (derived.name, *derived.half.inputs)]
+            parts, whole = (float(torch.as_tensor(of[derived.name]).detach()) for of in (by_parts, by_all))
+            if abs(parts - whole) > abs(whole) * _rounding(made_of):
+                self._bent = True
+                rank_zero_warn(_bent_loss(derived.line, f"its loss is {whole:.6g}, and they make it {parts:.6g}, as "))
 
     def _warn_of_another_loss(self, capture: Route, method: str, *, parts: int) -> None:
         """Warn, on the rank that knows, where a replayed loss is made by calls that the first batch did not have."""
@@ -218,3 +243,17 @@ class Runner:
         kept = 0 if self._later is None else self._later.bytes
         here = [parameter for name, parameter in self._weights.parameters.items() if self._weights.holds(name)]
         return kept + state_bytes([*here, *self._weights.buffers.values()])
+
+
+def _bent_loss(line: str, numbers: str = "") -> str:
+    return (
+        f"Micro-batches do not give what the whole batch gives: {numbers}{line} does something else to the numbers "
+        f"of some of them than to those of others. Gradients differ likewise, from now on without a word. "
+        f"{AS_ACCUMULATION}"
+    )
+
+
+def _rounding(values: Iterable[Content]) -> float:
+    """Return by how much a number may differ, relative to it, that is computed from these in another order."""
+    types = (value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return max((torch.finfo(dtype).eps ** 0.5 for dtype in types), default=0.0)

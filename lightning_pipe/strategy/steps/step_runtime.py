@@ -41,7 +41,7 @@ from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.compilation import Compilation
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.metrics import outputs
+from lightning_pipe.strategy.steps.metrics import exchanged
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 from lightning_pipe.strategy.steps.string_fields import texts
 
@@ -84,7 +84,7 @@ class RankStep:
         self._compiled = None if compilation is None else compilation.of(split)
         split = split if self._compiled is None else self._compiled.split
         self.capture, self.split = captured.capture, split
-        self.names = outputs(captured.capture.record)
+        self.names = exchanged(captured.capture)
         self.captured = captured
         self._plan, self._links, self._weights, self._device = plan, links, weights, device
         self._lent: dict[str, torch.Tensor] = {}

@@ -60,7 +60,7 @@ from lightning_pipe.strategy.steps.step_calls import StepRequest
 log = logging.getLogger(__name__)
 
 Role = Literal["mean", "sum"]
-_AS_ACCUMULATION = "Gradient accumulation has the same difference; microbatches=1 has none."
+AS_ACCUMULATION = "Gradient accumulation has the same difference; microbatches=1 has none."
 _MOST_SECONDS = 60.0
 _RANDOM_SECONDS = 2.0  # for random orders of the samples of a batch, after the others
 _SMALL = 32  # samples of a batch of which more orders are looked at: what is right for few of them is so by chance
@@ -75,11 +75,13 @@ class Cut:
     Attributes:
         role: how losses of the parts are combined.
         slices_differ: whether slices of micro-batches do not give what micro-batches give.
+        is_told: whether it was told that the parts do not give what the whole gives.
         is_as_expected: whether it changes nothing, and the loss is combined as its operations say.
     """
 
     role: Role
     slices_differ: bool = False
+    is_told: bool = False
     is_as_expected: bool = False
 
 
@@ -151,7 +153,7 @@ def cut_by_numbers(
         if parts != sizes and not found.agrees:
             return Cut(found.role, slices_differ=True)
         _tell(captured, found, known, len(parts), time.perf_counter() - begin)
-        return Cut(found.role, is_as_expected=found.agrees and found.role == known)
+        return Cut(found.role, is_told=not found.agrees, is_as_expected=found.agrees and found.role == known)
 
     return control.agreed(decide, source=0, what="what micro-batches change")
 
@@ -256,7 +258,7 @@ def warn_of_another_loss(captured: Captured, first: Route, *, is_shared: bool, k
         rank_zero_warn(
             f"{captured.request.method} is another step by now than on its first batch. What cutting it into "
             "micro-batches changes is not measured; their losses are combined as a "
-            f"{_role_of(captured.capture)}. {mixing} {others if is_shared else _AS_ACCUMULATION}"
+            f"{_role_of(captured.capture)}. {mixing} {others if is_shared else AS_ACCUMULATION}"
         )
     return {mixing}
 
@@ -407,7 +409,7 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
             f"{text} {capture.mixing()} Training would make all weights NaN. Set microbatches=1, or use fewer "
             "micro-batches; check=false trains all the same."
         )
-    rank_zero_warn(f"{text} {capture.mixing()} {_AS_ACCUMULATION}")
+    rank_zero_warn(f"{text} {capture.mixing()} {AS_ACCUMULATION}")
 
 
 def _unweighable(captured: Route, found: Measured) -> str:
