@@ -46,8 +46,8 @@ from lightning_pipe.capture.stages.state_once import is_statistics, state_averag
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
-from lightning_pipe.capture.steps.numbers import calls_of_samples, numbers_said, of_samples
-from lightning_pipe.capture.steps.record import LogCall, Ref, StepRecord
+from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, numbers_said, of_samples
+from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.weighing.denominator_totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
@@ -155,14 +155,11 @@ class Capture:
         """Return in a line by which route the step was captured, and why."""
         return "The step is one graph (joint): nothing was found that a graph would freeze."
 
-    def mixed_logs(self) -> dict[str, str]:
-        """Return the lines of logged numbers, by name, of which micro-batches do not make that of the batch."""
+    def mixed_results(self) -> tuple[str, ...]:
+        """Return, in words, where it says what is no sum, mean or extreme over samples, nor made of such."""
         mixed = {name for name, role in self.flow.roles.items() if role == "mixed"} - {one.name for one in self.derived}
-        return {
-            call.name: call.line
-            for call in self.record.calls
-            if isinstance(call, LogCall) and isinstance(call.value, Ref) and call.value.name in mixed
-        }
+        said = leaves_said(self.record.returned, self.record.calls)
+        return tuple(dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in mixed))
 
     def mixing(self) -> str:
         """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""

@@ -187,8 +187,8 @@ class Route(Protocol):
         """Return in a line by which route the step was captured, and why."""
         ...
 
-    def mixed_logs(self) -> dict[str, str]:
-        """Return the lines of logged numbers, by name, which micro-batches are known not to make for the batch."""
+    def mixed_results(self) -> tuple[str, ...]:
+        """Return, in words, where it says what micro-batches are known not to make for the batch."""
         ...
 
     def mixing(self) -> str:

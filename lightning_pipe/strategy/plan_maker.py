@@ -203,7 +203,7 @@ class PlanMaker:
             self._stopwatch.lap("check")
         if training and preparation.role is None and len(self._cuts.parts(captured.capture, samples)) > 1:
             warn_of_unknown_role(captured)
-        preparation.warn_of_logs(captured, samples)
+        preparation.warn_of_results(captured, samples)
         step = preparation.built(captured, cuts)
         if training:
             warn_of_buffers_by_parts(captured, count=len(self._cuts.sizes(captured.capture, samples)))

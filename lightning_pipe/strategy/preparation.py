@@ -31,7 +31,7 @@ from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
-from lightning_pipe.strategy.steps.whole_batch import Role, warn_of_another_loss, warn_of_mixed_logs
+from lightning_pipe.strategy.steps.whole_batch import Role, warn_of_another_loss, warn_of_mixed_results
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Preparation:
         self._planned: PlannedCuts | None = None
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._shapes = ShapesCaptured()
-        self._warned_logs: set[tuple[str, str]] = set()  # name and line
+        self._warned_results: set[str] = set()  # where they are said
         self._known_mixing: set[str] = set()
 
     @property
@@ -153,7 +153,7 @@ class Preparation:
     def prepared(self, call: StepRequest, samples: int) -> RankStep:
         """Capture a step for batches of this size, and make it ready to run."""
         captured = self.captured(call, samples)
-        self.warn_of_logs(captured, samples)
+        self.warn_of_results(captured, samples)
         parts = self.cuts.parts(captured.capture, samples)
         if call.method == TRAINING and self.first is not None and len(parts) > 1:
             is_shared = parts != self.cuts.sizes(captured.capture, samples)
@@ -199,10 +199,10 @@ class Preparation:
         for step in steps:
             self._capture.note_varying(step.varying())
 
-    def warn_of_logs(self, captured: Captured, samples: int) -> None:
-        """Warn once of each logged number that micro-batches change."""
+    def warn_of_results(self, captured: Captured, samples: int) -> None:
+        """Warn once of each result that micro-batches change."""
         if len(self.cuts.parts(captured.capture, samples)) > 1:
-            self._warned_logs |= warn_of_mixed_logs(captured, known=self._warned_logs)
+            self._warned_results |= warn_of_mixed_results(captured, known=self._warned_results)
 
     def built(self, captured: Captured, cuts: tuple[int, ...] | None = None) -> RankStep:
         """Make a captured step ready to run.

@@ -1,4 +1,4 @@
-"""Numbers that a replayed step logs or returns are those of the whole batch, or it is said that they are not."""
+"""What a step logs, returns or gives to metrics is that of the whole batch, or it is said that it is not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -100,12 +101,94 @@ class Spread(Net):
 
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 def test_what_is_none_of_these_is_named_in_training_and_evaluation(capture: str) -> None:
+    """A graph knows that a perplexity is made of a mean."""
     *_, caught = fit(Spread, {**REPLAYED, "capture": capture})
-    told = [text for text in caught if "logs what is no sum" in text]
+    told = [text for text in caught if "says what is no sum" in text]
     assert [("'spread' at" in one, "'perplexity' at" in one, "'mean'" in one) for one in told] == [
         (True, False, False),
-        (False, True, False),
+        *([(False, True, False)] if capture == "replay" else []),
     ]
+
+
+class Measured(Net):
+    """Metrics that are given numbers, and returned tensors without samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = nn.ModuleDict({name: torchmetrics.SumMetric() for name in ("count", "item", "size", "total")})
+        self.means = nn.ModuleDict({name: torchmetrics.MeanMetric() for name in ("share", "weighed", "loss")})
+        self.largest, self.smallest = torchmetrics.MaxMetric(), torchmetrics.MinMetric()
+
+    def update(self, batch):
+        out, loss = self.both(batch)
+        right = out.argmax(1) == batch["y"]
+        self.sums["count"].update(right.sum())
+        self.sums["item"].update(right.sum().item())
+        self.sums["size"].update(len(right))
+        self.sums["total"].update(value=out.sum())
+        self.means["share"].update(right.double().mean())
+        self.means["weighed"].update(out.mean(), weight=len(right))
+        self.means["loss"].update(loss)
+        self.largest.update(out.max())
+        self.smallest(out.min())
+        classes = F.one_hot(batch["y"], 3)
+        confusion = torch.einsum("np,nt->pt", F.one_hot(out.argmax(1), 3).double(), classes.double())
+        said = {
+            "center": out.mean(0),
+            "per class": classes.sum(0),
+            "confusion": confusion,
+            "tops": out.amax(0),
+            "constant": torch.arange(3.0, dtype=torch.float64),
+            "any": (out > 10.0).any(),
+            "outputs": out,
+        }
+        return loss, {name: value.detach() for name, value in said.items()}
+
+    def training_step(self, batch, batch_idx):
+        loss, said = self.update(batch)
+        return {"loss": loss, **said}
+
+    def validation_step(self, batch, batch_idx):
+        return self.update(batch)[1]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.returned.append([float(len(value)) if value.ndim else 0.0 for value in outputs.values()])
+        self.returned.append([float(number) for value in outputs.values() for number in value.flatten()])
+
+    on_validation_batch_end = on_train_batch_end
+
+    def on_train_epoch_end(self):
+        metrics = {**self.sums, **self.means, "largest": self.largest, "smallest": self.smallest}
+        self.log_dict({name: metric.compute() for name, metric in metrics.items()})
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_what_metrics_are_given_and_hooks_get_is_that_of_the_whole_batch(capture: str) -> None:
+    """Counts that a metric was given were averaged, and a mean by class was returned once per micro-batch."""
+    metrics, returned, _ = fit(Measured, None)
+    found, outputs, caught = fit(Measured, {**REPLAYED, "capture": capture})
+    assert found[-1] == pytest.approx(metrics[-1], rel=1e-6)  # torchmetrics computes in single precision
+    for row, expected_row in zip(outputs, returned, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-9, abs=1e-12)
+    assert not [text for text in caught if "icro-batches" in text]
+
+
+class MeasuredSpread(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        out, loss = self.both(batch)
+        self.spread.update(out.std())
+        return {"loss": loss, "by column": out.std(0)}
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_metrics_and_outputs_of_which_that_is_not_so_are_named(capture: str) -> None:
+    *_, caught = fit(MeasuredSpread, {**REPLAYED, "capture": capture})
+    (told,) = [text for text in caught if "says what is no sum" in text]
+    assert "spread.update() at" in told and "what it returns as 'by column'" in told
 
 
 class RareClass(Net):
@@ -119,5 +202,5 @@ class RareClass(Net):
 
 def test_a_number_that_did_not_tell_its_role_is_named_when_micro_batches_begin_to_differ() -> None:
     *_, caught = fit(RareClass, REPLAYED)
-    (told,) = [text for text in caught if "log different values of" in text]
+    (told,) = [text for text in caught if "say different values of" in text]
     assert "'share' at" in told and "test_said_roles.py:" in told

@@ -1,91 +1,91 @@
-"""How single numbers that a replayed step logs or returns make those of the batch, found by their values.
+"""How what a replayed step logs, returns or gives to metrics makes that of the batch, found by its values.
 
-A replayed step sees one micro-batch, and nothing tells whether a tensor without dimensions is a mean over its samples,
-a count or an extreme. So the step runs three times without randomness: on some samples, on others, and on both
-together. The samples are sorted first, which makes the two parts as unlike each other as they can be.
+A replayed step sees one micro-batch, and nothing tells whether a tensor without samples is a mean over them, a count or
+an extreme. So the step runs three times without randomness: on some samples, on others, and on both together. The
+samples are sorted first, which makes the two parts as unlike each other as they can be. A tensor with the same shape
+in the parts and in both together has no samples.
 
     mean   the mean of the parts, weighted by samples, is what both together have
     sum, max, min   so are they
     mixed  nothing of that: a standard deviation, a ratio of two sums, the value of one sample
 
 Where several fit, `reduce_fx` of a log decides, then a tensor of whole numbers is taken for a sum, and all else for the
-first of this list. What is the same in the parts and in both together has no role: it may be constant, or a share that
+first of this list. What is the same in the parts and in both together is `unknown`: it may be constant, or a share that
 is zero so far. When it begins to differ between micro-batches, a warning says so.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 
 from lightning_pipe.capture.steps.call_recording import StepRecording
-from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, call_keys
+from lightning_pipe.capture.steps.numbers import VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
 from lightning_pipe.capture.steps.record import LogCall, Ref
-from lightning_pipe.capture.steps.trees import branches
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
-SaidRole: TypeAlias = Literal["mean", "sum", "max", "min", "mixed"]
+SaidRole: TypeAlias = Literal["mean", "sum", "max", "min", "mixed", "unknown"]
 Number: TypeAlias = "torch.Tensor | int | float"
 
 
 @dataclass(frozen=True)
 class Said:
-    """What is known of the single numbers that a step says, but for the loss.
+    """What is known of the numbers, and tensors without samples, that a step says, but for the loss.
 
     Attributes:
         roles: by place.
-        mixed: lines that log what is mixed, by name.
+        mixed: where what is mixed is said, in words.
     """
 
     roles: Mapping[Place, SaidRole]
-    mixed: Mapping[str, str]
+    mixed: tuple[str, ...]
 
 
-NOTHING_SAID = Said({}, {})
+NOTHING_SAID = Said({}, ())
 
 
 def said_roles(parts: Sequence[StepRecording], counts: Sequence[int], whole: StepRecording) -> Said:
-    """Find the roles of all single numbers that every run has said.
+    """Find the roles of all numbers, and tensors without samples, that every run has said.
 
     Args:
         parts: what runs on parts of some samples have said.
         counts: numbers of samples of these.
         whole: what a run on all of them has said.
     """
-    each, wanted = [dict(_numbers_of(part)) for part in parts], _asked_reductions(whole)
-    found: dict[Place, SaidRole] = {}
-    for place, value in _numbers_of(whole):
-        if all(place in one for one in each):
-            role = _role([one[place] for one in each], counts, value, wanted.get(place))
-            found |= {place: role} if role is not None else {}
-    calls = zip(call_keys(whole.calls), whole.calls, strict=True)
-    mixed = {c.name: c.line for key, c in calls if isinstance(c, LogCall) and found.get((*key, VALUE)) == "mixed"}
-    return Said(found, mixed)
+    each = [{leaf.place: number for leaf, number in _numbers_of(part)} for part in parts]
+    wanted, found, mixed = _asked_reductions(whole), dict[Place, SaidRole](), dict[str, None]()
+    for leaf, number in _numbers_of(whole):
+        if not all(leaf.place in one for one in each):
+            continue
+        own, expected = [torch.as_tensor(one[leaf.place]) for one in each], torch.as_tensor(number)
+        if any(one.shape != expected.shape for one in own):
+            continue  # it has samples
+        is_count = isinstance(number, torch.Tensor) and not number.is_floating_point()
+        asked = wanted.get(leaf.place) or ("sum" if is_count else None)
+        found[leaf.place] = _role(own, counts, expected, asked)
+        if found[leaf.place] == "mixed":
+            mixed[str(leaf)] = None
+    return Said(found, tuple(mixed))
 
 
-def _role(parts: Sequence[Number], counts: Sequence[int], whole: Number, wanted: str | None) -> SaidRole | None:
-    """Return a role, None if the numbers do not tell."""
-    numbers, expected = [float(part) for part in parts], float(whole)
-    if not all(map(math.isfinite, (*numbers, expected))):
-        return None
-    of_parts: dict[Reduction, float] = {
-        "mean": sum(n * c for n, c in zip(numbers, counts, strict=True)) / sum(counts),
-        "sum": sum(numbers),
-        "max": max(numbers),
-        "min": min(numbers),
-    }
-    is_count = isinstance(whole, torch.Tensor) and not whole.is_floating_point()
-    dtype = whole.dtype if isinstance(whole, torch.Tensor) and whole.is_floating_point() else torch.float64
-    allowed = torch.finfo(dtype).eps ** 0.5 * max(abs(expected), *map(abs, numbers))
-    fitting = [name for name, value in of_parts.items() if abs(value - expected) <= allowed]
-    preferred = [name for name in get_args(Reduction) if name == wanted or (name == "sum" and is_count)]
-    if {"mean", "max", "min"} <= {*fitting}:
-        return "sum" if "sum" in fitting and "sum" in preferred else None
-    return next((name for name in (*preferred, *fitting) if name in fitting), "mixed")
+def _role(parts: Sequence[torch.Tensor], counts: Sequence[int], whole: torch.Tensor, wanted: str | None) -> SaidRole:
+    """Return the wanted role if the numbers allow it, else the first that they allow."""
+    numbers, expected = torch.stack([part.double() for part in parts]), whole.double()
+    if not bool(numbers.isfinite().all() & expected.isfinite().all()) or not expected.numel():
+        return "unknown"
+    shares = (torch.tensor(counts, dtype=torch.float64) / sum(counts)).reshape(-1, *[1] * expected.ndim)
+    of_parts: dict[Reduction, torch.Tensor] = {"max": numbers.amax(0), "min": numbers.amin(0)}
+    if whole.dtype != torch.bool:
+        of_parts = {"mean": (numbers * shares).sum(0), "sum": numbers.sum(0), **of_parts}
+    dtype = whole.dtype if whole.is_floating_point() else torch.float64
+    allowed = torch.finfo(dtype).eps ** 0.5 * max(float(expected.abs().max()), float(numbers.abs().max()))
+    fitting = [name for name, value in of_parts.items() if float((value - expected).abs().max()) <= allowed]
+    if {"max", "min"} <= {*fitting}:
+        return "sum" if wanted == "sum" and "sum" in fitting else "unknown"
+    return next((name for name in fitting if name == wanted), fitting[0] if fitting else "mixed")
 
 
 def _asked_reductions(said: StepRecording) -> Mapping[Place, str | None]:
@@ -95,27 +95,11 @@ def _asked_reductions(said: StepRecording) -> Mapping[Place, str | None]:
     return {place: getattr(how, "__name__", how) for place, how in named.items()}
 
 
-def _numbers_of(said: StepRecording) -> Iterator[tuple[Place, Number]]:
-    """Yield the tensors without dimensions and the numbers that were returned or logged, by place."""
-    yield from _inside(said.returned, RETURNED, lambda ref: _result(said, ref))
-    for key, call in zip(call_keys(said.calls), said.calls, strict=True):
-        if isinstance(call, LogCall):
-            yield from _inside(call.value, (*key, VALUE), lambda ref: _result(said, ref))
-
-
-def _result(said: StepRecording, ref: Ref) -> torch.Tensor | None:
-    return said.results[int(ref.name)] if ref.name.isdigit() else None  # the loss is left to others
-
-
-def _inside(
-    value: object, place: Place, tensor_of: Callable[[Ref], torch.Tensor | None]
-) -> Iterator[tuple[Place, Number]]:
-    if isinstance(value, Ref):
-        tensor = tensor_of(value)
-        if tensor is not None and not tensor.ndim and not tensor.is_complex():
-            yield place, tensor
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield place, value
-    elif (branched := branches(value)) is not None:
-        for key, item in branched.items():
-            yield from _inside(item, (*place, str(key)), tensor_of)
+def _numbers_of(said: StepRecording) -> Iterator[tuple[SaidLeaf, Number]]:
+    """Yield the tensors and numbers that were returned, logged or given to metrics; the loss is left to others."""
+    for leaf in leaves_said(said.returned, said.calls):
+        if isinstance(leaf.value, Ref):
+            if leaf.value.name.isdigit() and not (tensor := said.results[int(leaf.value.name)]).is_complex():
+                yield leaf, tensor
+        elif is_number(leaf.value):
+            yield leaf, leaf.value

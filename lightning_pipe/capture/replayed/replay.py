@@ -160,9 +160,9 @@ class Replay:
         """Return in a line by which route the step was captured, and why."""
         return f"The Python of the step runs on every rank (replay). {self.reason}"
 
-    def mixed_logs(self) -> dict[str, str]:
-        """Return the lines of logged numbers, by name, that are no sum, mean or extreme of what micro-batches log."""
-        return dict(self.trace.said.mixed)
+    def mixed_results(self) -> tuple[str, ...]:
+        """Return, in words, where it says what is no sum, mean or extreme of what micro-batches say."""
+        return self.trace.said.mixed
 
     def mixing(self) -> str:
         """Return, in words, where the step may mix its samples: no more is known."""

@@ -6,11 +6,10 @@ number by number, and read as a straight line over the samples.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import sympy
@@ -119,10 +118,42 @@ def call_keys(calls: Sequence[Call]) -> tuple[Place, ...]:
     return tuple(keys)
 
 
+@dataclass(frozen=True)
+class SaidLeaf:
+    """One thing that a step returns, logs or gives to a metric.
+
+    Attributes:
+        place: where it stands.
+        name: the same for a reader.
+        line: the user's line; "" if it is not known.
+        value: a number, a stand-in, or whatever it is.
+    """
+
+    place: Place
+    name: str
+    line: str
+    value: Any
+
+    def __str__(self) -> str:
+        """Return where it is said, in words."""
+        return f"{self.name} at {self.line}" if self.line else self.name
+
+
+def leaves_said(returned: Any, calls: Sequence[Call]) -> Iterator[SaidLeaf]:
+    """Yield all that a step has returned, logged and given to metrics."""
+    for place, value in _leaves(returned, RETURNED):
+        inner = ".".join(place[len(RETURNED) :])
+        yield SaidLeaf(place, f"what it returns{f' as {inner!r}' if inner else ''}", "", value)
+    for key, call in zip(call_keys(calls), calls, strict=True):
+        name = repr(call.name) if isinstance(call, LogCall) else f"{call.path}.{call.method}()"
+        said = {VALUE: call.value if isinstance(call, LogCall) else call.args, **call.kwargs}
+        for place, value in _leaves(said, key):
+            yield SaidLeaf(place, name, call.line, value)
+
+
 def numbers_said(returned: Any, calls: Sequence[Call]) -> dict[Place, float]:
     """Return the numbers, but for truth values, in what a step has returned and logged, by place."""
-    said = {key: _arguments(call) for key, call in zip(call_keys(calls), calls, strict=True)}
-    return dict(itertools.chain(_numbers(returned, RETURNED), *(_numbers(v, key) for key, v in said.items())))
+    return {leaf.place: float(leaf.value) for leaf in leaves_said(returned, calls) if is_number(leaf.value)}
 
 
 def proportional(numbers: Sequence[Mapping[Place, float]], counts: Sequence[int]) -> frozenset[Place]:
@@ -141,13 +172,14 @@ def proportional(numbers: Sequence[Mapping[Place, float]], counts: Sequence[int]
     return frozenset(filter(is_size, first))
 
 
-def _arguments(call: Call) -> Any:
-    return {VALUE: call.value if isinstance(call, LogCall) else call.args, **call.kwargs}
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number of Python's, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _numbers(value: Any, place: Place) -> Iterator[tuple[Place, float]]:
+def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
     if (inside := branches(value)) is not None:
         for key, item in inside.items():
-            yield from _numbers(item, (*place, str(key)))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield place, float(value)
+            yield from _leaves(item, (*place, str(key)))
+    else:
+        yield place, value

@@ -4,10 +4,10 @@ Calls of `self.log` and of metrics are matched over the micro-batches by name an
 made a call, the batch is run whole (`uneven`). Tensors and numbers in their arguments, and in what the step returned,
 are combined:
 
-    tensor with dimensions             joined along the first one, in the order of samples
-    floating number, 0-dim tensor      by its role, if that is known (`said_roles`), or else:
+    tensor with samples                joined along the first dimension, in the order of samples
+    floating number, other tensor      by its role, if that is known (`said_roles`), or else:
                                        mean weighted by samples; sum, max, min if `reduce_fx` of the log says so
-                                       (`unknown` tells of those that differ)
+                                       (it is told which of these differ)
     number in proportion to samples    sum (a size: of the traced runs, with several numbers of samples)
     other numbers                      as they are if they agree, else as floating ones
     batch_size of a log                sum
@@ -18,7 +18,7 @@ Legend: a piece is what one play of the last stage said.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from lightning_pipe.capture.recording.replay_state import same_left
 from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, SaidRole
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
-from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, call_keys
+from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
 from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
 from lightning_pipe.errors import PipelineError
@@ -71,8 +71,8 @@ def combined(
     device: torch.device,
     proportional: Set[Place] = frozenset(),
     roles: Mapping[Place, SaidRole] = NOTHING_SAID.roles,
-) -> tuple[StepRecord, dict[str, Content], dict[str, str]]:
-    """Return the record of a batch, the values that it refers to, and the lines of logs that are not understood.
+) -> tuple[StepRecord, dict[str, Content], tuple[str, ...]]:
+    """Return the record of a batch, the values that it refers to, and where it says what is not understood.
 
     The loss is left to others.
 
@@ -92,7 +92,7 @@ def combined(
     first, _, _, _ = words[0]
     left = [p for (microbatch, *_), p in zip(words, heard, strict=True) if microbatch == first]
     kept = [replace(k, value=merger.value([k.value], [p], (k.name,))) for p in left for k in p.recording.kept]
-    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values, merger.unknown
+    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values, _unknown(pieces, proportional, roles)
 
 
 def uneven(words: Sequence[Words]) -> str:
@@ -138,7 +138,6 @@ class _Merger:
         self._places = {key: number for number, key in enumerate(order)}
         self._device, self._proportional, self._roles = device, proportional, roles
         self.values: dict[str, Content] = {}
-        self.unknown: dict[str, str] = {}  # lines of logged numbers, by name
 
     def call(self, key: Place, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
         """Return one call of all pieces that made it."""
@@ -157,9 +156,6 @@ class _Merger:
                 for name, value in first.kwargs.items()
             }
             value = self.value([call.value for call in logs], speaking, (*key, VALUE), how=how)
-            is_known = (*key, VALUE) in self._roles or (*key, VALUE) in self._proportional
-            if not is_known and _differ([call.value for call in logs], speaking):
-                self.unknown[first.name] = first.line
             return replace(first, value=value, kwargs=kwargs)
         metrics = [call for call in calls if isinstance(call, MetricCall)]
         args = self.value([call.args for call in metrics], speaking, (*key, VALUE))
@@ -169,11 +165,15 @@ class _Merger:
 
     def value(self, found: Sequence[Any], pieces: Sequence[_Piece], place: Place, *, how: Any = "mean") -> Any:
         """Return one value of all pieces."""
-        first, how, is_sum = found[0], self._roles.get(place, how), self._roles.get(place) == "sum"
+        first, role = found[0], self._roles.get(place)
+        how, is_sum = how if role in (None, "unknown") else role, role == "sum"
         if isinstance(first, Ref):
             if any(ref.name == LOSS for ref in found):
                 return Ref(LOSS)
             tensors = [piece.recording.results[int(ref.name)] for piece, ref in zip(pieces, found, strict=True)]
+            shapes = {tensor.shape for tensor in tensors}
+            if tensors[0].ndim and (role is None or len(shapes) > 1):
+                return self._named(torch.cat(tensors))
             return self._named(_joined(tensors, [piece.samples for piece in pieces], how))
         if isinstance(first, MetricValue):
             return MetricValue(self._places[pieces[0].keys[first.call]])
@@ -201,32 +201,47 @@ class _Merger:
         return Ref(name)
 
 
-def _differ(found: Sequence[Any], pieces: Sequence[_Piece]) -> bool:
-    """Return whether single numbers, but for the loss, are not the same in all pieces."""
-    if any(isinstance(one, Ref) and one.name == LOSS for one in found):
-        return False
-    numbers = [
-        piece.recording.results[int(one.name)] if isinstance(one, Ref) else one
-        for one, piece in zip(found, pieces, strict=True)
-    ]
-    if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
-        return False
-    return any(isinstance(one, (torch.Tensor, int, float)) and float(one) != float(numbers[0]) for one in numbers)
+def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], roles: Mapping[Place, SaidRole]) -> tuple[str, ...]:
+    """Return where something is said that differs between pieces, and of which nobody knows what it is of the batch."""
+    first, *others = ({leaf.place: (leaf, value) for leaf, value in _unclear(piece, sizes, roles)} for piece in pieces)
+
+    def differs(place: Place, value: torch.Tensor) -> bool:
+        return any(place in other and not torch.equal(value, other[place][1]) for other in others)
+
+    return tuple(dict.fromkeys(str(leaf) for place, (leaf, value) in first.items() if differs(place, value)))
+
+
+def _unclear(
+    piece: _Piece, sizes: Set[Place], roles: Mapping[Place, SaidRole]
+) -> Iterator[tuple[SaidLeaf, torch.Tensor]]:
+    """Yield the numbers, and tensors without samples, that a piece has said and of which nothing is known."""
+    for leaf in leaves_said(piece.recording.returned, piece.recording.calls):
+        value, role = leaf.value, roles.get(leaf.place)
+        if role not in (None, "unknown") or leaf.place in sizes:
+            continue
+        if isinstance(value, Ref) and value.name != LOSS:
+            tensor = piece.recording.results[int(value.name)]
+            if not tensor.ndim or role is not None:
+                yield leaf, tensor
+        elif is_number(value) and (leaf.place[0] != "log" or leaf.place[-1] == VALUE):  # no option of a log
+            yield leaf, torch.tensor(value)
 
 
 def _joined(tensors: Sequence[torch.Tensor], samples: Sequence[int], how: Any) -> torch.Tensor:
+    """Return what tensors of one shape make together: their sum or an extreme, or else their mean by samples."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
-    if first.ndim:
-        return torch.cat(list(tensors))
     stacked = torch.stack(list(tensors))
-    named = getattr(how, "__name__", how)
-    if named in ("sum", "max", "min"):
-        reduced: torch.Tensor = getattr(stacked, str(named))()
-        return reduced
+    match getattr(how, "__name__", how):
+        case "sum":
+            return stacked.sum(0)
+        case "max":
+            return stacked.amax(0)
+        case "min":
+            return stacked.amin(0)
     if not first.is_floating_point() and bool((stacked == first).all()):
         return first
-    weights = torch.tensor(samples, dtype=torch.float64) / sum(samples)
-    mean = (stacked.to(torch.float64) * weights).sum()
+    weights = torch.tensor(samples, dtype=torch.float64).reshape(-1, *[1] * first.ndim) / sum(samples)
+    mean = (stacked.to(torch.float64) * weights).sum(0)
     return mean.to(first.dtype if first.is_floating_point() else torch.float32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -65,7 +65,7 @@ class Runner:
         self.reduced = False
         self._warned = False
         self._loss_calls: set[str] | None = None  # of the first batch, as far as they were seen here
-        self._unknown: dict[str, str] = {}
+        self._unknown: set[str] = set()
         self._bent = False
 
     def run(
@@ -182,15 +182,14 @@ class Runner:
                 stacklevel=2,
             )
 
-    def _warn_of_unknown(self, unknown: Mapping[str, str]) -> None:
-        """Warn once of every logged number that differs between micro-batches, and of which nothing is known."""
-        if new := {name: line for name, line in unknown.items() if name not in self._unknown}:
-            self._unknown |= new
-            named = "; ".join(f"{name!r} at {line}" for name, line in new.items())
+    def _warn_of_unknown(self, unknown: Sequence[str]) -> None:
+        """Warn once of every result that differs between micro-batches, and of which nothing is known."""
+        if new := [place for place in unknown if place not in self._unknown]:
+            self._unknown.update(new)
             rank_zero_warn(
-                f"Micro-batches log different values of {named}, and nothing has told yet how these make that of the "
-                "batch: their mean is logged, or what reduce_fx says. microbatches=1 logs that of the batch, as does "
-                "a torchmetrics object."
+                f"Micro-batches say different values of {'; '.join(new)}, and nothing has told yet how these make that "
+                "of the batch: their mean is taken, or what reduce_fx says. microbatches=1 has that of the batch, as "
+                "does a torchmetrics object that is given the samples."
             )
 
     def note_trained(self, *, synchronised: bool) -> None:

@@ -263,21 +263,20 @@ def warn_of_another_loss(captured: Captured, first: Route, *, is_shared: bool, k
     return {mixing}
 
 
-def warn_of_mixed_logs(captured: Captured, *, known: Set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Warn of logged numbers that micro-batches change: those that are no sum, mean or extreme over samples.
+def warn_of_mixed_results(captured: Captured, *, known: Set[str]) -> set[str]:
+    """Warn of results that micro-batches change: those that are no sum, mean or extreme over samples.
 
     Returns:
-        The lines of these numbers, by name; those that are `known` have been told.
+        Where they are said, in words; those that are `known` have been told.
     """
-    mixed = captured.capture.mixed_logs()
-    if new := {name: line for name, line in mixed.items() if (name, line) not in known}:
-        named = "; ".join(f"{name!r} at {line}" for name, line in new.items())
+    mixed = captured.capture.mixed_results()
+    if new := [place for place in mixed if place not in known]:
         rank_zero_warn(
-            f"{captured.request.method} logs what is no sum, mean or extreme over samples: {named}. It is computed "
-            "for each of the micro-batches, and their mean is logged; microbatches=1 logs that of the batch, as does a "
-            "torchmetrics object."
+            f"{captured.request.method} says what is no sum, mean or extreme over samples: {'; '.join(new)}. It is "
+            "computed for each of the micro-batches, and their mean is taken; microbatches=1 has that of the batch, as "
+            "does a torchmetrics object that is given the samples."
         )
-    return {*new.items()}
+    return {*new}
 
 
 def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[str]:
