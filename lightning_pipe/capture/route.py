@@ -22,7 +22,7 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.recording.said_roles import SaidRole
+from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
@@ -46,8 +46,8 @@ class Plays(Protocol):
         ...
 
     @property
-    def said_roles(self) -> Mapping[tuple[str, ...], SaidRole]:
-        """Return how other single numbers that the step returns or logs are combined, by place."""
+    def combining(self) -> Said:
+        """Return how what the step returns, logs or gives to metrics is combined."""
         ...
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:

@@ -6,7 +6,7 @@
    before it have left on the module is there.
 3  Runs with another number of samples, on other slices of the batch, tell which dimensions follow the samples, and
    which outputs have shapes that nothing tells beforehand.
-4  Runs on two parts of some samples and on both tell how logged numbers are combined (`said_roles`).
+4  Runs on two parts of some samples and on both, twice, tell how what is said is combined (`said_roles`).
 
 A unit past which glue reads (it keeps a tensor in an attribute, or glue differentiates through it) is opened, and the
 step is followed again. Afterwards the module is as it was: parameters, buffers, attributes, gradients, and all random
@@ -29,7 +29,7 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, said_roles
+from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, Trial, said_roles, says_something
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_loss import combine_of
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
@@ -96,19 +96,29 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
 
 
 def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
-    """Return the roles of numbers that the step says, by runs on two parts of some samples and on both."""
+    """Return how what the step says is combined, by runs on two parts of some samples and on both, twice."""
     total = runner.total
     count = min(runner.request.count, total - 1)
     many = min(2 * count, total)
     if not count:
         return NOTHING_SAID
     rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
+    trials = list[Trial]()
     try:
-        one, two, both = (runner.said(some, kept) for some in (rows[:count], rows[count:], rows))
+        for order, counts in ((rows, (count, many - count)), (_mixed(rows), (many // 2, many - many // 2))):
+            parts = tuple(runner.said(part, kept) for part in order.split(counts))
+            trials.append(Trial(parts, counts, runner.said(order, kept)))
+            if not says_something(trials[0].whole):
+                break
     except Exception as error:  # whatever the step raises for samples in this order
-        log.debug("The roles of logged numbers are not known: %s", error)
+        log.debug("How what is logged is combined is not known: %s", error)
         return NOTHING_SAID
-    return said_roles((one, two), (count, many - count), both)
+    return said_roles(trials)
+
+
+def _mixed(rows: torch.Tensor) -> torch.Tensor:
+    """Return every second one first: neighbours are in different halves, and none is where it was."""
+    return torch.cat([rows[1::2], rows[::2]])
 
 
 def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:

@@ -26,7 +26,7 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
-from lightning_pipe.capture.recording.said_roles import SaidRole
+from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.loss_watch import LossNotes
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
@@ -118,9 +118,9 @@ class Replay:
         return self.trace.proportional
 
     @property
-    def said_roles(self) -> Mapping[tuple[str, ...], SaidRole]:
-        """Return how other single numbers that the step returns or logs are combined, by place."""
-        return self.trace.said.roles
+    def combining(self) -> Said:
+        """Return how what the step returns, logs or gives to metrics is combined."""
+        return self.trace.said
 
     @property
     def is_random_in_python(self) -> bool:

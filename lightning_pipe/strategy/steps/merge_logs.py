@@ -4,7 +4,7 @@ Calls of `self.log` and of metrics are matched over the micro-batches by name an
 made a call, the batch is run whole (`uneven`). Tensors and numbers in their arguments, and in what the step returned,
 are combined:
 
-    tensor with samples                joined along the first dimension, in the order of samples
+    tensor with samples                joined along the dimension in which they lie, in their order
     floating number, other tensor      by its role, if that is known (`said_roles`), or else:
                                        mean weighted by samples; sum, max, min if `reduce_fx` of the log says so
                                        (it is told which of these differ)
@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_pipe.capture.recording.replay_state import same_left
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, SaidRole
+from lightning_pipe.capture.recording.said_roles import Said, SaidRole
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
@@ -70,7 +70,7 @@ def combined(
     *,
     device: torch.device,
     proportional: Set[Place] = frozenset(),
-    roles: Mapping[Place, SaidRole] = NOTHING_SAID.roles,
+    how: Said,
 ) -> tuple[StepRecord, dict[str, Content], tuple[str, ...]]:
     """Return the record of a batch, the values that it refers to, and where it says what is not understood.
 
@@ -80,19 +80,19 @@ def combined(
         words: what all plays said, in the order of samples.
         device: where values are wanted.
         proportional: places of numbers that are in proportion to the samples.
-        roles: of other single numbers, by place.
+        how: how all else is combined.
     """
     heard = [_Piece(samples, recording, call_keys(recording.calls)) for _, _, samples, recording in words]
     pieces = [piece for piece in heard if piece.recording.is_whole]
     order = list(dict.fromkeys(key for piece in pieces for key in piece.keys))
-    merger = _Merger(order, device, proportional, roles)
+    merger = _Merger(order, device, proportional, how)
     calls = tuple(merger.call(key, pieces) for key in order)
     returned = merger.value([piece.recording.returned for piece in pieces], pieces, RETURNED)
     loss = LOSS if any(_holds_loss(piece.recording.returned) for piece in pieces) else None
     first, _, _, _ = words[0]
     left = [p for (microbatch, *_), p in zip(words, heard, strict=True) if microbatch == first]
     kept = [replace(k, value=merger.value([k.value], [p], (k.name,))) for p in left for k in p.recording.kept]
-    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values, _unknown(pieces, proportional, roles)
+    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values, _unknown(pieces, proportional, how.roles)
 
 
 def uneven(words: Sequence[Words]) -> str:
@@ -132,11 +132,9 @@ def _on_host(recording: StepRecording) -> StepRecording:
 class _Merger:
     """Combine arguments of calls; tensors get names of their own."""
 
-    def __init__(
-        self, order: Sequence[Place], device: torch.device, proportional: Set[Place], roles: Mapping[Place, SaidRole]
-    ) -> None:
+    def __init__(self, order: Sequence[Place], device: torch.device, proportional: Set[Place], said: Said) -> None:
         self._places = {key: number for number, key in enumerate(order)}
-        self._device, self._proportional, self._roles = device, proportional, roles
+        self._device, self._proportional, self._said = device, proportional, said
         self.values: dict[str, Content] = {}
 
     def call(self, key: Place, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
@@ -165,7 +163,7 @@ class _Merger:
 
     def value(self, found: Sequence[Any], pieces: Sequence[_Piece], place: Place, *, how: Any = "mean") -> Any:
         """Return one value of all pieces."""
-        first, role = found[0], self._roles.get(place)
+        first, role = found[0], self._said.roles.get(place)
         how, is_sum = how if role in (None, "unknown") else role, role == "sum"
         if isinstance(first, Ref):
             if any(ref.name == LOSS for ref in found):
@@ -173,7 +171,7 @@ class _Merger:
             tensors = [piece.recording.results[int(ref.name)] for piece, ref in zip(pieces, found, strict=True)]
             shapes = {tensor.shape for tensor in tensors}
             if tensors[0].ndim and (role is None or len(shapes) > 1):
-                return self._named(torch.cat(tensors))
+                return self._named(self._chained(tensors, place))
             return self._named(_joined(tensors, [piece.samples for piece in pieces], how))
         if isinstance(first, MetricValue):
             return MetricValue(self._places[pieces[0].keys[first.call]])
@@ -194,6 +192,17 @@ class _Merger:
             numbers = [torch.tensor(float(one), dtype=torch.float64) for one in found]
             return float(_joined(numbers, [piece.samples for piece in pieces], how))
         return first
+
+    def _chained(self, tensors: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+        """Return tensors with samples in one."""
+        try:
+            return torch.cat(list(tensors), dim=self._said.joins.get(place, 0))
+        except RuntimeError:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise PipelineError(
+                f"What the step returns or logs at {'.'.join(place)} cannot be put together from micro-batches, which "
+                f"have the shapes {shapes}. Return one row per sample, or set microbatches=1."
+            ) from None
 
     def _named(self, tensor: torch.Tensor) -> Ref:
         name = f"said{len(self.values)}"

@@ -110,7 +110,7 @@ class Runner:
             words = gathered(plays.said(), tuple(speakers), self._links.control)
             differing = uneven(words)
             record, said, unknown = combined(
-                words, device=self._device, proportional=plays.proportional, roles=plays.said_roles
+                words, device=self._device, proportional=plays.proportional, how=plays.combining
             )
             self._warn_of_denominators(plays)
             self._warn_of_unknown(unknown)
