@@ -29,7 +29,7 @@ from lightning_pipe.capture.graphs.sample_flow import (
     follow,
     size_function,
 )
-from lightning_pipe.capture.graphs.sample_mixing import may_mix, mixing_places
+from lightning_pipe.capture.graphs.sample_mixing import may_mix, mixed_beside_loss, mixing_places
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
@@ -156,8 +156,9 @@ class Capture:
         return "The step is one graph (joint): nothing was found that a graph would freeze."
 
     def mixed_results(self) -> tuple[str, ...]:
-        """Return, in words, where it says what is no sum, mean or extreme over samples, nor made of such."""
+        """Return, in words, where it says what micro-batches do not make together."""
         mixed = {name for name, role in self.flow.roles.items() if role == "mixed"} - {one.name for one in self.derived}
+        mixed |= mixed_beside_loss(self.joint, self.flow)
         said = leaves_said(self.record.returned, self.record.calls)
         return tuple(dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in mixed))
 

@@ -202,6 +202,8 @@ def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
         return "same"
     inputs = [roles.get(n.name, "same") for n in node.all_input_nodes]
     if takes_output(node):
+        if inputs[0] in ("max", "min") and node.args[1] != 0:
+            return "mixed"  # where the extreme is
         return reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]
     if all(role == "same" for role in inputs) and not sized_inputs(node, joint):
         return "same"

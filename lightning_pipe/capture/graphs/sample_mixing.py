@@ -7,9 +7,15 @@ from typing import Any
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import UNKNOWN_MIXING, Flow, leading_to
-from lightning_pipe.capture.operators import row_of
-from lightning_pipe.capture.torch_private import argument_names
+from lightning_pipe.capture.graphs.sample_flow import (
+    BATCH_STATISTICS,
+    UNKNOWN_MIXING,
+    Flow,
+    dims_with_samples,
+    leading_to,
+)
+from lightning_pipe.capture.operators import Trait, row_of, traits
+from lightning_pipe.capture.torch_private import argument_names, is_backward
 
 
 def mixing_places(joint: JointGraph, flow: Flow) -> str:
@@ -53,6 +59,38 @@ def _keeps_apart(node: fx.Node, flow: Flow) -> bool:
     operands = [n for n in node.all_input_nodes if flow.roles.get(n.name) == "cat"]
     found = [(flow.samples.get(n.name), n.meta["val"].ndim) for n in operands]
     return all(where is not None and where.dim < dims - last for where, dims in found)
+
+
+def mixed_beside_loss(joint: JointGraph, flow: Flow) -> set[str]:
+    """Name the values in which samples meet, or have a number, as far as the loss is not made of that.
+
+    Where the loss is, numbers tell what that changes. Batch statistics are told of for themselves.
+    """
+    told, found = leading_to([joint.loss], joint), set[str]()
+    for node in joint.module.graph.nodes:
+        if is_backward(node):
+            continue
+        meets = flow.coupled.get(node.name, BATCH_STATISTICS) not in (BATCH_STATISTICS, UNKNOWN_MIXING)
+        own = node.name not in told and (meets or _numbers_samples(node, joint) or _has_parts_of_samples(node, joint))
+        if own or any(n.name in found for n in node.all_input_nodes if not _is_picked_by(n, node)):
+            found.add(node.name)
+    return found
+
+
+def _numbers_samples(node: fx.Node, joint: JointGraph) -> bool:
+    return Trait.COUNTS in traits(node) and bool(dims_with_samples(node.meta.get("val"), joint))
+
+
+def _is_picked_by(index: fx.Node, node: fx.Node) -> bool:
+    """Return whether numbers of samples only pick what is of each sample: `logits[torch.arange(n), classes]`."""
+    return Trait.SELECTS in traits(node) and Trait.COUNTS in traits(index) and index is not node.args[0]
+
+
+def _has_parts_of_samples(node: fx.Node, joint: JointGraph) -> bool:
+    """Return whether a dimension of a value depends on the number of samples, and has not so many rows of each."""
+    value: Any = node.meta.get("val")
+    sizes = (value.shape[dim].node.expr / joint.symbol for dim in dims_with_samples(value, joint))
+    return any(joint.symbol in rows.free_symbols for rows in sizes)
 
 
 def _first_mixing(joint: JointGraph, flow: Flow) -> list[str]:
