@@ -20,16 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
 from lightning_pipe.capture.steps.record import LogCall, Ref
+from lightning_pipe.capture.weighing.parts_and_whole import FoundRole, PartsAndWhole, found_role
 
-Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
-SaidRole: TypeAlias = Literal["mean", "sum", "max", "min", "mixed", "unknown"]
 Number: TypeAlias = "torch.Tensor | int | float"
 
 
@@ -43,7 +42,7 @@ class Said:
         mixed: where what is mixed is said, in words.
     """
 
-    roles: Mapping[Place, SaidRole] = field(default_factory=dict)
+    roles: Mapping[Place, FoundRole] = field(default_factory=dict)
     joins: Mapping[Place, int] = field(default_factory=dict)
     mixed: tuple[str, ...] = ()
 
@@ -51,113 +50,36 @@ class Said:
 NOTHING_SAID = Said()
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What a step has said of parts of some samples, and of all of them in the same order.
+def by_place(said: StepRecording) -> dict[Place, torch.Tensor]:
+    """Return the numbers and tensors that a step says, but for its loss."""
+    return {leaf.place: torch.as_tensor(number) for leaf, number in _numbers_of(said)}
 
-    Attributes:
-        parts: what it said of the parts.
-        counts: numbers of samples of these.
-        whole: what it said of all.
+
+def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording) -> Said:
+    """Find how all is combined that every run has said.
+
+    Args:
+        trials: what was said of parts of some samples and of all, in several orders.
+        said: what was said of all, once.
     """
-
-    parts: tuple[StepRecording, ...]
-    counts: tuple[int, ...]
-    whole: StepRecording
-
-
-def says_something(said: StepRecording) -> bool:
-    """Return whether a step says more than its loss."""
-    return any(_numbers_of(said))
-
-
-def said_roles(trials: Sequence[Trial]) -> Said:
-    """Find how all is combined that every run has said."""
-    tables = [_Table.of(trial) for trial in trials]
-    wanted, roles, joins = _asked_reductions(trials[0].whole), dict[Place, SaidRole](), dict[Place, int]()
+    wanted, roles, joins = _asked_reductions(said), dict[Place, FoundRole](), dict[Place, int]()
     mixed: dict[str, None] = {}
-    for leaf, number in _numbers_of(trials[0].whole):
+    for leaf, number in _numbers_of(said):
         place = leaf.place
-        if not all(place in row for table in tables for row in (*table.parts, table.whole)):
+        if not all(trial.has(place) for trial in trials):
             continue
-        if all(table.has_samples(place) for table in tables):
-            dim, *others = (table.joined_along(place) for table in tables)
+        if all(trial.has_samples(place) for trial in trials):
+            dim, *others = (trial.joined_along(place) for trial in trials)
             if dim is not None and {*others} <= {dim}:
                 joins[place] = dim
             else:
                 mixed[str(leaf)] = None
             continue
         is_count = isinstance(number, torch.Tensor) and not number.is_floating_point()
-        roles[place] = _role(tables, place, wanted.get(place) or ("sum" if is_count else None))
+        roles[place] = found_role(trials, place, wanted=wanted.get(place) or ("sum" if is_count else None))
         if roles[place] == "mixed":
             mixed[str(leaf)] = None
     return Said(roles, joins, tuple(mixed))
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The tensors and numbers of a trial, by place."""
-
-    parts: tuple[Mapping[Place, torch.Tensor], ...]
-    counts: tuple[int, ...]
-    whole: Mapping[Place, torch.Tensor]
-
-    @classmethod
-    def of(cls, trial: Trial) -> _Table:
-        def row(said: StepRecording) -> dict[Place, torch.Tensor]:
-            return {leaf.place: torch.as_tensor(number) for leaf, number in _numbers_of(said)}
-
-        return cls(tuple(map(row, trial.parts)), trial.counts, row(trial.whole))
-
-    def has_samples(self, place: Place) -> bool:
-        """Return whether a tensor has another shape in the parts than in the whole."""
-        return any(part[place].shape != self.whole[place].shape for part in self.parts)
-
-    def joined_along(self, place: Place) -> int | None:
-        """Return the dimension along which the parts make the whole; None if there is none."""
-        whole, parts = self.whole[place], [part[place] for part in self.parts]
-        for dim in range(whole.ndim):
-            rest = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (whole, *parts)}
-            if len(rest) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
-                joined = torch.cat(parts, dim)
-                return dim if _is_close(joined, whole, _allowed([joined, whole])) else None
-        return None
-
-    def fitting(self, place: Place) -> set[Reduction]:
-        """Return the reductions of the parts that give the whole."""
-        whole, numbers = self.whole[place], torch.stack([part[place] for part in self.parts])
-        if not bool(numbers.isfinite().all() & whole.isfinite().all()):
-            return {*get_args(Reduction)}  # nothing is known
-        of_parts: dict[Reduction, torch.Tensor] = {"max": numbers.amax(0), "min": numbers.amin(0)}
-        if whole.dtype != torch.bool:
-            shares = torch.tensor(self.counts, dtype=torch.float64) / sum(self.counts)
-            of_parts["mean"] = (numbers.double() * shares.reshape(-1, *[1] * whole.ndim)).sum(0)
-            of_parts["sum"] = numbers.double().sum(0)
-        allowed = _allowed([numbers, whole])
-        return {name for name, value in of_parts.items() if _is_close(value, whole, allowed)}
-
-
-def _allowed(tensors: Sequence[torch.Tensor]) -> float:
-    """Return by how much the second of two tensors may differ from the first for rounding."""
-    dtype = tensors[-1].dtype if tensors[-1].is_floating_point() else torch.float64
-    sizes = (float(tensor.double().abs().nan_to_num().max()) for tensor in tensors if tensor.numel())
-    return float(torch.finfo(dtype).eps ** 0.5) * max(sizes, default=0.0)
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
-    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=allowed, equal_nan=True)
-
-
-def _role(tables: Sequence[_Table], place: Place, wanted: str | None) -> SaidRole:
-    """Return the wanted role if the numbers allow it, else the first that they allow."""
-    wholes = [table.whole[place] for table in tables]
-    if any(not _is_close(one, wholes[0], _allowed([one, wholes[0]])) for one in wholes[1:]):
-        return "mixed"  # it depends on the order of samples
-    found = set[Reduction].intersection(*(table.fitting(place) for table in tables))
-    if {"max", "min"} <= found:
-        return "sum" if wanted == "sum" and "sum" in found else "unknown"
-    fitting = [name for name in get_args(Reduction) if name in found]
-    return next((name for name in fitting if name == wanted), fitting[0] if fitting else "mixed")
 
 
 def _asked_reductions(said: StepRecording) -> Mapping[Place, str | None]:

@@ -29,15 +29,17 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, Trial, said_roles, says_something
+from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, by_place, said_roles
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_loss import combine_of
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
 from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
-from lightning_pipe.capture.steps.numbers import proportional
+from lightning_pipe.capture.steps.numbers import Place, proportional
+from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
@@ -103,17 +105,22 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
     if not count:
         return NOTHING_SAID
     rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
-    trials = list[Trial]()
+    other = _mixed(rows)
+
+    def trial(order: torch.Tensor, counts: tuple[int, int], whole: StepRecording) -> PartsAndWhole[Place]:
+        parts = tuple(by_place(runner.said(part, kept)) for part in order.split(counts))
+        return PartsAndWhole(parts, counts, by_place(whole))
+
     try:
-        for order, counts in ((rows, (count, many - count)), (_mixed(rows), (many // 2, many - many // 2))):
-            parts = tuple(runner.said(part, kept) for part in order.split(counts))
-            trials.append(Trial(parts, counts, runner.said(order, kept)))
-            if not says_something(trials[0].whole):
-                break
+        said = runner.said(rows, kept)
+        if not by_place(said):
+            return NOTHING_SAID
+        unlike = trial(rows, (count, many - count), said)
+        alike = trial(other, (many // 2, many - many // 2), runner.said(other, kept))
     except Exception as error:  # whatever the step raises for samples in this order
         log.debug("How what is logged is combined is not known: %s", error)
         return NOTHING_SAID
-    return said_roles(trials)
+    return said_roles((unlike, alike), said)
 
 
 def _mixed(rows: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,13 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_pipe.capture.recording.replay_state import same_left
-from lightning_pipe.capture.recording.said_roles import Said, SaidRole
+from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
 from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
+from lightning_pipe.capture.weighing.parts_and_whole import FoundRole
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -210,7 +211,7 @@ class _Merger:
         return Ref(name)
 
 
-def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], roles: Mapping[Place, SaidRole]) -> tuple[str, ...]:
+def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], roles: Mapping[Place, FoundRole]) -> tuple[str, ...]:
     """Return where something is said that differs between pieces, and of which nobody knows what it is of the batch."""
     first, *others = ({leaf.place: (leaf, value) for leaf, value in _unclear(piece, sizes, roles)} for piece in pieces)
 
@@ -221,7 +222,7 @@ def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], roles: Mapping[Place, 
 
 
 def _unclear(
-    piece: _Piece, sizes: Set[Place], roles: Mapping[Place, SaidRole]
+    piece: _Piece, sizes: Set[Place], roles: Mapping[Place, FoundRole]
 ) -> Iterator[tuple[SaidLeaf, torch.Tensor]]:
     """Yield the numbers, and tensors without samples, that a piece has said and of which nothing is known."""
     for leaf in leaves_said(piece.recording.returned, piece.recording.calls):
