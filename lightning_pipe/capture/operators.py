@@ -216,7 +216,7 @@ _ROWS: dict[str, Operator] = {
     "new_empty_strided": Operator(Trait.LIKE),
     "full": Operator(Trait.FILLS | Trait.SIZED, filled_with=1),
     "full_like": Operator(Trait.FILLS | Trait.LIKE, filled_with=1),
-    "new_full": Operator(Trait.LIKE | Trait.SIZED),
+    "new_full": Operator(Trait.FILLS | Trait.LIKE | Trait.SIZED, filled_with=2),
     "scalar_tensor": Operator(Trait.FILLS),
     "arange": Operator(Trait.SIZED | Trait.COUNTS),
     "linspace": Operator(Trait.COUNTS),

@@ -23,17 +23,8 @@ from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.strategy.plans.kept_checks import KeptCheck
-from lightning_pipe.strategy.plans.plan_costs import PlanCosts
-from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
-from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
-from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
-from lightning_pipe.strategy.start.stopwatch import Stopwatch
-from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.check import Checked, check_captured, one_stage, too_large
-from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
-from lightning_pipe.strategy.steps.step_runtime import agree, slices
-from lightning_pipe.strategy.steps.whole_batch import (
+from lightning_pipe.strategy.checks.check import Checked, check_captured, one_stage, too_large
+from lightning_pipe.strategy.checks.whole_batch import (
     cut_by_numbers,
     fewest_samples,
     kept_by_replicas,
@@ -42,6 +33,15 @@ from lightning_pipe.strategy.steps.whole_batch import (
     warn_of_shared_samples,
     warn_of_unknown_role,
 )
+from lightning_pipe.strategy.plans.kept_checks import KeptCheck
+from lightning_pipe.strategy.plans.plan_costs import PlanCosts
+from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
+from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
+from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
+from lightning_pipe.strategy.start.stopwatch import Stopwatch
+from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
+from lightning_pipe.strategy.steps.step_runtime import agree, slices
 
 log = logging.getLogger(__name__)
 

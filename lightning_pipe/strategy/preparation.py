@@ -20,6 +20,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.host import host_of
+from lightning_pipe.strategy.checks.whole_batch import Role, warn_of_another_loss, warn_of_mixed_results
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
@@ -31,7 +32,6 @@ from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
-from lightning_pipe.strategy.steps.whole_batch import Role, warn_of_another_loss, warn_of_mixed_results
 
 log = logging.getLogger(__name__)
 

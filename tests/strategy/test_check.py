@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.strategy.checks import check
+from lightning_pipe.strategy.checks.check import Incomparable, differences
 from lightning_pipe.strategy.start import mapped, room
-from lightning_pipe.strategy.steps import check
-from lightning_pipe.strategy.steps.check import Incomparable, differences
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
 from strategy.built_late import Late

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CaptureError, PipelineError
+from lightning_pipe.strategy.checks import whole_batch
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
-from lightning_pipe.strategy.steps import whole_batch
 from ranks.world import World
 from slow import slow_but
 from strategy.fits import dapple, make_trainer

@@ -14,10 +14,10 @@ import torch
 
 from lightning_pipe.capture.eager_reference import EagerReference
 from lightning_pipe.strategy import plan_maker
+from lightning_pipe.strategy.checks import differences
+from lightning_pipe.strategy.checks.differences import compared
 from lightning_pipe.strategy.start import stopwatch
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
-from lightning_pipe.strategy.steps import differences
-from lightning_pipe.strategy.steps.differences import compared
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer

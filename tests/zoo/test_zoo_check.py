@@ -11,7 +11,7 @@ import torch
 
 from lightning_pipe.capture import Capture, Request, flatten
 from lightning_pipe.capture.replayed.replay import Replay
-from lightning_pipe.strategy.steps.check import differences
+from lightning_pipe.strategy.checks.check import differences
 from slow import slow_but
 from zoo.test_zoo_pipelines import JOINT, REFUSED, of_zoo
 from zoo.test_zoo_replay import OTHERWISE, replayed

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_roles import LINEAR, Role, combined, reduced, sized_inputs
+from lightning_pipe.capture.graphs.value_roles import LINEAR, Role, combined, reduced, takes_size_as_number
 from lightning_pipe.capture.operators import Trait, takes_batch_statistics, takes_output, traits
 from lightning_pipe.capture.steps.stage_program import Combine, Value
 from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
@@ -205,8 +205,8 @@ def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
         if inputs[0] in ("max", "min") and node.args[1] != 0:
             return "mixed"  # where the extreme is
         return reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]
-    if all(role == "same" for role in inputs) and not sized_inputs(node, joint):
-        return "same"
+    if all(role == "same" for role in inputs):
+        return "mixed" if takes_size_as_number(node) else "same"
     if "cat" in inputs:
         return reduced(node, node)
     return combined(node, inputs, joint)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
@@ -14,6 +16,7 @@ from lightning_pipe.capture.graphs.sample_flow import (
     dims_with_samples,
     leading_to,
 )
+from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import Trait, row_of, traits
 from lightning_pipe.capture.torch_private import argument_names, is_backward
 
@@ -75,6 +78,23 @@ def mixed_beside_loss(joint: JointGraph, flow: Flow) -> set[str]:
         if own or any(n.name in found for n in node.all_input_nodes if not _is_picked_by(n, node)):
             found.add(node.name)
     return found
+
+
+def reads_samples(joint: JointGraph, names: Iterable[str]) -> set[str]:
+    """Name those of these values into which the number of samples may have entered as a number: `loss / len(y)`.
+
+    Into those of a graph of constant size it may have entered anywhere.
+    """
+    names = set(names)
+    if joint.symbol is None:
+        return names
+    found = set[str]()
+    for node in joint.module.graph.nodes:
+        if is_backward(node) or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+            continue
+        if takes_size_as_number(node) or any(n.name in found for n in node.all_input_nodes):
+            found.add(node.name)
+    return names & found
 
 
 def _numbers_samples(node: fx.Node, joint: JointGraph) -> bool:

@@ -26,6 +26,14 @@ def sized_inputs(node: fx.Node, joint: JointGraph) -> int:
     return sum(_is_size(n, joint) for n in node.all_input_nodes)
 
 
+def takes_size_as_number(node: fx.Node) -> bool:
+    """Return whether an operation takes a number that depends on the samples as a number, not as a shape or a place."""
+    row = row_of(node)
+    given = node.args if Trait.SIZED not in row.traits else node.args[row.filled_with :] if row.filled_with else ()
+    values = (n.meta.get("val") for n in (*given, *node.kwargs.values()) if isinstance(n, fx.Node))
+    return any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
+
+
 def _is_size(node: fx.Node, joint: JointGraph) -> bool:
     """Return whether a node is a Python number proportional to the number of samples."""
     meta = node.meta.get("val")
@@ -46,7 +54,7 @@ def _varies_unlike_samples(node: fx.Node, joint: JointGraph) -> bool:
 def reduced(operation: Any, node: fx.Node) -> Role:
     """Return the role of a value without samples that an operation makes of values with samples."""
     if Trait.LIKE in traits(operation):
-        return "same"
+        return "mixed" if takes_size_as_number(node) else "same"
     schema = argument_names(operation)
     if "reduction" in schema:
         if operator_name(operation) == "nll_loss_forward" and node.args[1:] == (1,):
@@ -61,7 +69,7 @@ def combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:
     """Return the role of a value computed from reduced values."""
     name, known = operator_name(node), traits(node)
     if Trait.LIKE in known:
-        return "same"
+        return "mixed" if takes_size_as_number(node) else "same"
     if any(_varies_unlike_samples(n, joint) for n in node.all_input_nodes):
         return "mixed"
     varying = {role for role in inputs if role != "same"}

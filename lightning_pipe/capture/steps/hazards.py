@@ -103,6 +103,7 @@ _UNCOUNTED = (  # tracing, and what watches the step, may call them once more or
     torch.Tensor.is_inference,
 )
 _CLOSE = (torch.allclose, torch.Tensor.allclose)
+_OF_NUMBER = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
     torch.Tensor.__int__: "int()",
@@ -163,6 +164,7 @@ class Observer(TorchFunctionMode):
         tag_nodes(self.module_path(), line)
         if self._numbers is not None and has_tracked(args, kwargs):
             return with_inputs(func, args, kwargs, self._numbers)
+        func, args, kwargs = with_size_as_number(func, args, kwargs)
         tracer = sys.gettrace()
         sys.settrace(None)  # no code of the user's runs in here; following torch's own would double the time
         try:
@@ -192,6 +194,17 @@ class Observer(TorchFunctionMode):
         wrong = torch.ne(tensor.detach().reshape(()).to(torch.bool), answer).to(torch.float32)
         self.guards.append((wrong, answer, line))
         return answer
+
+
+def with_size_as_number(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Return a call that makes a tensor of a size, `torch.tensor(len(x))`, so that the size stays a symbol."""
+    if func not in _OF_NUMBER or not isinstance(args[-1], torch.SymInt | torch.SymFloat):
+        return func, args, kwargs
+    *like, number = args
+    if not like:
+        kind = torch.int64 if isinstance(number, torch.SymInt) else torch.get_default_dtype()
+        return torch.full, ((), number), {**kwargs, "dtype": kwargs.get("dtype") or kind}
+    return torch.Tensor.new_full, (*like, (), number), kwargs
 
 
 class Answerer(TorchFunctionMode):

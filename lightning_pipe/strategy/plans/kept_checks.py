@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 from lightning_pipe.profiler.cache import conditions, digest, write_among
+from lightning_pipe.strategy.checks.whole_batch import Role
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import StepRequest
-from lightning_pipe.strategy.steps.whole_batch import Role
 
 log = logging.getLogger(__name__)
 

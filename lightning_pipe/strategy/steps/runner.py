@@ -26,12 +26,11 @@ from lightning_pipe.runtime.waiting import Walk, drive
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
-from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
 from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 from lightning_pipe.strategy.steps.step_runtime import RankStep
-from lightning_pipe.strategy.steps.whole_batch import AS_ACCUMULATION
 
 
 class Runner:

@@ -45,22 +45,21 @@ from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.strategy.ranks.control_plane import ControlPlane
-from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.check import (
+from lightning_pipe.strategy.checks.check import (
     Incomparable,
     on_one_device,
     plain_run,
     run_captured,
 )
-from lightning_pipe.strategy.steps.differences import Difference, compared
+from lightning_pipe.strategy.checks.differences import Difference, compared
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 
 log = logging.getLogger(__name__)
 
 Role = Literal["mean", "sum"]
-AS_ACCUMULATION = "Gradient accumulation has the same difference; microbatches=1 has none."
 _MOST_SECONDS = 60.0
 _RANDOM_SECONDS = 2.0  # for random orders of the samples of a batch, after the others
 _SMALL = 32  # samples of a batch of which more orders are looked at: what is right for few of them is so by chance

@@ -40,12 +40,12 @@ from lightning_pipe.lightning_names import pl
 from lightning_pipe.once import OncePerObject
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.runtime.stage import Slice, Stage, State
+from lightning_pipe.strategy.checks.differences import Difference, compared
 from lightning_pipe.strategy.lightning_private import located
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.start.mapped import MappedTensors
 from lightning_pipe.strategy.start.room import room_for_runs
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.differences import Difference, compared
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 from lightning_pipe.units import format_bytes

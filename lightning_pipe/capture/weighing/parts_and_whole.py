@@ -1,0 +1,91 @@
+"""What parts of some samples have given beside what all of them give: how the ones make the other, by numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar, get_args
+
+import torch
+
+Key = TypeVar("Key")
+Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
+FoundRole: TypeAlias = Literal["mean", "sum", "max", "min", "mixed", "unknown"]
+
+
+@dataclass(frozen=True)
+class PartsAndWhole(Generic[Key]):
+    """Tensors of parts of some samples, and of all of them in the same order, by name.
+
+    Attributes:
+        parts: those of each part.
+        counts: numbers of samples of these.
+        whole: those of all.
+    """
+
+    parts: tuple[Mapping[Key, torch.Tensor], ...]
+    counts: tuple[int, ...]
+    whole: Mapping[Key, torch.Tensor]
+
+    def has(self, key: Key) -> bool:
+        """Return whether all have given this tensor."""
+        return all(key in row for row in (*self.parts, self.whole))
+
+    def has_samples(self, key: Key) -> bool:
+        """Return whether a tensor has another shape in the parts than in the whole."""
+        return any(part[key].shape != self.whole[key].shape for part in self.parts)
+
+    def joined_along(self, key: Key) -> int | None:
+        """Return the dimension along which the parts make the whole; None if there is none."""
+        whole, parts = self.whole[key], [part[key] for part in self.parts]
+        for dim in range(whole.ndim):
+            rest = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (whole, *parts)}
+            if len(rest) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
+                joined = torch.cat(parts, dim)
+                return dim if _is_close(joined, whole, _allowed([joined, whole])) else None
+        return None
+
+    def reductions(self, key: Key) -> set[Reduction]:
+        """Return the reductions of the parts that give the whole."""
+        whole, numbers = self.whole[key], torch.stack([part[key] for part in self.parts])
+        if not bool(numbers.isfinite().all() & whole.isfinite().all()):
+            return {*get_args(Reduction)}  # nothing is known
+        found: dict[Reduction, torch.Tensor] = {"max": numbers.amax(0), "min": numbers.amin(0)}
+        if whole.dtype != torch.bool:
+            shares = torch.tensor(self.counts, dtype=torch.float64) / sum(self.counts)
+            found["mean"] = (numbers.double() * shares.reshape(-1, *[1] * whole.ndim)).sum(0)
+            found["sum"] = numbers.double().sum(0)
+        allowed = _allowed([numbers, whole])
+        return {name for name, value in found.items() if _is_close(value, whole, allowed)}
+
+
+def found_role(trials: Sequence[PartsAndWhole[Key]], key: Key, *, wanted: str | None) -> FoundRole:
+    """Return how a tensor without samples is combined, by trials with the same samples in several orders.
+
+    Args:
+        trials: all of which have it.
+        key: its name.
+        wanted: the role that it gets if the numbers allow it; else it gets the first that they allow.
+
+    Returns:
+        "mixed" if they allow none, "unknown" if the parts have what the whole has.
+    """
+    wholes = [trial.whole[key] for trial in trials]
+    if any(not _is_close(one, wholes[0], _allowed([one, wholes[0]])) for one in wholes[1:]):
+        return "mixed"  # it depends on the order of samples
+    found = set[Reduction].intersection(*(trial.reductions(key) for trial in trials))
+    if {"max", "min"} <= found:
+        return "sum" if wanted == "sum" and "sum" in found else "unknown"
+    fitting = [name for name in get_args(Reduction) if name in found]
+    return next((name for name in fitting if name == wanted), fitting[0] if fitting else "mixed")
+
+
+def _allowed(tensors: Sequence[torch.Tensor]) -> float:
+    """Return by how much tensors may differ for rounding."""
+    dtype = tensors[-1].dtype if tensors[-1].is_floating_point() else torch.float64
+    sizes = (float(tensor.double().abs().nan_to_num().max()) for tensor in tensors if tensor.numel())
+    return float(torch.finfo(dtype).eps ** 0.5) * max(sizes, default=0.0)
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
+    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=allowed, equal_nan=True)
