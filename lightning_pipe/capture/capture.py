@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,10 +26,11 @@ from lightning_pipe.capture.graphs.sample_flow import (
     BATCH_STATISTICS,
     UNKNOWN_MIXING,
     Flow,
+    SampleRows,
     follow,
     size_function,
 )
-from lightning_pipe.capture.graphs.sample_mixing import may_mix, mixed_beside_loss, mixing_places
+from lightning_pipe.capture.graphs.sample_mixing import may_mix, mixed_beside_loss, mixing_places, reads_samples
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
@@ -52,6 +53,7 @@ from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Spli
 from lightning_pipe.capture.weighing.denominator_totals import combined_totals, totals_of, with_totals
 from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
+from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -72,6 +74,7 @@ class Capture:
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
         general: the traced graph with symbols for lengths; None where these are constants.
+        tried: results of which numbers have shown how micro-batches make them, or do not.
         derived, whole, ..., has_unweighed_terms: as for every `capture.route.Route`.
     """
 
@@ -86,6 +89,7 @@ class Capture:
     variants: Variants | None = None
     general: JointGraph | None = None
     derived: tuple[Derived, ...] = ()
+    tried: Mapping[str, TriedResult] = field(default_factory=dict)
     whole: str = ""
     plays: ClassVar[None] = None
     name: ClassVar[str] = "joint"
@@ -158,7 +162,8 @@ class Capture:
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
         mixed = {name for name, role in self.flow.roles.items() if role == "mixed"} - {one.name for one in self.derived}
-        mixed |= mixed_beside_loss(self.joint, self.flow)
+        mixed |= mixed_beside_loss(self.joint, self.flow) - self.tried.keys()
+        mixed |= {name for name, tried in self.tried.items() if tried.is_mixed}
         said = leaves_said(self.record.returned, self.record.calls)
         return tuple(dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in mixed))
 
@@ -285,6 +290,39 @@ class Capture:
     def loss_calls(self) -> Mapping[str, str]:
         """Return the traced calls, and the line of each."""
         return loss_calls(self.joint.calls)
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
+        said = self.joint.results[: len(self.joint.results) - len(self.record.guards)]
+        made = {one.name for one in self.derived} | {self.joint.loss}
+        return tuple(sorted(reads_samples(self.joint, {*said} - made)))
+
+    def result_role(self, name: str) -> Role:
+        """Return how a result of micro-batches makes that of the batch, as operations say it."""
+        return self.flow.roles.get(name, "same")
+
+    def with_results(self, found: Mapping[str, TriedResult]) -> Capture:
+        """Return the same step with results combined as numbers have shown, by name."""
+        roles, samples = dict(self.flow.roles), dict(self.flow.samples)
+        for name, tried in found.items():
+            samples.pop(name, None)
+            match tried.how:
+                case None:
+                    roles[name] = "cat"
+                case SampleRows():
+                    roles[name], samples[name] = "cat", tried.how
+                case "unknown":
+                    roles[name] = "mean" if roles.get(name) == "cat" else roles.get(name, "same")
+                case _:
+                    roles[name] = tried.how
+        mixed = {name for name, tried in found.items() if tried.is_mixed}
+        return replace(
+            self,
+            flow=replace(self.flow, roles=roles, samples=samples),
+            derived=tuple(one for one in self.derived if mixed.isdisjoint(one.half.inputs)),
+            tried=found,
+        )
 
     def with_role(self, role: Literal["mean", "sum"]) -> Capture:
         """Return the same step with losses of micro-batches combined as means or as sums."""

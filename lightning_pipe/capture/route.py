@@ -27,6 +27,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.weighing.derived_results import Derived
+from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
@@ -148,6 +149,19 @@ class Route(Protocol):
     @property
     def derived(self) -> tuple[Derived, ...]:
         """Return how results are made which are not combined from those of micro-batches, but of other results."""
+        ...
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
+        ...
+
+    def result_role(self, name: str) -> Role:
+        """Return how a result of micro-batches makes that of the batch, as operations say it."""
+        ...
+
+    def with_results(self, found: Mapping[str, TriedResult]) -> Route:
+        """Return the same step with results combined as numbers have shown, by name."""
         ...
 
     @property

@@ -203,6 +203,7 @@ class PlanMaker:
             self._stopwatch.lap("check")
         if training and preparation.role is None and len(self._cuts.parts(captured.capture, samples)) > 1:
             warn_of_unknown_role(captured)
+        captured = preparation.with_tried_results(captured, call, samples)
         preparation.warn_of_results(captured, samples)
         step = preparation.built(captured, cuts)
         if training:

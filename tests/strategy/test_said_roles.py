@@ -204,3 +204,84 @@ def test_a_number_that_did_not_tell_its_role_is_named_when_micro_batches_begin_t
     *_, caught = fit(RareClass, REPLAYED)
     (told,) = [text for text in caught if "say different values of" in text]
     assert "'share' at" in told and "test_said_roles.py:" in told
+
+
+class SymbolicSizes(Net):
+    """The number of samples enters as a number, which a graph keeps as a symbol."""
+
+    def said(self, batch):
+        out, loss = self.both(batch)
+        hits, n = out.argmax(1) == batch["y"], len(out)
+        return loss, {
+            "by size": hits.sum() / n,
+            "by tensor": hits.sum() / torch.tensor(n),
+            "each by size": (out.pow(2) / n).sum(),
+            "root": (out.pow(2).sum() / n).sqrt(),
+            "times": out.mean() * n,
+            "made of both": out.mean() * torch.tensor(n) - out.sum() / n,
+            "reciprocal": torch.full((), 1.0 / n),
+            "less one": out.pow(2).sum() / (torch.tensor(n) - 1),
+        }
+
+    def training_step(self, batch, batch_idx):
+        loss, said = self.said(batch)
+        self.log_dict(said)
+        return {"loss": loss, **{name: value.detach() for name, value in said.items()}}
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({f"val {name}": value for name, value in self.said(batch)[1].items()})
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.returned.append([float(value) for value in outputs.values()])
+
+
+class FixedSizes(SymbolicSizes):
+    """It enters as a number of Python's, so that a graph holds for one."""
+
+    def said(self, batch):
+        loss, said = super().said(batch)
+        out, n = self.both(batch)[0], float(len(batch["y"]))
+        fixed = {
+            "by float": (out.argmax(1) == batch["y"]).sum() / n,
+            "each by float": (out.pow(2) / n).sum(),
+            "times float": out.mean() * n,
+            "weights": self.two.weight.pow(2).sum() + 0 * n,
+        }
+        return loss, {**said, **fixed}
+
+
+@pytest.mark.parametrize("kind", [FixedSizes, SymbolicSizes])
+@pytest.mark.parametrize("options", [{}, {"layout": "1-1"}, {"layout": "2"}, {"capture": "replay"}], ids=str)
+def test_the_number_of_samples_is_that_of_the_batch_or_results_are_named(
+    kind: type[SymbolicSizes], options: dict[str, Any]
+) -> None:
+    """A count divided by `float(len(y))` was that of one micro-batch, added over all: some times an accuracy."""
+    metrics, returned, _ = fit(kind, None)
+    options = {"capture": "joint", "microbatches": 2, "cache": "off", **options}
+    runs = World(2).run(fit, kind, options) if "layout" in options else [fit(kind, options)]
+    told = [text for text in runs[0][2] if "icro-batches" in text]
+    for found, outputs, _ in runs:
+        for one, expected in zip(found, metrics, strict=True):
+            assert one.keys() == expected.keys()
+            wrong = {name for name in one if one[name] != pytest.approx(expected[name], rel=1e-6)}  # sizes are single
+            assert all(any(f"'{name}'" in text for text in told) for name in wrong), (wrong, told)
+            assert wrong <= {f"{where}{name}" for where in ("", "val ") for name in NEITHER}
+        for row, expected_row in zip(outputs, returned, strict=True):
+            assert row == pytest.approx(expected_row, rel=1e-6) or told
+    assert not told or kind is FixedSizes or options["capture"] == "replay"
+
+
+NEITHER = ("root", "made of both", "reciprocal", "less one")  # a sum nor a mean: a symbolic graph makes them once more
+
+
+class SizedRows(Net):
+    def training_step(self, batch, batch_idx):
+        out, loss = self.both(batch)
+        return {"loss": loss, "share": out / len(out), "fixed share": out / float(len(out)), "plain": out}
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_rows_that_depend_on_the_number_of_samples_are_named(capture: str) -> None:
+    *_, caught = fit(SizedRows, {**REPLAYED, "capture": capture})
+    (told,) = [text for text in caught if "says what is no sum" in text]
+    assert "'share'" in told and "'fixed share'" in told and "'plain'" not in told

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
@@ -42,6 +43,7 @@ from lightning_pipe.capture.steps.record import Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.weighing.derived_results import Derived
+from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
@@ -64,6 +66,7 @@ class Replay:
     """
 
     derived: ClassVar[tuple[Derived, ...]] = ()
+    unproven: ClassVar[tuple[str, ...]] = ()
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"
     fallback: ClassVar[str] = ""
@@ -106,6 +109,14 @@ class Replay:
     def writes(self) -> frozenset[str]:
         """Return the names of the parameters that the step writes to."""
         return self.trace.writes
+
+    def result_role(self, name: str) -> Role:
+        """Return "mean", how the loss of an evaluation is combined; what else is said is in `combining`."""
+        return "mean"
+
+    def with_results(self, found: Mapping[str, TriedResult]) -> Replay:
+        """Return this: how what it says is combined was found when its units were."""
+        return self
 
     @property
     def loss_role(self) -> Literal["mean", "sum"]:

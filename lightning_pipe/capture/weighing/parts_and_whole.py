@@ -8,9 +8,24 @@ from typing import Generic, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 
+from lightning_pipe.capture.graphs.sample_flow import SampleRows
+
 Key = TypeVar("Key")
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
 FoundRole: TypeAlias = Literal["mean", "sum", "max", "min", "mixed", "unknown"]
+
+
+@dataclass(frozen=True)
+class TriedResult:
+    """What numbers have shown of a result.
+
+    Attributes:
+        how: role of a result without samples; where they lie in others, None if in no rows of their own.
+        is_mixed: whether parts do not make the whole.
+    """
+
+    how: FoundRole | SampleRows | None
+    is_mixed: bool
 
 
 @dataclass(frozen=True)
@@ -35,15 +50,21 @@ class PartsAndWhole(Generic[Key]):
         """Return whether a tensor has another shape in the parts than in the whole."""
         return any(part[key].shape != self.whole[key].shape for part in self.parts)
 
-    def joined_along(self, key: Key) -> int | None:
-        """Return the dimension along which the parts make the whole; None if there is none."""
+    def sample_dim(self, key: Key) -> int | None:
+        """Return the dimension along which the parts are as long as the whole; None if there is none."""
         whole, parts = self.whole[key], [part[key] for part in self.parts]
         for dim in range(whole.ndim):
             rest = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (whole, *parts)}
             if len(rest) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
-                joined = torch.cat(parts, dim)
-                return dim if _is_close(joined, whole, _allowed([joined, whole])) else None
+                return dim
         return None
+
+    def joined_along(self, key: Key) -> int | None:
+        """Return the dimension along which the parts make the whole; None if there is none."""
+        if (dim := self.sample_dim(key)) is None:
+            return None
+        joined, whole = torch.cat([part[key] for part in self.parts], dim), self.whole[key]
+        return dim if _is_close(joined, whole, _allowed([joined, whole])) else None
 
     def reductions(self, key: Key) -> set[Reduction]:
         """Return the reductions of the parts that give the whole."""
@@ -84,7 +105,8 @@ def _allowed(tensors: Sequence[torch.Tensor]) -> float:
     """Return by how much tensors may differ for rounding."""
     dtype = tensors[-1].dtype if tensors[-1].is_floating_point() else torch.float64
     sizes = (float(tensor.double().abs().nan_to_num().max()) for tensor in tensors if tensor.numel())
-    return float(torch.finfo(dtype).eps ** 0.5) * max(sizes, default=0.0)
+    eps = float(torch.finfo(dtype).eps)
+    return max(eps**0.5 * max(sizes, default=0.0), 4 * eps)  # what cancels leaves some digits of what it was made of
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:

@@ -20,6 +20,7 @@ and generators are put back.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -293,26 +294,15 @@ def run_captured(
     Returns:
         Results of the micro-batches, gradients by canonical name, and the loss of all samples.
     """
-    module, split = request.module, one_stage(captured)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    numbers = captured.begin(request.arguments, request.structure.template)
-    buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
-    state = State(parameters, buffers, request.device)
-    stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
-    stage.begin(Counter(), training=True)
-    whole = len(sizes) == 1
-    cut = (False,) * len(tensors) if whole else request.structure.cut(request.batch_dim)
-    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
-    value = split.values[captured.record.loss or ""]
+    module, value = request.module, one_stage(captured).values[captured.record.loss or ""]
+    stage, buffers = _whole_stage(captured, request, training=True)
     how = role or ("sum" if value.combine == "sum" else "mean")
     results: list[Mapping[str, Content]] = []
     total = torch.zeros((), dtype=torch.float64)
-    first = 0
-    for number, samples in enumerate(sizes):
+    cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers)
+    for number, (samples, parts) in enumerate(zip(sizes, cut, strict=True)):
         weight = 1.0 if how == "sum" else samples / sum(sizes)
         own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
-        parts = [t.narrow(request.batch_dim, first, samples) if c else t for t, c in zip(leaves, cut, strict=True)]
         stage.load(number, dict(enumerate(parts)))
         try:
             stage.compute("F", number, own)
@@ -331,10 +321,56 @@ def run_captured(
         assert isinstance(found_loss, torch.Tensor), "the loss is a tensor"
         loss = found_loss
         total = total + loss.detach().cpu().double() * weight
-        first += samples
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(canonical_names(module).values())
     found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
     return results, found, total.to(loss.dtype)
+
+
+def run_forward(
+    captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, sizes: tuple[int, ...], key: RandomKey
+) -> list[Mapping[str, Content]]:
+    """Run the captured step as one stage, by micro-batches, without a backward; return their results.
+
+    Arguments are those of `run_captured`.
+    """
+    stage, buffers = _whole_stage(captured, request, training=False)
+    results: list[Mapping[str, Content]] = []
+    for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers)):
+        stage.load(number, dict(enumerate(parts)))
+        stage.compute(
+            "F", number, Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
+        )
+        results.append(stage.results(number))
+    return results
+
+
+def _whole_stage(captured: Route, request: Request, *, training: bool) -> tuple[Stage, dict[str, torch.Tensor]]:
+    """Return the captured step as one stage that is ready for a batch, and the buffers that it reads, by name."""
+    module, split = request.module, one_stage(captured)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    numbers = captured.begin(request.arguments, request.structure.template)
+    buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
+    state = State(parameters, buffers, request.device)
+    stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
+    stage.begin(Counter(), training=training)
+    return stage, buffers
+
+
+def _parts(
+    captured: Route,
+    request: Request,
+    tensors: Sequence[torch.Tensor],
+    *,
+    sizes: tuple[int, ...],
+    buffers: Mapping[str, torch.Tensor],
+) -> Iterator[list[torch.Tensor]]:
+    """Yield the leaves of every micro-batch as the stage reads them."""
+    cut = (False,) * len(tensors) if len(sizes) == 1 else request.structure.cut(request.batch_dim)
+    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
+    for first, samples in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+        yield [t.narrow(request.batch_dim, first, samples) if c else t for t, c in zip(leaves, cut, strict=True)]
 
 
 def _move(module: pl.LightningModule, device: torch.device) -> None:
