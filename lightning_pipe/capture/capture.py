@@ -134,7 +134,7 @@ class Capture:
     @property
     def mixes_samples(self) -> bool:
         """Return whether samples meet each other on the way to the loss, or lie where nobody has followed them."""
-        return may_mix(self.joint, self.flow)
+        return self.variants is not None or may_mix(self.joint, self.flow)
 
     def averaged_buffers(self) -> tuple[str, ...]:
         """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
@@ -295,8 +295,9 @@ class Capture:
     def unproven(self) -> tuple[str, ...]:
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
         said = self.joint.results[: len(self.joint.results) - len(self.record.guards)]
-        made = {one.name for one in self.derived} | {self.joint.loss}
-        return tuple(sorted(reads_samples(self.joint, {*said} - made)))
+        loss = (self.joint.loss,) if self.joint.loss is not None else ()
+        made = {one.name for one in self.derived}
+        return tuple(sorted(reads_samples(self.joint, {*said, *loss} - made)))
 
     def result_role(self, name: str) -> Role:
         """Return how a result of micro-batches makes that of the batch, as operations say it."""
@@ -317,9 +318,12 @@ class Capture:
                 case _:
                     roles[name] = tried.how
         mixed = {name for name, tried in found.items() if tried.is_mixed}
+        loss = self.flow.loss if self.joint.loss is None else roles[self.joint.loss]
         return replace(
             self,
-            flow=replace(self.flow, roles=roles, samples=samples),
+            flow=replace(
+                self.flow, roles=roles, samples=samples, loss=loss if loss in ("mean", "sum") else self.flow.loss
+            ),
             derived=tuple(one for one in self.derived if mixed.isdisjoint(one.half.inputs)),
             tried=found,
         )

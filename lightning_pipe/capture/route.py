@@ -156,6 +156,11 @@ class Route(Protocol):
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
         ...
 
+    @property
+    def tried(self) -> Mapping[str, TriedResult]:
+        """Return what numbers have shown of results, by name."""
+        ...
+
     def result_role(self, name: str) -> Role:
         """Return how a result of micro-batches makes that of the batch, as operations say it."""
         ...

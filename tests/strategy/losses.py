@@ -88,6 +88,8 @@ SUMS: dict[str, Loss] = {
     "matmul": lambda m, o, y: o.flatten() @ o.flatten(),
     "stacked sums": lambda m, o, y: torch.stack([o[:, 0].sum(), o[:, 1].pow(2).sum()]).sum(),
     "learned factor": lambda m, o, y: summed(o, y) * m.learned,
+    "mean times a float": lambda m, o, y: o.pow(2).mean() * float(len(y)),
+    "mean times a tensor": lambda m, o, y: o.pow(2).mean() * torch.tensor(len(y)),
 }
 
 TERMS: dict[str, Loss] = {
@@ -132,6 +134,10 @@ MEANS: dict[str, Loss] = {
     "batchmean": lambda m, o, y: F.kl_div(o.log_softmax(-1), torch.full_like(o, 0.25), reduction="batchmean"),
     "normalised by lengths": lambda m, o, y: (o.pow(2).sum(-1) / (y + 101).clamp(min=1)).mean(),
     "sum by all elements": lambda m, o, y: each(o, y).masked_fill(~kept(y), 0).sum() / y.numel(),
+    "sum by a float": lambda m, o, y: summed(o, y) / float(len(y)),
+    "sum by a tensor": lambda m, o, y: summed(o, y) / torch.tensor(len(y)),
+    "each by samples": lambda m, o, y: (each(o, y) * kept(y) / len(y)).sum(),
+    "each by a float": lambda m, o, y: (each(o, y) * kept(y) / float(len(y))).sum(),
 }
 
 MIXED: dict[str, Loss] = {

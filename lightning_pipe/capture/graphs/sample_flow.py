@@ -70,6 +70,7 @@ def follow(joint: JointGraph) -> Flow:
     samples: dict[str, SampleRows] = {}
     coupled: dict[str, str] = {}
     assumed: set[str] = set()
+    scaled: set[str] = set()  # values with samples, into which their number has entered as a number
     for node in joint.module.graph.nodes:
         if node.op == "output" or node.name in joint.tangents:
             continue
@@ -80,6 +81,9 @@ def follow(joint: JointGraph) -> Flow:
             roles[node.name] = "cat" if _has_samples(node, joint) else "sum"
             continue
         role = _role(node, joint, roles)
+        if (role == "cat" and takes_size_as_number(node)) or any(n.name in scaled for n in node.all_input_nodes):
+            scaled.add(node.name)
+            role = "cat" if role == "cat" else "mixed"  # `(losses / len(losses)).sum()` is a mean, say
         roles[node.name] = role
         if role in LINEAR and Trait.BOUNDS in traits(node):
             assumed.add(node.name)

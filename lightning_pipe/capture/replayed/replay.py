@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -67,6 +68,7 @@ class Replay:
 
     derived: ClassVar[tuple[Derived, ...]] = ()
     unproven: ClassVar[tuple[str, ...]] = ()
+    tried: ClassVar[Mapping[str, TriedResult]] = MappingProxyType({})
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"
     fallback: ClassVar[str] = ""

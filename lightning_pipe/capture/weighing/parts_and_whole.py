@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar, get_args
@@ -106,7 +107,7 @@ def _allowed(tensors: Sequence[torch.Tensor]) -> float:
     dtype = tensors[-1].dtype if tensors[-1].is_floating_point() else torch.float64
     sizes = (float(tensor.double().abs().nan_to_num().max()) for tensor in tensors if tensor.numel())
     eps = float(torch.finfo(dtype).eps)
-    return max(eps**0.5 * max(sizes, default=0.0), 4 * eps)  # what cancels leaves some digits of what it was made of
+    return max(math.sqrt(eps) * max(sizes, default=0.0), 4 * eps)  # what cancels leaves digits of what made it
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:

@@ -249,7 +249,10 @@ def warn_of_another_loss(captured: Captured, first: Route, *, is_shared: bool, k
         The places of this one, in words; none if its micro-batches are proven to give what the whole batch gives.
     """
     capture = captured.as_said or captured.capture
-    if capture.record.loss is None or capture.plays is not None or _is_proven(capture):  # plays are watched later
+    loss, tried = capture.record.loss, captured.capture.tried
+    if loss is None or capture.plays is not None or _is_proven(capture):  # plays are watched later
+        return set()
+    if loss in tried and not tried[loss].is_mixed:
         return set()
     mixing = capture.mixing()
     if mixing != first.mixing() and mixing not in known:
@@ -378,7 +381,7 @@ def _role_of(captured: Route) -> Role:
 def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds: float) -> None:
     method, capture = captured.request.method, captured.capture
     if found.agrees:
-        if found.role != known:
+        if found.role != known and _is_proven(capture):
             rank_zero_warn(
                 f"The loss of {method} was taken for a {known} over samples, but on the first batch it is a "
                 f"{found.role}: so micro-batches are combined as a {found.role}."
