@@ -161,7 +161,8 @@ class Capture:
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
-        mixed = {name for name, role in self.flow.roles.items() if role == "mixed"} - {one.name for one in self.derived}
+        mixed = {name for name, role in self.flow.roles.items() if role in ("mixed", "linear")}
+        mixed -= {one.name for one in self.derived}
         mixed |= mixed_beside_loss(self.joint, self.flow) - self.tried.keys()
         mixed |= {name for name, tried in self.tried.items() if tried.is_mixed}
         said = leaves_said(self.record.returned, self.record.calls)

@@ -39,7 +39,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.numbers import Place, proportional
-from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole
+from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, unlike_order
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
     if not count:
         return NOTHING_SAID
     rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
-    other = _mixed(rows)
+    other = unlike_order(rows)
 
     def trial(order: torch.Tensor, counts: tuple[int, int], whole: StepRecording) -> PartsAndWhole[Place]:
         parts = tuple(by_place(runner.said(part, kept)) for part in order.split(counts))
@@ -121,11 +121,6 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
         log.debug("How what is logged is combined is not known: %s", error)
         return NOTHING_SAID
     return said_roles((unlike, alike), said)
-
-
-def _mixed(rows: torch.Tensor) -> torch.Tensor:
-    """Return every second one first: neighbours are in different halves, and none is where it was."""
-    return torch.cat([rows[1::2], rows[::2]])
 
 
 def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:

@@ -75,7 +75,11 @@ def _bent(nodes: Iterable[fx.Node], flow: Flow) -> set[str]:
         role = flow.roles.get(node.name, "same")
         if role in ("same", "cat") or is_backward(node) or "role" in node.meta:  # which says what slices make of it
             continue
-        if role == "mixed" or node.name in flow.assumed or any(n.name in found for n in node.all_input_nodes):
+        if (
+            role in ("mixed", "linear")
+            or node.name in flow.assumed
+            or any(n.name in found for n in node.all_input_nodes)
+        ):
             found.add(node.name)
     return found
 

@@ -56,8 +56,11 @@ def _next_term(joint: JointGraph) -> fx.Node | None:
 
 
 def _terms(node: fx.Node, roles: Mapping[str, Role]) -> Iterator[fx.Node]:
-    """Yield the sums of which a sum is made by operations without a backward of their own."""
-    if roles.get(node.name) != "sum":
+    """Yield the sums of which a sum is made by operations without a backward of their own.
+
+    Whole numbers cannot be multiplied by N / n_k; what a result makes of them is made once more (`derived_results`).
+    """
+    if roles.get(node.name) != "sum" or not node.meta["val"].is_floating_point():
         return
     if Trait.PASSES_GRADIENT not in traits(node):
         yield node

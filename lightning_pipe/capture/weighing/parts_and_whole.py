@@ -102,6 +102,11 @@ def found_role(trials: Sequence[PartsAndWhole[Key]], key: Key, *, wanted: str | 
     return next((name for name in fitting if name == wanted), fitting[0] if fitting else "mixed")
 
 
+def unlike_order(rows: torch.Tensor) -> torch.Tensor:
+    """Return samples in another order: every second one, from behind; neighbours are in different halves."""
+    return torch.cat([rows[1::2], rows[::2]]).flip(0)
+
+
 def _allowed(tensors: Sequence[torch.Tensor]) -> float:
     """Return by how much tensors may differ for rounding."""
     dtype = tensors[-1].dtype if tensors[-1].is_floating_point() else torch.float64

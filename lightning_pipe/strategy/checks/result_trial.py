@@ -22,8 +22,7 @@ from lightning_pipe.capture.steps.batch import sorted_samples
 from lightning_pipe.capture.steps.numbers import leaves_said
 from lightning_pipe.capture.steps.record import Read, Ref
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, TriedResult, found_role
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, TriedResult, found_role, unlike_order
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.checks.check import Incomparable, on_one_device, run_forward
@@ -50,7 +49,7 @@ def tried_results(captured: Captured, tensors: Sequence[torch.Tensor]) -> dict[s
         if capture.unproven and not found.keys() >= {*capture.unproven} and many > 1:
             try:
                 found = _tried(capture, request, tensors, many)
-            except (Incomparable, CaptureError) as reason:
+            except Exception as reason:  # whatever operations raise for so few samples
                 log.debug("How results of %s are combined is not tried: %s", request.method, reason)
     return found
 
@@ -67,7 +66,7 @@ def _tried(capture: Route, request: Request, tensors: Sequence[torch.Tensor], ma
     trials, key = [], RandomKey(0, 0, 0)
     no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
     with on_one_device(capture, request, many) as prepare, no_randomness:
-        for order, sizes in zip((rows, torch.cat([rows[1::2], rows[::2]])), counts, strict=True):
+        for order, sizes in zip((rows, unlike_order(rows)), counts, strict=True):
             own = [t.index_select(dim, order.to(t.device)) if c else t for t, c in zip(arranged, cut, strict=True)]
             parts = run_forward(capture, request, prepare(own), sizes=sizes, key=key)
             (whole,) = run_forward(capture, request, prepare(own), sizes=(many,), key=key)
