@@ -43,7 +43,7 @@ from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.stages.split import Splitter
-from lightning_pipe.capture.stages.state_once import is_statistics, state_averaged, state_once
+from lightning_pipe.capture.stages.state_once import is_statistics, state_accumulated, state_averaged, state_once
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
@@ -146,8 +146,11 @@ class Capture:
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that micro-batches change one after another, to something else than the batch would."""
-        averaged = state_averaged(self.joint, self.flow)
-        return tuple(name for name in self._buffers_but(("same", "max", "min")) if name not in averaged)
+        joint, flow = self.joint, self.flow
+        right = state_averaged(joint, flow) | state_accumulated(joint, flow)
+        mixed = mixed_beside_loss(joint, flow)
+        wrong = {s for s, new in joint.mutations.items() if new in mixed} | {*self._buffers_but(("same",))} - right
+        return tuple(sorted(wrong))
 
     def _buffers_but(self, roles: tuple[Role, ...]) -> tuple[str, ...]:
         """Name the buffers that are written with content of another role, but for batch statistics."""
@@ -298,7 +301,12 @@ class Capture:
         said = self.joint.results[: len(self.joint.results) - len(self.record.guards)]
         loss = (self.joint.loss,) if self.joint.loss is not None else ()
         made = {one.name for one in self.derived}
-        return tuple(sorted(reads_samples(self.joint, {*said, *loss} - made)))
+        return tuple(sorted(reads_samples(self.joint, {*loss, *({*said} - made)})))
+
+    @property
+    def unproven_buffers(self) -> frozenset[str]:
+        """Return the names of state that depends on samples, or on their number in a graph that does not tell."""
+        return frozenset(self.joint.mutations) if self.joint.symbol is None else self.writes
 
     def result_role(self, name: str) -> Role:
         """Return how a result of micro-batches makes that of the batch, as operations say it."""

@@ -157,6 +157,11 @@ class Route(Protocol):
         ...
 
     @property
+    def unproven_buffers(self) -> frozenset[str]:
+        """Return the names of state that a graph changes, and of which its operations do not prove how."""
+        ...
+
+    @property
     def tried(self) -> Mapping[str, TriedResult]:
         """Return what numbers have shown of results, by name."""
         ...

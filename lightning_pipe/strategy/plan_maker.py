@@ -28,7 +28,6 @@ from lightning_pipe.strategy.checks.whole_batch import (
     cut_by_numbers,
     fewest_samples,
     kept_by_replicas,
-    warn_of_buffers_by_parts,
     warn_of_fewer_parts,
     warn_of_shared_samples,
     warn_of_unknown_role,
@@ -134,8 +133,14 @@ class PlanMaker:
             _WrongCapture: on every rank, if the step is one graph that does not compute what the step computes, and
                 replay may be tried.
             _SlicesDiffer, _ReplicasKeep: on every rank, if another plan is needed.
+            PlanError: on every rank, if the step computes nothing.
         """
         training = call.method == TRAINING
+        if not captured.capture.graph.nodes:
+            raise PlanError(
+                f"{call.method} computes nothing of its batch and its module, so there is nothing to plan: it returns "
+                f"{captured.capture.record.returned!r:.60}. Call a module in it, or run it by another strategy."
+            )
         samples = self._cuts.samples(call.structure)
         if training:
             check_samples(self._cuts.wanted_microbatches, samples)
@@ -203,11 +208,9 @@ class PlanMaker:
             self._stopwatch.lap("check")
         if training and preparation.role is None and len(self._cuts.parts(captured.capture, samples)) > 1:
             warn_of_unknown_role(captured)
-        captured = preparation.with_tried_results(captured, call, samples)
+        captured = preparation.tried(captured, call, samples)
         preparation.warn_of_results(captured, samples)
         step = preparation.built(captured, cuts)
-        if training:
-            warn_of_buffers_by_parts(captured, count=len(self._cuts.sizes(captured.capture, samples)))
         shard = planned.plan.shard_optimizer
         self._setup.weights.place(step.split, planned.plan.layout, device=self._setup.device, shard_optimizer=shard)
         preparation.known.put(call, step)

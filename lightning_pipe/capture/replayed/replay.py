@@ -68,6 +68,7 @@ class Replay:
 
     derived: ClassVar[tuple[Derived, ...]] = ()
     unproven: ClassVar[tuple[str, ...]] = ()
+    unproven_buffers: ClassVar[frozenset[str]] = frozenset()
     tried: ClassVar[Mapping[str, TriedResult]] = MappingProxyType({})
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"

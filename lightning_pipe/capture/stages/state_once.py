@@ -9,10 +9,14 @@ micro-batch to micro-batch, as with gradient accumulation, and so does what they
 
 from __future__ import annotations
 
+from torch import fx
+
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, leading_to
-from lightning_pipe.capture.graphs.value_roles import Role
+from lightning_pipe.capture.graphs.value_roles import Role, sized_inputs
+from lightning_pipe.capture.torch_private import operator_name
 
+_ACCUMULATING: dict[str, Role] = {"add": "sum", "maximum": "max", "minimum": "min"}
 _COUNTS_STATISTICS = "num_batches_tracked"  # how often statistics beside it were updated
 
 
@@ -25,6 +29,24 @@ def state_averaged(joint: JointGraph, flow: Flow) -> frozenset[str]:
     """Name the buffers whose new content is a mean over samples, and is computed with no other state that is not."""
     found = _apart(joint, flow, roles=("same", "mean")) - state_once(joint, flow)
     return frozenset(s for s in found if leading_to([joint.mutations[s]], joint).isdisjoint(flow.assumed))
+
+
+def state_accumulated(joint: JointGraph, flow: Flow) -> frozenset[str]:
+    """Name the buffers to which sums over samples are added, or which are the largest or smallest value so far.
+
+    Micro-batch by micro-batch they become what they become on one device.
+    """
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    places = {state: nodes[p] for p, state in joint.buffers.items() if state in joint.mutations}
+    return frozenset(s for s, place in places.items() if _accumulates(nodes[joint.mutations[s]], place, joint, flow))
+
+
+def _accumulates(node: fx.Node, state: fx.Node, joint: JointGraph, flow: Flow) -> bool:
+    role = _ACCUMULATING.get(operator_name(node))
+    operands = [n for n in node.all_input_nodes if n is not state]
+    if role is None or state not in node.all_input_nodes or len(operands) != 1:
+        return False
+    return flow.roles.get(operands[0].name) == role or (role == "sum" and sized_inputs(node, joint) == 1)
 
 
 def is_statistics(joint: JointGraph, flow: Flow, new: str) -> bool:

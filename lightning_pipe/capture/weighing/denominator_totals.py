@@ -168,11 +168,19 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _reduced(joint: JointGraph, flow: Flow, batch_only: Mapping[str, bool]) -> set[str]:
-    """Name the batch-only values that are reduced over the samples and small."""
-    found = set()
+    """Name the batch-only values that are reduced over the samples and small; not those of their number alone."""
+    found, counted = set[str](), set[str]()
     for node in joint.module.graph.nodes:
+        inputs = [] if reads_size(node) else node.all_input_nodes
+        if node.name in joint.leaves or any(n.name in counted for n in inputs):
+            counted.add(node.name)
         value, role = node.meta.get("val"), flow.roles.get(node.name, "same")
-        if not batch_only.get(node.name) or role in ("same", "cat") or not isinstance(value, torch.Tensor):
+        if (
+            not batch_only.get(node.name)
+            or node.name not in counted
+            or role in ("same", "cat")
+            or not isinstance(value, torch.Tensor)
+        ):
             continue
         if any(not isinstance(size, int) for size in value.shape) or value.is_complex():
             continue

@@ -67,6 +67,11 @@ class PartsAndWhole(Generic[Key]):
         joined, whole = torch.cat([part[key] for part in self.parts], dim), self.whole[key]
         return dim if _is_close(joined, whole, _allowed([joined, whole])) else None
 
+    def is_whole(self, key: Key) -> bool:
+        """Return whether every part has what the whole has, as far as it was computed in single precision."""
+        whole = self.whole[key].float()
+        return all(_is_close(part[key], whole, _allowed([part[key], whole])) for part in self.parts)
+
     def reductions(self, key: Key) -> set[Reduction]:
         """Return the reductions of the parts that give the whole."""
         whole, numbers = self.whole[key], torch.stack([part[key] for part in self.parts])

@@ -342,6 +342,7 @@ def run_forward(
             "F", number, Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
         )
         results.append(stage.results(number))
+    stage.finish()
     return results
 
 

@@ -1,21 +1,25 @@
-"""Results whose operations do not prove how micro-batches make that of the batch: numbers tell.
+"""Results and buffers of which operations do not prove how micro-batches make those of the batch: numbers tell.
 
 The number of samples may enter a result as a number: `hits.sum() / len(y)`, `loss * float(len(y))`. A graph of constant
-size says not even that. So rank 0, where the module is whole for that long, runs the captured step forward, without
-randomness: on two parts of some samples and on all of these, twice, as a replayed step is tried (`said_roles`).
+size says not even that. And what is kept in a buffer may be anything. So rank 0, where the module is whole for that
+long, runs the captured step forward, without randomness: on two parts of some samples and on all of these, twice, as a
+replayed step is tried (`said_roles`).
 
-It costs six forwards of at most one micro-batch, where there are such results, and one trace for each number of samples
-where the graph holds for one only.
+It costs six forwards of at most one micro-batch, where there are such results or buffers, and one trace for each number
+of samples where the graph holds for one only.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
-from lightning_pipe.capture import Request, Route
+from lightning_pipe.capture import Route
 from lightning_pipe.capture.graphs.sample_flow import SampleRows
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
 from lightning_pipe.capture.steps.batch import sorted_samples
@@ -27,14 +31,46 @@ from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.checks.check import Incomparable, on_one_device, run_forward
 from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.step_calls import TRAINING
 
 log = logging.getLogger(__name__)
 
 _MOST = 64  # samples, if fewer tell nothing
 
 
-def tried_results(captured: Captured, tensors: Sequence[torch.Tensor]) -> dict[str, TriedResult]:
-    """Return how results are combined that operations do not prove, by name, as far as numbers tell.
+@dataclass(frozen=True)
+class Tried:
+    """What numbers tell.
+
+    Attributes:
+        results: how results are combined, by name.
+        buffers: names of those that parts change to something else than the whole does.
+    """
+
+    results: Mapping[str, TriedResult] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+
+
+def is_to_be_tried(captured: Captured) -> bool:
+    """Return whether operations do not tell how all results and buffers are made."""
+    return bool(captured.capture.unproven) or bool(_kept_buffers(captured))
+
+
+def _kept_buffers(captured: Captured) -> frozenset[str]:
+    """Name the buffers that a training step changes with its samples, but for batch statistics, of which all know."""
+    changed = captured.capture.unproven_buffers if captured.request.method == TRAINING else frozenset[str]()
+    buffers = dict(captured.request.module.named_buffers(remove_duplicate=False))
+    return frozenset(name for name in changed & buffers.keys() if not is_of_norm(captured, name))
+
+
+def is_of_norm(captured: Captured, buffer: str) -> bool:
+    """Return whether a buffer is one of a batch norm."""
+    owner = captured.request.module.get_submodule(buffer.rpartition(".")[0])
+    return isinstance(owner, nn.modules.batchnorm._NormBase)
+
+
+def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
+    """Return what numbers tell of a step.
 
     Args:
         captured: the step; its module is whole.
@@ -43,19 +79,20 @@ def tried_results(captured: Captured, tensors: Sequence[torch.Tensor]) -> dict[s
     capture, request = captured.capture, captured.request
     dim, cut = request.batch_dim, request.structure.cut(request.batch_dim)
     total = next(t.shape[dim] for t, c in zip(tensors, cut, strict=True) if c)
-    found: dict[str, TriedResult] = {}
+    found = Tried()
     few = min(max(2, request.samples or 0), total)
     for many in sorted({few, min(max(few, _MOST), total)}):  # of few samples, what is counted may be zero
-        if capture.unproven and not found.keys() >= {*capture.unproven} and many > 1:
+        if many > 1 and (not found.results.keys() >= {*capture.unproven} or _kept_buffers(captured)):
             try:
-                found = _tried(capture, request, tensors, many)
+                found = _tried(captured, tensors, many)
             except Exception as reason:  # whatever operations raise for so few samples
                 log.debug("How results of %s are combined is not tried: %s", request.method, reason)
     return found
 
 
-def _tried(capture: Route, request: Request, tensors: Sequence[torch.Tensor], many: int) -> dict[str, TriedResult]:
+def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int) -> Tried:
     """Return what parts and the whole of so many samples tell."""
+    capture, request = captured.capture, captured.request
     dim, cut = request.batch_dim, request.structure.cut(request.batch_dim)
     counts = ((many - many // 2, many // 2), (many // 2, many - many // 2))
     if why := next(filter(None, map(capture.misfit, {many, *counts[0]})), ""):
@@ -63,20 +100,26 @@ def _tried(capture: Route, request: Request, tensors: Sequence[torch.Tensor], ma
     arranged = sorted_samples(tensors, cut, dim) or tensors
     total = next(t.shape[dim] for t, c in zip(tensors, cut, strict=True) if c)
     rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
-    trials, key = [], RandomKey(0, 0, 0)
+    kept, trials, states = sorted(_kept_buffers(captured)), list[PartsAndWhole[str]](), list[PartsAndWhole[str]]()
     no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
     with on_one_device(capture, request, many) as prepare, no_randomness:
+
+        def run(leaves: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> tuple[Any, dict[str, torch.Tensor]]:
+            results = run_forward(capture, request, prepare(leaves), sizes=sizes, key=RandomKey(0, 0, 0))
+            return tuple(map(_tensors, results)), _tensors({n: request.module.get_buffer(n) for n in kept})
+
         for order, sizes in zip((rows, unlike_order(rows)), counts, strict=True):
             own = [t.index_select(dim, order.to(t.device)) if c else t for t, c in zip(arranged, cut, strict=True)]
-            parts = run_forward(capture, request, prepare(own), sizes=sizes, key=key)
-            (whole,) = run_forward(capture, request, prepare(own), sizes=(many,), key=key)
-            trials.append(PartsAndWhole(tuple(map(_tensors, parts)), sizes, _tensors(whole)))
+            (parts, after_parts), ((whole,), after_whole) = run(own, sizes), run(own, (many,))
+            trials.append(PartsAndWhole(parts, sizes, whole))
+            states.append(PartsAndWhole((after_parts,), (many,), after_whole))
     found = {name: _found(trials, name, many, capture) for name in capture.unproven}
-    return {n: one for n, one in found.items() if one.how != "unknown" or capture.result_role(n) == "same"}
+    clear = {n: one for n, one in found.items() if one.how != "unknown" or capture.result_role(n) == "same"}
+    return Tried(clear, frozenset(n for n in kept if any(not state.is_whole(n) for state in states)))
 
 
 def _tensors(results: Mapping[str, Content]) -> dict[str, torch.Tensor]:
-    return {name: torch.as_tensor(content).detach().cpu() for name, content in results.items()}
+    return {name: torch.as_tensor(content).detach().cpu().clone() for name, content in results.items()}
 
 
 def _found(trials: Sequence[PartsAndWhole[str]], name: str, samples: int, capture: Route) -> TriedResult:

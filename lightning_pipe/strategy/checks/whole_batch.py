@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import nn
 
 from lightning_pipe.capture import Request, Route
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
@@ -52,6 +51,7 @@ from lightning_pipe.strategy.checks.check import (
     run_captured,
 )
 from lightning_pipe.strategy.checks.differences import Difference, compared
+from lightning_pipe.strategy.checks.result_trial import is_of_norm
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
 from lightning_pipe.strategy.steps.metrics import wrong_answer
@@ -288,20 +288,20 @@ def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[s
     return sorted(averaged & {name for program in replicated for name in program.mutations})
 
 
-def warn_of_buffers_by_parts(captured: Captured, *, count: int) -> None:
-    """Warn of buffers that each of several micro-batches changes, but for those of batch norms, which all know of."""
-    module = captured.request.module
+def warn_of_buffers_by_parts(captured: Captured, *, count: int, known: Set[str]) -> set[str]:
+    """Warn of buffers that each of several micro-batches changes, but for those of batch norms, which all know of.
 
-    def is_norm(name: str) -> bool:
-        return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._NormBase)
-
-    names = [name for name in captured.capture.buffers_by_parts() if not is_norm(name)]
-    if names and count > 1:
+    Returns:
+        Their names; those that are `known` have been told.
+    """
+    said = {name for name in captured.capture.buffers_by_parts() if not is_of_norm(captured, name)}
+    if (new := sorted((said | captured.tried_buffers) - known)) and count > 1:
         rank_zero_warn(
-            f"{captured.request.method} changes {', '.join(names)} for the samples that it is given: {count} times per "
+            f"{captured.request.method} changes {', '.join(new)} for the samples that it is given: {count} times per "
             "batch, once for every micro-batch, as with gradient accumulation, and not once as on one device. "
             "microbatches=1 has no such difference."
         )
+    return {*new}
 
 
 def measure(

@@ -21,6 +21,7 @@ class Captured:
         reader: knows whether the step read the texts of its batch.
         template: the batch that it was captured with, without its tensors.
         as_said: the step with its loss combined as its operations say, if numbers have said otherwise.
+        tried_buffers: names of those that micro-batches change to something else than the batch does, as numbers show.
         differs: whether it was told that micro-batches do not make the loss of the batch.
     """
 
@@ -30,6 +31,7 @@ class Captured:
     template: Any
     as_said: Route | None = None
     differs: bool = False
+    tried_buffers: frozenset[str] = frozenset()
 
     def without_slices(self) -> Captured:
         """Return the same with every node taken for one that may mix samples, so that replicas share none."""
