@@ -91,7 +91,7 @@ def test_buffers_are_those_of_one_device_or_named(kind: str, way: str) -> None:
     ("way", "name"), [("added", "hits"), ("averaged", "mean"), ("largest", "largest"), ("added", "sum")]
 )
 def test_sums_means_and_extremes_need_no_word(way: str, name: str) -> None:
-    kept: Kept = {"kept": (NUMBERS[name], ())}
+    kept: Kept = {"one": (NUMBERS[name], ())}
     found, told = fit(dapple(capture="joint", microbatches=3, cache="off"), kept, way)
     torch.testing.assert_close(found, fit("auto", kept, way)[0], rtol=1e-9, atol=1e-12)
     assert "micro-batch" not in told
