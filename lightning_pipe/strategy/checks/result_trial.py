@@ -5,13 +5,14 @@ size says not even that. And what is kept in a buffer may be anything. So rank 0
 long, runs the captured step forward, without randomness: on two parts of some samples and on all of these, twice, as a
 replayed step is tried (`said_roles`).
 
-It costs six forwards of at most one micro-batch, where there are such results or buffers, and one trace for each number
-of samples where the graph holds for one only.
+It costs six forwards of at most one micro-batch, where there are such results or buffers, and six of more samples where
+these are too few to tell; and one trace for each number of samples where the graph holds for one only.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ from lightning_pipe.strategy.steps.step_calls import TRAINING
 log = logging.getLogger(__name__)
 
 _MOST = 64  # samples, if fewer tell nothing
+_MOST_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,17 @@ def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
     dim, cut = request.batch_dim, request.structure.cut(request.batch_dim)
     total = next(t.shape[dim] for t, c in zip(tensors, cut, strict=True) if c)
     found = Tried()
-    few = min(max(2, request.samples or 0), total)
+    few, seconds = min(max(2, request.samples or 0), total), 0.0
     for many in sorted({few, min(max(few, _MOST), total)}):  # of few samples, what is counted may be zero
-        if many > 1 and (not found.results.keys() >= {*capture.unproven} or _kept_buffers(captured)):
-            try:
-                found = _tried(captured, tensors, many)
-            except Exception as reason:  # whatever operations raise for so few samples
-                log.debug("How results of %s are combined is not tried: %s", request.method, reason)
+        is_open = not found.results.keys() >= {*capture.unproven} or bool(_kept_buffers(captured))
+        if many < 2 or not is_open or seconds * many / few > _MOST_SECONDS:
+            continue
+        begin = time.perf_counter()
+        try:
+            found = _tried(captured, tensors, many)
+        except Exception as reason:  # whatever operations raise for so few samples
+            log.debug("How results of %s are combined is not tried: %s", request.method, reason)
+        seconds = time.perf_counter() - begin
     return found
 
 
