@@ -41,6 +41,7 @@ class Trait(Flag):
         SUMS: as part of a weight half, sums over the samples or gives every sample its own value.
         ALONG: runs along dimensions that it is given, so that elements along them meet.
         SELECTS: picks rows by an index.
+        INDEXED: takes places, as operands behind its first.
         LIKE: makes a constant with the shape, type or device of what it is given.
         ZEROS: makes zeros.
         FILLS: makes a tensor of one number, its argument `Operator.filled_with`.
@@ -61,6 +62,7 @@ class Trait(Flag):
     SUMS = auto()
     ALONG = auto()
     SELECTS = auto()
+    INDEXED = auto()
     LIKE = auto()
     ZEROS = auto()
     FILLS = auto()
@@ -129,8 +131,8 @@ _ROWS: dict[str, Operator] = {
     "div": Operator(Trait.SCALES | Trait.LINEAR),
     "tril": Operator(Trait.LINEAR),
     "triu": Operator(Trait.LINEAR),
-    "index_put": Operator(Trait.LINEAR),
-    "_unsafe_index_put": Operator(Trait.LINEAR),
+    "index_put": Operator(Trait.LINEAR | Trait.INDEXED),
+    "_unsafe_index_put": Operator(Trait.LINEAR | Trait.INDEXED),
     "clamp": Operator(Trait.BOUNDS),
     "clamp_min": Operator(Trait.BOUNDS),
     "clamp_max": Operator(Trait.BOUNDS),
@@ -195,14 +197,14 @@ _ROWS: dict[str, Operator] = {
     "_fft_r2c": Operator(Trait.ALONG),
     "_fft_c2r": Operator(Trait.ALONG),
     "_fft_c2c": Operator(Trait.ALONG),
-    "gather": Operator(Trait.ALONG),
-    "scatter": Operator(Trait.ALONG),
-    "scatter_add": Operator(Trait.ALONG),
-    "index_add": Operator(Trait.ALONG),
+    "gather": Operator(Trait.ALONG | Trait.INDEXED),
+    "scatter": Operator(Trait.ALONG | Trait.INDEXED),
+    "scatter_add": Operator(Trait.ALONG | Trait.INDEXED),
+    "index_add": Operator(Trait.ALONG | Trait.INDEXED),
     "_log_softmax": Operator(Trait.ALONG),
     "logsumexp": Operator(Trait.ALONG),
-    "index": Operator(Trait.SELECTS),
-    "index_select": Operator(Trait.SELECTS),
+    "index": Operator(Trait.SELECTS | Trait.INDEXED),
+    "index_select": Operator(Trait.SELECTS | Trait.INDEXED),
     # made of nothing but numbers
     "zeros": Operator(Trait.ZEROS | Trait.SIZED),
     "zeros_like": Operator(Trait.ZEROS | Trait.LIKE),

@@ -31,7 +31,7 @@ from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, Totals
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
-from lightning_pipe.capture.operators import WEIGHED_MEANS, is_random, reads_size, takes_output
+from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, reads_size, takes_output, traits
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.torch_private import argument_names, is_backward
@@ -168,19 +168,11 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _reduced(joint: JointGraph, flow: Flow, batch_only: Mapping[str, bool]) -> set[str]:
-    """Name the batch-only values that are reduced over the samples and small; not those of their number alone."""
-    found, counted = set[str](), set[str]()
+    """Name the batch-only values that are reduced over the samples and small, and no places in micro-batches."""
+    found, own = set[str](), {name for name, is_of_batch in batch_only.items() if is_of_batch} - _places(joint)
     for node in joint.module.graph.nodes:
-        inputs = [] if reads_size(node) else node.all_input_nodes
-        if node.name in joint.leaves or any(n.name in counted for n in inputs):
-            counted.add(node.name)
         value, role = node.meta.get("val"), flow.roles.get(node.name, "same")
-        if (
-            not batch_only.get(node.name)
-            or node.name not in counted
-            or role in ("same", "cat")
-            or not isinstance(value, torch.Tensor)
-        ):
+        if node.name not in own or role in ("same", "cat") or not isinstance(value, torch.Tensor):
             continue
         if any(not isinstance(size, int) for size in value.shape) or value.is_complex():
             continue
@@ -188,6 +180,14 @@ def _reduced(joint: JointGraph, flow: Flow, batch_only: Mapping[str, bool]) -> s
         if known and node.op == "call_function":
             found.add(node.name)
     return found
+
+
+def _places(joint: JointGraph) -> set[str]:
+    """Name the values from which places are computed: the last sample of a micro-batch is not that of the batch."""
+    nodes = (node for node in joint.module.graph.nodes if Trait.INDEXED in traits(node) and not is_backward(node))
+    return leading_to(
+        [index.name for node in nodes for index in node.all_input_nodes if index is not node.args[0]], joint
+    )
 
 
 def _wanted(joint: JointGraph, flow: Flow, reduced: set[str]) -> list[fx.Node]:
