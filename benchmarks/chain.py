@@ -130,6 +130,13 @@ class ChainPrices:
         return 0
 
 
+def burn(seconds: float) -> None:
+    """Keep a core busy, as computing does: a core that slept takes some tenths of a millisecond to be as fast again."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
 def nap(seconds: float) -> None:
     """Sleep, and end on time: the system wakes a sleeper a tenth of a millisecond late."""
     end = time.perf_counter() + seconds

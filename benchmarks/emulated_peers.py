@@ -2,11 +2,14 @@
 
     python -m benchmarks.emulated_peers                                  # 4 ranks, 8 micro-batches, 1 MiB
     python -m benchmarks.emulated_peers --ranks 4 8 --microbatches 8 32 --mib 1 16 --json figures.json
+    python -m benchmarks.emulated_peers --ranks 2 --busy                 # computes keep a core each busy
 
 A micro-batch takes a rank 20 ms forward and 40 ms backward (20 I and 20 W), slept rather than computed, in as many
 stages as the schedule gives a rank; what crosses between stages really travels. So the ideal is known (the simulation
 with messages that take no time), and what is above it is what schedule and runtime make of messages. Ranks that sleep
-need few cores, but messages of many MiB keep them busy: two cores cannot carry what four ranks could.
+need few cores, but messages of many MiB keep them busy: two cores cannot carry what four ranks could. And a core that
+slept is slow for some tenths of a millisecond, at the end of every compute, which real computes do not know: `--busy`
+has none of that, for as many ranks as there are cores.
 
 Contestants run one after another, in rounds, in the same processes. A step is from a barrier to the end of the last
 rank; a figure is the median over rounds. `simulated` prices messages as a ping-pong of this run does.
@@ -34,7 +37,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from benchmarks.chain import CPU, ChainPrices, chain_executor, chain_job, chain_program, nap, sleeping_split
+from benchmarks.chain import CPU, ChainPrices, burn, chain_executor, chain_job, chain_program, nap, sleeping_split
 from benchmarks.emulation import ping
 from benchmarks.ranks import run_ranks
 from lightning_pipe.core.program import Options, VerifiedProgram
@@ -55,11 +58,17 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks, micro-batches, and bytes of a message."""
+    """Ranks, micro-batches, bytes of a message, and whether computes keep a core busy instead of sleeping."""
 
     p: int
     m: int
     message_bytes: int
+    busy: bool = False
+
+    @property
+    def wait(self) -> Callable[[float], None]:
+        """Return what a compute does for so many seconds."""
+        return burn if self.busy else nap
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def ours(pair: Pair, case: Case, transport: Transport) -> Step:
     """Return a step of our executor."""
     program = program_of(pair, case)
     connect(transport, [program])
-    executor = chain_executor(program.layout, sleeping_split(prices(pair, case)), transport)
+    executor = chain_executor(program.layout, sleeping_split(prices(pair, case), case.wait), transport)
     job = chain_job(program, case.message_bytes)
 
     def step() -> None:
@@ -117,35 +126,37 @@ class _Nap(torch.autograd.Function):
     """Sleep forward and, for its gradient, backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        ctx.seconds = backward_s
-        return _made(x, forward_s)
+    def forward(
+        ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float, wait: Callable[[float], None]
+    ) -> torch.Tensor:
+        ctx.seconds, ctx.wait = backward_s, wait
+        return _made(x, forward_s, wait)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _made(gradient, ctx.seconds), None, None
+        return _made(gradient, ctx.seconds, ctx.wait), None, None, None
 
 
-def _made(like: torch.Tensor, seconds: float) -> torch.Tensor:
+def _made(like: torch.Tensor, seconds: float, wait: Callable[[float], None]) -> torch.Tensor:
     """Return zeros, which took so long."""
     begin = time.perf_counter()
     zeros = torch.zeros_like(like)
-    nap(begin + seconds - time.perf_counter())
+    wait(begin + seconds - time.perf_counter())
     return zeros
 
 
 class _Sleeping(nn.Module):
     """A stage: I is the gradient of what comes in, W that of its weight."""
 
-    def __init__(self, v: int) -> None:
+    def __init__(self, v: int, wait: Callable[[float], None]) -> None:
         super().__init__()
-        self.weight, self._v = nn.Parameter(torch.zeros(1)), v
+        self.weight, self._v, self._wait = nn.Parameter(torch.zeros(1)), v, wait
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not x.requires_grad:  # a part of the batch: its gradient is made, and not added to one of the whole batch
             x = x.detach().requires_grad_()
-        y: torch.Tensor = _Nap.apply(x, FORWARD_S / self._v, HALF_S / self._v)
-        w: torch.Tensor = _Nap.apply(self.weight, 0.0, HALF_S / self._v)
+        y: torch.Tensor = _Nap.apply(x, FORWARD_S / self._v, HALF_S / self._v, self._wait)
+        w: torch.Tensor = _Nap.apply(self.weight, 0.0, HALF_S / self._v, self._wait)
         return _Joined.apply(y, w)
 
 
@@ -170,7 +181,7 @@ def peers(pair: Pair, case: Case) -> Step | None:
     rank, count = dist.get_rank(), case.p * pair.v
     is_v = pair.torch_name == "ScheduleZBVZeroBubble"
     own = (rank, count - 1 - rank) if is_v else range(rank, count, case.p)
-    stages = [PipelineStage(_Sleeping(pair.v), number, count, CPU) for number in own]
+    stages = [PipelineStage(_Sleeping(pair.v, case.wait), number, count, CPU) for number in own]
     schedule = kind(stages if pair.v > 1 else stages[0], case.m, loss_fn=lambda out, wanted: out.flatten()[0] * 0.0)
     x = torch.zeros(case.m, case.message_bytes // ELEMENT_BYTES)
     wanted, last = torch.zeros(case.m), count - 1 in own
@@ -237,6 +248,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
     parser.add_argument("--mib", type=float, nargs="+", default=[1.0])
     parser.add_argument("--schedules", nargs="+", choices=PAIRS, default=[*PAIRS])
+    parser.add_argument("--busy", action="store_true", help="computes keep a core busy; for as many ranks as cores")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -245,7 +257,7 @@ def main() -> None:
     )
     rows = []
     for p, m, mib in itertools.product(options.ranks, options.microbatches, options.mib):
-        for row in figures(Case(p, m, int(mib * 2**20)), options.schedules, options.rounds):
+        for row in figures(Case(p, m, int(mib * 2**20), options.busy), options.schedules, options.rounds):
             rows.append(row)
             peer = row.get("torch")
             seconds = [f"{row[key]:.3f}" if key in row else "" for key in ("ideal", "simulated", "ours", "torch")]
