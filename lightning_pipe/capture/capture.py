@@ -7,8 +7,6 @@ split = capture.split((17, 40))      # three stages
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -23,14 +21,11 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.sample_flow import (
-    BATCH_STATISTICS,
     UNKNOWN_MIXING,
     Flow,
-    SampleRows,
     follow,
-    size_function,
 )
-from lightning_pipe.capture.graphs.sample_mixing import may_mix, mixed_beside_loss, mixing_places, reads_samples
+from lightning_pipe.capture.graphs.sample_mixing import may_mix, mixing_places, single_statistics
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
@@ -43,17 +38,18 @@ from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.stages.split import Splitter
-from lightning_pipe.capture.stages.state_once import is_statistics, state_accumulated, state_averaged, state_once
+from lightning_pipe.capture.stages.state_once import state_by_parts, state_kept_by_replicas, state_once
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
-from lightning_pipe.capture.weighing.denominator_totals import combined_totals, totals_of, with_totals
+from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
 from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
+from lightning_pipe.capture.weighing.unproven_results import flow_with, mixed_results, unproven_results
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -141,22 +137,11 @@ class Capture:
 
         The mean of the replicas is right for averages over samples, and is what batch statistics become.
         """
-        averaged = state_averaged(self.joint, self.flow)
-        return tuple(name for name in self._buffers_but(("same",)) if name not in averaged)
+        return state_kept_by_replicas(self.joint, self.flow)
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that micro-batches change one after another, to something else than the batch would."""
-        joint, flow = self.joint, self.flow
-        right = state_averaged(joint, flow) | state_accumulated(joint, flow)
-        mixed = mixed_beside_loss(joint, flow)
-        wrong = {s for s, new in joint.mutations.items() if new in mixed} | {*self._buffers_but(("same",))} - right
-        return tuple(sorted(wrong))
-
-    def _buffers_but(self, roles: tuple[Role, ...]) -> tuple[str, ...]:
-        """Name the buffers that are written with content of another role, but for batch statistics."""
-        joint, flow = self.joint, self.flow
-        written = ((state, new) for state, new in joint.mutations.items() if flow.roles.get(new) not in roles)
-        return tuple(state for state, new in written if not is_statistics(joint, flow, new))
+        return state_by_parts(self.joint, self.flow)
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
@@ -164,10 +149,7 @@ class Capture:
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
-        mixed = {name for name, role in self.flow.roles.items() if role in ("mixed", "linear")}
-        mixed -= {one.name for one in self.derived}
-        mixed |= mixed_beside_loss(self.joint, self.flow) - self.tried.keys()
-        mixed |= {name for name, tried in self.tried.items() if tried.is_mixed}
+        mixed = mixed_results(self.joint, self.flow, self.derived, self.tried)
         said = leaves_said(self.record.returned, self.record.calls)
         return tuple(dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in mixed))
 
@@ -233,7 +215,7 @@ class Capture:
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""
-        if single := self._single_statistics(samples):
+        if single := single_statistics(self.joint, self.flow, samples):
             return single
         if self.variants is None:
             return self.joint.fits(samples)
@@ -241,17 +223,6 @@ class Capture:
             self.variants.graph(samples)
         except CaptureError as error:
             return str(error)
-        return ""
-
-    def _single_statistics(self, samples: int) -> str:
-        """Name a batch norm that would see one value per channel; eager torch refuses it, a graph would not."""
-        looking = {name for name, reason in self.flow.coupled.items() if reason == BATCH_STATISTICS}
-        nodes = {node.name: node for node in self.joint.module.graph.nodes if node.name in looking} if looking else {}
-        for name in filter(nodes.get, self.flow.coupled):
-            _, channels, *_ = shape = size_function(nodes[name].args[0].meta["val"], self.joint)(samples)
-            if math.prod(shape) <= channels:
-                custom = nodes[name].meta.get("custom") or {}
-                return f"batch statistics of a single value per channel in {custom.get('module') or name}"
         return ""
 
     def with_totals(
@@ -272,24 +243,12 @@ class Capture:
         """
         if self.joint.totals is None:
             return tuple(leaves), tuple(cut)
-        known = next(iter(leaves), None) is not None
-        totals = self._totals(leaves, cut=cut, sizes=sizes, buffers=buffers) if known else None
+        if next(iter(leaves), None) is None:
+            return (*leaves, None), (*cut, False)
+        totals = totals_of_batch(
+            self.joint, self.variants, leaves, cut=cut, sizes=sizes, buffers=buffers, batch_dim=self.batch_dim
+        )
         return (*leaves, totals), (*cut, False)
-
-    def _totals(
-        self, leaves: Sequence[Any], *, cut: Sequence[bool], sizes: Sequence[int], buffers: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        joint, totals, samples = self.joint, self.joint.totals, sum(sizes)
-        assert totals is not None, "asked only where there are totals"
-        if self.variants is None and not joint.fits(samples):
-            return totals_of(totals, joint, leaves=leaves, buffers=buffers, samples=samples)
-        pieces = []
-        for first, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
-            graph = joint if self.variants is None else self.variants.graph(size)
-            part = [t.narrow(self.batch_dim, first, size) if c else t for t, c in zip(leaves, cut, strict=True)]
-            assert graph.totals is not None, "graphs for other sizes are the same operations"
-            pieces.append((size, totals_of(graph.totals, graph, leaves=part, buffers=buffers, samples=size)))
-        return combined_totals(totals, pieces)
 
     def loss_calls(self) -> Mapping[str, str]:
         """Return the traced calls, and the line of each."""
@@ -298,10 +257,7 @@ class Capture:
     @property
     def unproven(self) -> tuple[str, ...]:
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
-        said = self.joint.results[: len(self.joint.results) - len(self.record.guards)]
-        loss = (self.joint.loss,) if self.joint.loss is not None else ()
-        made = {one.name for one in self.derived}
-        return tuple(sorted(reads_samples(self.joint, {*loss, *({*said} - made)})))
+        return unproven_results(self.joint, self.derived)
 
     @property
     def unproven_buffers(self) -> frozenset[str]:
@@ -314,28 +270,9 @@ class Capture:
 
     def with_results(self, found: Mapping[str, TriedResult]) -> Capture:
         """Return the same step with results combined as numbers have shown, by name."""
-        roles, samples = dict(self.flow.roles), dict(self.flow.samples)
-        for name, tried in found.items():
-            samples.pop(name, None)
-            match tried.how:
-                case None:
-                    roles[name] = "cat"
-                case SampleRows():
-                    roles[name], samples[name] = "cat", tried.how
-                case "unknown":
-                    roles[name] = "mean" if roles.get(name) == "cat" else roles.get(name, "same")
-                case _:
-                    roles[name] = tried.how
         mixed = {name for name, tried in found.items() if tried.is_mixed}
-        loss = self.flow.loss if self.joint.loss is None else roles[self.joint.loss]
-        return replace(
-            self,
-            flow=replace(
-                self.flow, roles=roles, samples=samples, loss=loss if loss in ("mean", "sum") else self.flow.loss
-            ),
-            derived=tuple(one for one in self.derived if mixed.isdisjoint(one.half.inputs)),
-            tried=found,
-        )
+        derived = tuple(one for one in self.derived if mixed.isdisjoint(one.half.inputs))
+        return replace(self, flow=flow_with(found, self.flow, self.joint), derived=derived, tried=found)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Capture:
         """Return the same step with losses of micro-batches combined as means or as sums."""

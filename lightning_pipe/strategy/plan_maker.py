@@ -23,7 +23,8 @@ from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.strategy.checks.check import Checked, check_captured, one_stage, too_large
+from lightning_pipe.strategy.checks.captured_run import one_stage
+from lightning_pipe.strategy.checks.check import Checked, check_captured, too_large
 from lightning_pipe.strategy.checks.whole_batch import (
     cut_by_numbers,
     fewest_samples,

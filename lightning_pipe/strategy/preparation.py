@@ -20,14 +20,17 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.host import host_of
-from lightning_pipe.strategy.checks.check import one_stage, too_large
-from lightning_pipe.strategy.checks.result_trial import Tried, is_to_be_tried, tried, warn_of_untried_results
-from lightning_pipe.strategy.checks.whole_batch import (
-    Role,
-    warn_of_another_loss,
+from lightning_pipe.strategy.checks.captured_run import one_stage
+from lightning_pipe.strategy.checks.check import too_large
+from lightning_pipe.strategy.checks.result_trial import (
+    Tried,
+    is_to_be_tried,
+    tried,
     warn_of_buffers_by_parts,
     warn_of_mixed_results,
+    warn_of_untried_results,
 )
+from lightning_pipe.strategy.checks.whole_batch import Role, warn_of_another_loss
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_pipe.capture.graphs.sample_flow import (
     Flow,
     dims_with_samples,
     leading_to,
+    size_function,
 )
 from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import Trait, row_of, traits
@@ -128,3 +130,15 @@ def _first_mixing(joint: JointGraph, flow: Flow) -> list[str]:
         if not unknown:
             found.append(node.name)
     return found
+
+
+def single_statistics(joint: JointGraph, flow: Flow, samples: int) -> str:
+    """Name a batch norm that would see one value per channel; eager torch refuses it, a graph would not."""
+    looking = {name for name, reason in flow.coupled.items() if reason == BATCH_STATISTICS}
+    nodes = {node.name: node for node in joint.module.graph.nodes if node.name in looking} if looking else {}
+    for name in filter(nodes.get, flow.coupled):
+        _, channels, *_ = shape = size_function(nodes[name].args[0].meta["val"], joint)(samples)
+        if math.prod(shape) <= channels:
+            custom = nodes[name].meta.get("custom") or {}
+            return f"batch statistics of a single value per channel in {custom.get('module') or name}"
+    return ""

@@ -13,6 +13,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, leading_to
+from lightning_pipe.capture.graphs.sample_mixing import mixed_beside_loss
 from lightning_pipe.capture.graphs.value_roles import Role, sized_inputs
 from lightning_pipe.capture.torch_private import operator_name
 
@@ -54,6 +55,26 @@ def is_statistics(joint: JointGraph, flow: Flow, new: str) -> bool:
     nodes = {node.name: node for node in joint.module.graph.nodes}
     sources = {new, *(node.name for node in nodes[new].all_input_nodes)}
     return any(flow.coupled.get(name) == BATCH_STATISTICS for name in sources)
+
+
+def state_kept_by_replicas(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
+    """Name the buffers that replicas must not change apart: their mean is not what one device has."""
+    averaged = state_averaged(joint, flow)
+    return tuple(name for name in _depending(joint, flow) if name not in averaged)
+
+
+def state_by_parts(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
+    """Name the buffers that micro-batches change one after another, to something else than the batch would."""
+    right = state_averaged(joint, flow) | state_accumulated(joint, flow)
+    mixed = mixed_beside_loss(joint, flow)
+    wrong = {state for state, new in joint.mutations.items() if new in mixed} | {*_depending(joint, flow)} - right
+    return tuple(sorted(wrong))
+
+
+def _depending(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
+    """Name the buffers whose new content depends on samples, but for batch statistics."""
+    written = ((state, new) for state, new in joint.mutations.items() if flow.roles.get(new) != "same")
+    return tuple(state for state, new in written if not is_statistics(joint, flow, new))
 
 
 def _apart(joint: JointGraph, flow: Flow, *, roles: tuple[Role, ...]) -> frozenset[str]:

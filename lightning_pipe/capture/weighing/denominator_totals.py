@@ -19,6 +19,7 @@ Legend: batch-only: computed from the batch's tensors, buffers that the step doe
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, Totals
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
+from lightning_pipe.capture.graphs.variants import Variants
 from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, reads_size, takes_output, traits
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
@@ -73,6 +75,40 @@ def with_totals(joint: JointGraph, device: torch.device) -> JointGraph:
         first += 1
     _erase_unused(joint, batch_only)
     return replace(joint, leaves={**joint.leaves, vector.name: totals.leaf}, totals=totals)
+
+
+def totals_of_batch(
+    joint: JointGraph,
+    variants: Variants | None,
+    leaves: Sequence[Any],
+    *,
+    cut: Sequence[bool],
+    sizes: Sequence[int],
+    buffers: Mapping[str, torch.Tensor],
+    batch_dim: int,
+) -> torch.Tensor:
+    """Return the totals of a batch, by its micro-batches where the graph does not hold for all of it.
+
+    Args:
+        joint: the graph.
+        variants: graphs for other numbers of samples; None if this one holds for them.
+        leaves: tensors of the batch.
+        cut: which are cut into samples.
+        sizes: samples of the micro-batches.
+        buffers: by name; those of the totals must be among them.
+        batch_dim: dimension of the samples.
+    """
+    totals, samples = joint.totals, sum(sizes)
+    assert totals is not None, "asked only where there are totals"
+    if variants is None and not joint.fits(samples):
+        return totals_of(totals, joint, leaves=leaves, buffers=buffers, samples=samples)
+    pieces = []
+    for first, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+        graph = joint if variants is None else variants.graph(size)
+        part = [t.narrow(batch_dim, first, size) if c else t for t, c in zip(leaves, cut, strict=True)]
+        assert graph.totals is not None, "graphs for other sizes are the same operations"
+        pieces.append((size, totals_of(graph.totals, graph, leaves=part, buffers=buffers, samples=size)))
+    return combined_totals(totals, pieces)
 
 
 def totals_of(

@@ -30,7 +30,8 @@ from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, TriedResult, found_role, unlike_order
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
-from lightning_pipe.strategy.checks.check import Incomparable, on_one_device, run_forward
+from lightning_pipe.strategy.checks.captured_run import run_forward
+from lightning_pipe.strategy.checks.check import Incomparable, on_one_device
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING
 
@@ -152,3 +153,35 @@ def warn_of_untried_results(captured: Captured, names: Set[str]) -> None:
             "could not be tried how micro-batches make that of the batch, which may be something else than what is "
             "taken. microbatches=1 has that of the batch, as does a torchmetrics object that is given the samples."
         )
+
+
+def warn_of_mixed_results(captured: Captured, *, known: Set[str]) -> set[str]:
+    """Warn of results that micro-batches change: those that are no sum, mean or extreme over samples.
+
+    Returns:
+        Where they are said, in words; those that are `known` have been told.
+    """
+    mixed = captured.capture.mixed_results()
+    if new := [place for place in mixed if place not in known]:
+        rank_zero_warn(
+            f"{captured.request.method} says what is no sum, mean or extreme over samples: {'; '.join(new)}. It is "
+            "computed for each of the micro-batches, and their mean is taken; microbatches=1 has that of the batch, as "
+            "does a torchmetrics object that is given the samples."
+        )
+    return {*new}
+
+
+def warn_of_buffers_by_parts(captured: Captured, *, count: int, known: Set[str]) -> set[str]:
+    """Warn of buffers that each of several micro-batches changes, but for those of batch norms, which all know of.
+
+    Returns:
+        Their names; those that are `known` have been told.
+    """
+    said = {name for name in captured.capture.buffers_by_parts() if not is_of_norm(captured, name)}
+    if (new := sorted((said | captured.tried_buffers) - known)) and count > 1:
+        rank_zero_warn(
+            f"{captured.request.method} changes {', '.join(new)} for the samples that it is given: {count} times per "
+            "batch, once for every micro-batch, as with gradient accumulation, and not once as on one device. "
+            "microbatches=1 has no such difference."
+        )
+    return {*new}

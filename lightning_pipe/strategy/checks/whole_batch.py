@@ -44,14 +44,9 @@ from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.strategy.checks.check import (
-    Incomparable,
-    on_one_device,
-    plain_run,
-    run_captured,
-)
+from lightning_pipe.strategy.checks.captured_run import run_captured
+from lightning_pipe.strategy.checks.check import Incomparable, on_one_device, plain_run
 from lightning_pipe.strategy.checks.differences import Difference, compared
-from lightning_pipe.strategy.checks.result_trial import is_of_norm
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
 from lightning_pipe.strategy.steps.metrics import wrong_answer
@@ -265,43 +260,11 @@ def warn_of_another_loss(captured: Captured, first: Route, *, is_shared: bool, k
     return {mixing}
 
 
-def warn_of_mixed_results(captured: Captured, *, known: Set[str]) -> set[str]:
-    """Warn of results that micro-batches change: those that are no sum, mean or extreme over samples.
-
-    Returns:
-        Where they are said, in words; those that are `known` have been told.
-    """
-    mixed = captured.capture.mixed_results()
-    if new := [place for place in mixed if place not in known]:
-        rank_zero_warn(
-            f"{captured.request.method} says what is no sum, mean or extreme over samples: {'; '.join(new)}. It is "
-            "computed for each of the micro-batches, and their mean is taken; microbatches=1 has that of the batch, as "
-            "does a torchmetrics object that is given the samples."
-        )
-    return {*new}
-
-
 def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[str]:
     """Name the buffers that replicas would change for their own samples, and whose mean no device would have."""
     averaged = set(captured.capture.averaged_buffers())
     replicated = (program for program in split.stages if len(layout.stages[program.stage]) > 1)
     return sorted(averaged & {name for program in replicated for name in program.mutations})
-
-
-def warn_of_buffers_by_parts(captured: Captured, *, count: int, known: Set[str]) -> set[str]:
-    """Warn of buffers that each of several micro-batches changes, but for those of batch norms, which all know of.
-
-    Returns:
-        Their names; those that are `known` have been told.
-    """
-    said = {name for name in captured.capture.buffers_by_parts() if not is_of_norm(captured, name)}
-    if (new := sorted((said | captured.tried_buffers) - known)) and count > 1:
-        rank_zero_warn(
-            f"{captured.request.method} changes {', '.join(new)} for the samples that it is given: {count} times per "
-            "batch, once for every micro-batch, as with gradient accumulation, and not once as on one device. "
-            "microbatches=1 has no such difference."
-        )
-    return {*new}
 
 
 def measure(
