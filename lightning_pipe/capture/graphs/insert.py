@@ -1,4 +1,7 @@
-"""Add an operation to a traced graph, with all that is known of the others: its value, its place, its line."""
+"""Add an operation to a traced graph, with all that is known of the others: its value, its place, its line.
+
+Its `meta` says that it was inserted: what it does with the number of samples is meant so.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ def insert(before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None
         node = graph.call_function(target, args, kwargs)
     known = ("custom", "seq_nr", "partitioner_tag", "stack_trace")
     node.meta = {key: like.meta[key] for key in known if key in like.meta}
+    node.meta["inserted"] = True
     node.meta["val"] = target(
         *fx.map_arg(args, lambda n: n.meta["val"]),
         **fx.map_arg(kwargs, lambda n: n.meta["val"]),

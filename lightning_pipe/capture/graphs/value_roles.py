@@ -27,7 +27,9 @@ def sized_inputs(node: fx.Node, joint: JointGraph) -> int:
 
 
 def takes_size_as_number(node: fx.Node) -> bool:
-    """Return whether an operation takes a number that depends on the samples as a number, not as a shape or a place."""
+    """Return whether an operation of the step takes a number that depends on the samples as one, not as a shape."""
+    if node.meta.get("inserted"):
+        return False
     row = row_of(node)
     given = node.args if Trait.SIZED not in row.traits else node.args[row.filled_with :] if row.filled_with else ()
     values = (n.meta.get("val") for n in (*given, *node.kwargs.values()) if isinstance(n, fx.Node))
