@@ -257,7 +257,7 @@ class Capture:
     @property
     def unproven(self) -> tuple[str, ...]:
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
-        return unproven_results(self.joint, self.derived)
+        return unproven_results(self.joint, self.flow, self.derived)
 
     @property
     def unproven_buffers(self) -> frozenset[str]:

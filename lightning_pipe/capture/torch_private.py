@@ -273,6 +273,16 @@ def operator_name(node: torch.fx.Node) -> str:
     return target._opname if isinstance(target, OpOverload) else str(getattr(target, "__name__", ""))
 
 
+_WHOLE = ("int", "List[int]", "Optional[int]", "Optional[List[int]]")
+
+
+def shape_arguments(node: torch.fx.Node) -> frozenset[int]:
+    """Return the positions of the arguments of a node's operator that are sizes, or places in them, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    types = [] if schema is None else [str(argument.type) for argument in schema.arguments]
+    return frozenset(place for place, kind in enumerate(types) if kind in _WHOLE)
+
+
 def argument_names(node: torch.fx.Node) -> list[str]:
     """List the names of the arguments of a node's operator; none for a Python function."""
     return [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []

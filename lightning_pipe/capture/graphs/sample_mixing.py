@@ -18,9 +18,9 @@ from lightning_pipe.capture.graphs.sample_flow import (
     leading_to,
     size_function,
 )
-from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
+from lightning_pipe.capture.graphs.value_roles import Role, takes_size_as_number
 from lightning_pipe.capture.operators import Trait, row_of, traits
-from lightning_pipe.capture.torch_private import argument_names, is_backward
+from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 
 
 def mixing_places(joint: JointGraph, flow: Flow) -> str:
@@ -82,10 +82,10 @@ def mixed_beside_loss(joint: JointGraph, flow: Flow) -> set[str]:
     return found
 
 
-def reads_samples(joint: JointGraph, names: Iterable[str]) -> set[str]:
-    """Name those of these values into which the number of samples may have entered as a number: `loss / len(y)`.
+def reads_samples(joint: JointGraph, flow: Flow, names: Iterable[str]) -> set[str]:
+    """Name those of these values into which the number of samples may have entered as a number: `(loss / n).sum()`.
 
-    Into those of a graph of constant size it may have entered anywhere.
+    Into those of a graph of constant size it may have entered anywhere. A sum that is divided by it is known as a mean.
     """
     names = set(names)
     if joint.symbol is None:
@@ -94,9 +94,17 @@ def reads_samples(joint: JointGraph, names: Iterable[str]) -> set[str]:
     for node in joint.module.graph.nodes:
         if is_backward(node) or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
             continue
-        if takes_size_as_number(node) or any(n.name in found for n in node.all_input_nodes):
+        scales = operator_name(node) in ("mul", "div") and flow.roles.get(node.name) in ("mean", "sum")
+        takes = takes_size_as_number(node) and (
+            not scales or any(_has_role(n, flow, "cat") for n in node.all_input_nodes)
+        )
+        if takes or any(n.name in found for n in node.all_input_nodes):
             found.add(node.name)
     return names & found
+
+
+def _has_role(node: fx.Node, flow: Flow, role: Role) -> bool:
+    return flow.roles.get(node.name) == role
 
 
 def _numbers_samples(node: fx.Node, joint: JointGraph) -> bool:

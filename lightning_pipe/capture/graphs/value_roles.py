@@ -13,7 +13,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.operators import Trait, row_of, traits
-from lightning_pipe.capture.torch_private import argument_names, has_no_data, operator_name
+from lightning_pipe.capture.torch_private import argument_names, has_no_data, operator_name, shape_arguments
 
 Role = Literal["same", "cat", "mean", "sum", "max", "min", "linear", "mixed"]
 
@@ -30,9 +30,10 @@ def takes_size_as_number(node: fx.Node) -> bool:
     """Return whether an operation of the step takes a number that depends on the samples as one, not as a shape."""
     if node.meta.get("inserted"):
         return False
-    row = row_of(node)
-    given = node.args if Trait.SIZED not in row.traits else node.args[row.filled_with :] if row.filled_with else ()
-    values = (n.meta.get("val") for n in (*given, *node.kwargs.values()) if isinstance(n, fx.Node))
+    row, shapes = row_of(node), shape_arguments(node)
+    first = 0 if Trait.SIZED not in row.traits else row.filled_with or len(node.args)
+    given = [n for place, n in enumerate(node.args) if place >= first and place not in shapes]
+    values = (n.meta.get("val") for n in given if isinstance(n, fx.Node))
     return any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
 
 

@@ -12,12 +12,12 @@ from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 
 
-def unproven_results(joint: JointGraph, derived: Sequence[Derived]) -> tuple[str, ...]:
+def unproven_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) -> tuple[str, ...]:
     """Name the results, and the loss, into which the number of samples may have entered as a number."""
     said = joint.results[: len(joint.results) - len(joint.record.guards)]
     loss = {joint.loss} - {None}
     made = {one.name for one in derived}
-    return tuple(sorted(reads_samples(joint, {*(name for name in loss if name), *({*said} - made)})))
+    return tuple(sorted(reads_samples(joint, flow, {*(name for name in loss if name), *({*said} - made)})))
 
 
 def mixed_results(
