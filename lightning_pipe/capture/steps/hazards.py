@@ -198,7 +198,7 @@ class Observer(TorchFunctionMode):
 
 def with_size_as_number(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """Return a call that makes a tensor of a size, `torch.tensor(len(x))`, so that the size stays a symbol."""
-    if func not in _OF_NUMBER or not isinstance(args[-1], torch.SymInt | torch.SymFloat):
+    if func not in _OF_NUMBER or not args or not isinstance(args[-1], torch.SymInt | torch.SymFloat):
         return func, args, kwargs
     *like, number = args
     if not like:
