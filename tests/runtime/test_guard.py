@@ -377,6 +377,8 @@ def test_a_rank_that_waits_for_ever_ends_without_any_other(what: str, code: int,
     assert done.returncode == code, done
     assert words in done.stderr and ("lightning_pipe" in done.stderr) is bool(words), done
     assert "without a word" not in done.stderr, done
+    if what.startswith("waits"):
+        assert "Rank 1 was at" in done.stderr and "in wait" in done.stderr, done
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="how a process has ended is read in /proc")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,11 +22,12 @@ from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.failure import IDLE, LEAVING, NO_WAIT, OUTSIDE, Failure, GuardedState, unpacked
 from lightning_pipe.runtime.guard.lines import Lines, Message
 from lightning_pipe.runtime.guard.page import SharedPage
-from lightning_pipe.runtime.guard.process import GuardTimeouts
+from lightning_pipe.runtime.guard.process import GuardTimeouts, say
 
 _BEAT_S = 0.25
 _ANSWER_S = 5.0  # for what the hub is asked
 _MARGIN_S = 3.0  # after our deadline, the guard's
+_MOST_FRAMES = 12  # of the place at which a rank stands that is ended
 _CODE = "import sys; sys.path.insert(0, {root!r}); from lightning_pipe.runtime.guard.process import main; main()"
 
 
@@ -51,6 +53,7 @@ class GuardClient:
         self._on_failure: Callable[[], None] = lambda: None
         self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._asking, self._asked = threading.Lock(), 0
+        self._training = 0  # the thread that has begun a session
         self._deadline_s = GuardTimeouts.deadline_s
         here, there = socket.socketpair()
         self._process = self._start(there, verdict)
@@ -88,6 +91,7 @@ class GuardClient:
         self.heard.clear()
         self.page.wait(NO_WAIT)
         self.page.write(OUTSIDE, -1, b"the start", limit=time.monotonic() + limits.deadline_s + _MARGIN_S)
+        self._training = threading.get_ident()
         begin = {"do": "begin", "rank": rank, "session": self.session, "thread": threading.get_native_id()}
         self._send({**begin, "limits": asdict(limits)})
 
@@ -200,6 +204,8 @@ class GuardClient:
                 if failure.lasting or failure.session >= self.session:
                     self._fail(failure)
             case "end":
+                if self._failure is not None and self._failure.rank == self.rank:
+                    say(f"Rank {self.rank} was at{_place_of(self._training)}")
                 logging.shutdown()
                 os._exit(1)
             case _:
@@ -245,3 +251,10 @@ def _note_exit() -> None:
 def _leave() -> None:
     if has_guard():
         _mine[0].leave()
+
+
+def _place_of(thread: int) -> str:
+    """Return the lines at which a thread stands, the innermost last."""
+    frame = sys._current_frames().get(thread)
+    frames = [] if frame is None else traceback.extract_stack(frame)[-_MOST_FRAMES:]
+    return "".join(f"\n    {place.filename}:{place.lineno} in {place.name}" for place in frames) or " an unknown place"
