@@ -18,7 +18,7 @@ from lightning_pipe.capture.graphs.sample_flow import (
     leading_to,
     size_function,
 )
-from lightning_pipe.capture.graphs.value_roles import Role, takes_size_as_number
+from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import Trait, row_of, traits
 from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
 
@@ -96,15 +96,11 @@ def reads_samples(joint: JointGraph, flow: Flow, names: Iterable[str]) -> set[st
             continue
         scales = operator_name(node) in ("mul", "div") and flow.roles.get(node.name) in ("mean", "sum")
         takes = takes_size_as_number(node) and (
-            not scales or any(_has_role(n, flow, "cat") for n in node.all_input_nodes)
+            not scales or any(flow.roles.get(n.name) == "cat" for n in node.all_input_nodes)
         )
         if takes or any(n.name in found for n in node.all_input_nodes):
             found.add(node.name)
     return names & found
-
-
-def _has_role(node: fx.Node, flow: Flow, role: Role) -> bool:
-    return flow.roles.get(node.name) == role
 
 
 def _numbers_samples(node: fx.Node, joint: JointGraph) -> bool:

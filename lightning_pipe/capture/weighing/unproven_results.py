@@ -15,9 +15,9 @@ from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 def unproven_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) -> tuple[str, ...]:
     """Name the results, and the loss, into which the number of samples may have entered as a number."""
     said = joint.results[: len(joint.results) - len(joint.record.guards)]
-    loss = {joint.loss} - {None}
+    loss = () if joint.loss is None else (joint.loss,)
     made = {one.name for one in derived}
-    return tuple(sorted(reads_samples(joint, flow, {*(name for name in loss if name), *({*said} - made)})))
+    return tuple(sorted(reads_samples(joint, flow, {*loss, *({*said} - made)})))
 
 
 def mixed_results(

@@ -90,22 +90,21 @@ def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
             continue
         begin = time.perf_counter()
         try:
-            found = _tried(captured, tensors, many)
+            found = _tried(captured, tensors, many, total=total)
         except Exception as reason:  # whatever operations raise for so few samples
             log.debug("How results of %s are combined is not tried: %s", request.method, reason)
         seconds = time.perf_counter() - begin
     return found
 
 
-def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int) -> Tried:
-    """Return what parts and the whole of so many samples tell."""
+def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int, *, total: int) -> Tried:
+    """Return what parts and the whole of so many samples, of all that there are, tell."""
     capture, request = captured.capture, captured.request
     dim, cut = request.batch_dim, request.structure.cut(request.batch_dim)
     counts = ((many - many // 2, many // 2), (many // 2, many - many // 2))
     if why := next(filter(None, map(capture.misfit, {many, *counts[0]})), ""):
         raise Incomparable(why)
     arranged = sorted_samples(tensors, cut, dim) or tensors
-    total = next(t.shape[dim] for t, c in zip(tensors, cut, strict=True) if c)
     rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
     kept, trials, states = sorted(_kept_buffers(captured)), list[PartsAndWhole[str]](), list[PartsAndWhole[str]]()
     no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types

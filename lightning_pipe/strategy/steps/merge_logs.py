@@ -213,6 +213,8 @@ class _Merger:
 
 def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], roles: Mapping[Place, FoundRole]) -> tuple[str, ...]:
     """Return where something is said that differs between pieces, and of which nobody knows what it is of the batch."""
+    if len(pieces) == 1:
+        return ()
     first, *others = ({leaf.place: (leaf, value) for leaf, value in _unclear(piece, sizes, roles)} for piece in pieces)
 
     def differs(place: Place, value: torch.Tensor) -> bool:
