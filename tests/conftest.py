@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what was imported to itself: a collection looks through the objects of tests alone, and less often."""
     gc.freeze()
-    gc.set_threshold(200_000, 20, 100)
+    gc.set_threshold(2_000_000, 20, 100)
 
 
 def pytest_unconfigure() -> None:

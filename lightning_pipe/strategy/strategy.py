@@ -70,7 +70,7 @@ from lightning_pipe.strategy.parameters.separable import check_separable
 from lightning_pipe.strategy.parameters.stand_ins import bare
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plans.plan_report import make_room
-from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks
+from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks, unconnected
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, GuardedScriptLauncher
 from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
@@ -330,23 +330,22 @@ class DappleStrategy(ParallelStrategy):
 
     def _connect(self) -> Connections:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
-        ranks, deadline_s = self.world_size, self.config.deadline_s
         if self.num_nodes > 1 and self.cluster_environment is not None:
             choose_card(self.cluster_environment.main_address)
-        if ranks > 1 and self._watch is None:
+        if self.world_size == 1:
+            return unconnected()
+        if self._watch is None:
             self._begin_watch()
-        if ranks > 1 and not dist.is_initialized():
-            assert self.cluster_environment is not None and self._watch is not None, "set by the trainer"
+        assert self.cluster_environment is not None and self._watch is not None, "set by the trainer"
+        if not dist.is_initialized():
             environment = self.cluster_environment
             store = join_ranks(self._watch, address=environment.main_address, port=environment.main_port)
             backend = self._backend or private.default_backend(self.root_device)
             with self._watch.opening("the process group"):
-                timeout = timedelta(seconds=deadline_s + MARGIN_S)
+                timeout = timedelta(seconds=self.config.deadline_s + MARGIN_S)
                 private.init_dist_connection(environment, backend, store=store, timeout=timeout)
-        links = connect_ranks(
-            self.global_rank, ranks, device=self.root_device, deadline_s=deadline_s, watch=self._watch
-        )
-        self._has_met = ranks > 1
+        links = connect_ranks(self._watch, device=self.root_device)
+        self._has_met = True
         return links
 
     @contextlib.contextmanager
@@ -355,15 +354,14 @@ class DappleStrategy(ParallelStrategy):
         if self._links is not None or self._failed or not self._has_met:
             yield self._links
             return
-        links, is_healthy = self._connect(), False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end_watch)
+            links, is_healthy = self._connect(), False
+            undo.callback(lambda: links.close(healthy=is_healthy))
             yield links
             # who closes while another still connects ends its connections
             links.control.sum(torch.zeros(1), what="the other ranks (before connections are closed)")
             is_healthy = True
-        finally:
-            links.close(healthy=is_healthy)
-            self._end_watch()
 
     @contextlib.contextmanager
     def _control(self) -> Iterator[ControlPlane | None]:

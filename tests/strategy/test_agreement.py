@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.strategy.ranks.connections import connect_ranks
 from lightning_pipe.strategy.steps.step_runtime import agree
+from ranks.links import connected
 from ranks.world import Raised, World
 
 
 def say(plans: list[str]) -> None:
-    links = connect_ranks(dist.get_rank(), dist.get_world_size(), device=torch.device("cpu"), deadline_s=20.0)
-    agree(links, {"torch": "2.13", "plan": plans[dist.get_rank()]})
+    with connected() as links:
+        agree(links, {"torch": "2.13", "plan": plans[dist.get_rank()]})
 
 
 def test_a_difference_is_told_on_every_rank_with_who_means_what() -> None:
@@ -28,16 +28,17 @@ def test_agreement_says_nothing() -> None:
 
 
 def exchange() -> tuple[object, ...]:
-    links = connect_ranks(dist.get_rank(), dist.get_world_size(), device=torch.device("cpu"), deadline_s=20.0)
-    control, rank = links.control, dist.get_rank()
-    brought = [control.to_first(("from", source), source=source, what="test") for source in range(3)]
+    rank = dist.get_rank()
     mine = torch.full((2,), float(rank))
-    return (
-        control.broadcast({"rank": rank}, source=2, what="test"),
-        brought,
-        control.copy(mine.clone(), source=1, what="test").tolist(),
-        control.sum(mine.clone(), what="test").tolist(),
-    )
+    with connected() as links:
+        control = links.control
+        brought = [control.to_first(("from", source), source=source, what="test") for source in range(3)]
+        return (
+            control.broadcast({"rank": rank}, source=2, what="test"),
+            brought,
+            control.copy(mine.clone(), source=1, what="test").tolist(),
+            control.sum(mine.clone(), what="test").tolist(),
+        )
 
 
 def test_objects_and_tensors_travel() -> None:
@@ -49,8 +50,8 @@ def test_objects_and_tensors_travel() -> None:
 
 
 def fail_together() -> None:
-    links = connect_ranks(dist.get_rank(), dist.get_world_size(), device=torch.device("cpu"), deadline_s=20.0)
-    links.control.agreed(lambda: 1 // 0, source=1, what="test")
+    with connected() as links:
+        links.control.agreed(lambda: 1 // 0, source=1, what="test")
 
 
 def test_an_error_of_the_rank_that_decides_is_raised_everywhere() -> None:

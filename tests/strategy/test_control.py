@@ -5,24 +5,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.strategy.ranks.connections import connect_ranks
+from ranks.links import connected
 from ranks.world import World
 
 
 def tell_in_turns() -> int:
     """Rank 0 tells; each rank listens only when the one before it has gone on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    links = connect_ranks(rank, ranks, device=torch.device("cpu"), deadline_s=20.0)
     note = torch.zeros(1)
     heard = torch.tensor([7 if rank == 0 else 0])
-    if rank > 0:
-        dist.recv(note, src=rank - 1)
-    links.control.tell(heard, source=0, what="a number")
-    if rank + 1 < ranks:
-        dist.send(note, dst=rank + 1)
-    links.control.sum(torch.zeros(1), what="the other ranks")
-    links.close()
-    links.watch.close()
+    with connected() as links:
+        if rank > 0:
+            dist.recv(note, src=rank - 1)
+        links.control.tell(heard, source=0, what="a number")
+        if rank + 1 < ranks:
+            dist.send(note, dst=rank + 1)
+        links.control.sum(torch.zeros(1), what="the other ranks")
     return int(heard)
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture.python.places import ClassAttributes, Place
@@ -22,8 +21,8 @@ from lightning_pipe.capture.python.users_code import (
     reached,
 )
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.torchmetrics_objects import is_metric_or_collection
 
-_METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
 _INTERNAL = frozenset("_parameters _buffers _modules training _trainer log log_dict _compiled_call_impl".split())
 _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
 _LIGHTNING = frozenset(vars(pl.LightningModule())) - {"_hparams"}
@@ -41,7 +40,7 @@ def attributes_of(owner: nn.Module) -> dict[str, Any]:
 
 def owners_of(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:
     """Return the module and its sub-modules with their paths; torchmetrics objects are left alone."""
-    return [(path, owner) for path, owner in module.named_modules() if not isinstance(owner, _METRICS)]
+    return [(path, owner) for path, owner in module.named_modules() if not is_metric_or_collection(owner)]
 
 
 def attribute_slot(path: str, owner: nn.Module, name: str) -> Place:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.capture.operators import depends_on_values, makes_constant
-from lightning_pipe.capture.recording.unit_state import held_by, owners_of, tensors_in
+from lightning_pipe.capture.recording.unit_state import held_by, prefixed_owners, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.steps.module_tables import canonical_names
@@ -223,7 +223,7 @@ def _state_of(module: pl.LightningModule) -> Iterator[tuple[torch.Tensor, Source
     canonical: Mapping[str, str] = canonical_names(module)
     yield from ((p, ("parameter", canonical[name])) for name, p in module.named_parameters())
     yield from ((b, ("state", name)) for name, b in module.named_buffers())
-    for prefix, owner in owners_of(module):
+    for prefix, owner in prefixed_owners(module):
         for name, value in held_by(owner).content.items():
             yield from ((tensor, ("state", prefix + name)) for tensor in tensors_in(value))
 

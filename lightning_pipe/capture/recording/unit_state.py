@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import nn
 
-from lightning_pipe.capture.python.state_slots import attributes_of
+from lightning_pipe.capture.python.state_slots import attributes_of, owners_of
 from lightning_pipe.capture.steps.module_tables import refill
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.torchmetrics_objects import is_metric_or_collection
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _CHANGEABLE = (list, dict, set, deque)
@@ -85,11 +85,9 @@ def _same_items(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
     return len(one) == len(two) and all(map(_same, one, two))
 
 
-def owners_of(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:
-    """Return the module and its sub-modules with the beginning of their names; torchmetrics objects are left alone."""
-    metrics = (torchmetrics.Metric, torchmetrics.MetricCollection)
-    named = ((path, owner) for path, owner in module.named_modules() if not isinstance(owner, metrics))
-    return [(f"{path}." if path else "", owner) for path, owner in named]
+def prefixed_owners(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:
+    """Return the owners of a module's state with the beginning of their names."""
+    return [(f"{path}." if path else "", owner) for path, owner in owners_of(module)]
 
 
 def held_by(owner: nn.Module) -> Held:
@@ -109,7 +107,7 @@ class StateWatch:
     """Tell what has changed since the last question."""
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self._owners = owners_of(module)
+        self._owners = prefixed_owners(module)
         self._before = [held_by(owner) for _, owner in self._owners]
 
     def changed(self) -> dict[str, Any]:
@@ -167,7 +165,7 @@ def _undo(module: pl.LightningModule) -> list[Callable[[], object]]:
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers, owner._modules):
             actions.append(partial(refill, table, dict(table)))
-        if isinstance(owner, (torchmetrics.Metric, torchmetrics.MetricCollection)):
+        if is_metric_or_collection(owner):
             continue
         actions.append(partial(setattr, owner, "training", owner.training))
     actions += [partial(_put_back, p, p.data, p.requires_grad) for p in module.parameters()]

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture.python.tracked_number import is_tracked
@@ -31,8 +30,8 @@ from lightning_pipe.capture.steps.record import (
 )
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.torchmetrics_objects import is_metric_or_collection
 
-_METRICS = (torchmetrics.Metric, torchmetrics.MetricCollection)
 _RECORDED = ("update", "forward", "compute", "reset")  # of them
 
 
@@ -92,7 +91,7 @@ class StepRecording:
 
 def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
     """Return the torchmetrics objects of a module by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, _METRICS)}
+    return {name: part for name, part in module.named_modules() if is_metric_or_collection(part)}
 
 
 @contextlib.contextmanager
@@ -166,7 +165,7 @@ class _Caller:
             return self._recording.ref(value.tensor)
         if isinstance(value, MetricResult):
             return MetricValue(value.call)
-        if isinstance(value, _METRICS):
+        if is_metric_or_collection(value):
             return MetricRef(self._paths[id(value)]) if id(value) in self._paths else value
         return self._recording.lift(value)
 

@@ -16,6 +16,7 @@ import torchmetrics
 
 from lightning_pipe.capture.steps.hazards import hazard, user_line
 from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.torchmetrics_objects import is_metric
 
 
 class MetricResult:
@@ -94,9 +95,7 @@ def value_of_call(metric: torch.nn.Module, own: Mapping[str, Any], args: Any, kw
     Raises:
         CaptureError: if it is made of other such objects.
     """
-    if not isinstance(metric, torchmetrics.Metric) or any(
-        isinstance(m, torchmetrics.Metric) for m in metric.children()
-    ):
+    if not is_metric(metric) or any(map(is_metric, metric.children())):
         raise hazard(
             "the value of several torchmetrics objects is used by the step (it can only be logged)", user_line(2)
         )

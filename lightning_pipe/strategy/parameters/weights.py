@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture import canonical_names
@@ -41,6 +40,7 @@ from lightning_pipe.strategy.parameters.stand_ins import (
 )
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.start.room import HostRoom, room_for_runs
+from lightning_pipe.torchmetrics_objects import is_metric
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class Weights:
         self.buffers.show()
         moved = {id(buffer): buffer.to(device) for buffer in self._module.buffers()}
         for module in self._module.modules():
-            if isinstance(module, torchmetrics.Metric):
+            if is_metric(module):
                 module.to(device)
             for name, buffer in module._buffers.items():
                 if buffer is not None:

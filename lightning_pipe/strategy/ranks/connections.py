@@ -210,19 +210,25 @@ def _addresses() -> list[str]:
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
 
 
-def connect_ranks(
-    rank: int, ranks: int, *, device: torch.device, deadline_s: float, watch: GuardedWatch | None = None
-) -> Connections:
-    """Connect this rank with the others of the default process group; on all ranks together."""
-    if ranks == 1:
-        alone = Unwatched()
-        return Connections(Hub().endpoint(0), ControlPlane(None, rank=0, ranks=1, wait=alone.wait), alone)
-    watch = watch or begin_watch(rank, ranks, deadline_s=deadline_s)
+def unconnected() -> Connections:
+    """Return what stands for connections where there is one rank."""
+    alone = Unwatched()
+    return Connections(Hub().endpoint(0), ControlPlane(None, rank=0, ranks=1, wait=alone.wait), alone)
+
+
+def connect_ranks(watch: GuardedWatch, *, device: torch.device) -> Connections:
+    """Connect this rank with the others of the default process group; on all ranks together.
+
+    Args:
+        watch: over this rank; who has begun it ends it.
+        device: of the messages of programs.
+    """
+    deadline_s = watch.patience.deadline_s
     with watch.opening("the connections between ranks"):
         assert dist.group.WORLD is not None, "torch.distributed is initialised"
         meet_guards(watch, dist.group.WORLD.get_group_store(), start=time.monotonic())
         transport = process_group_transport(device, deadline_s=deadline_s)
         watch.guard.on_failure(transport.abort)
-        host = GlooTransport(rank=rank, ranks=ranks, timeout_s=deadline_s + MARGIN_S)
-        control = ControlPlane(host, rank=rank, ranks=ranks, wait=watch.wait, begun=watch.exchange)
+        host = GlooTransport(rank=watch.rank, ranks=watch.ranks, timeout_s=deadline_s + MARGIN_S)
+        control = ControlPlane(host, rank=watch.rank, ranks=watch.ranks, wait=watch.wait, begun=watch.exchange)
         return Connections(transport, control, watch)

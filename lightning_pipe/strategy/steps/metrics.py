@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-import torchmetrics
 from torch import nn
 from typing_extensions import assert_never
 
@@ -39,6 +38,7 @@ from lightning_pipe.capture.steps.trees import found_in, mapped
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.torchmetrics_objects import is_metric
 
 
 def outputs(record: StepRecord) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class MetricsAlone:
     """Tell the torchmetrics objects of a module that there are no other ranks, and undo it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = [(m, m.distributed_available_fn) for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+        self._before = [(m, m.distributed_available_fn) for m in module.modules() if is_metric(m)]
 
     def begin(self) -> None:
         """Switch synchronisation over ranks off."""
