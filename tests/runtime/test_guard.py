@@ -51,6 +51,7 @@ class Guards:
 
     def __init__(self, ranks: int) -> None:
         self.told: list[tuple[int, Failure]] = []
+        self.where: dict[str, Any] = {}
         self.said: list[str] = []
         self.hub = GuardHub(self._tell, self.said.append, stale_s=10)
         for rank in range(ranks):
@@ -58,7 +59,10 @@ class Guards:
             self.hub.take(rank, {"do": "session", "number": 1}, 0.0)
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
-        self.told.append((rank, Failure(**message["failure"])))
+        if message["say"] == "where":
+            self.where = message["states"]
+        else:
+            self.told.append((rank, Failure(**message["failure"])))
 
     def fail(self, rank: int, *, when: float, now: float, **fields: Any) -> None:
         failure = Failure(rank, "at 0F1 of step 3", "a cause", session=1, when=when, **fields)
@@ -99,6 +103,16 @@ def test_a_rank_whose_script_has_ended_is_missed_by_the_next_fit():
     assert [failure.cause for _, failure in guards.told] == [
         "its script has ended, but other ranks wait for it in another fit"
     ]
+
+
+def test_what_a_rank_did_in_its_last_session_is_not_told_in_the_next():
+    guards = Guards(2)
+    guards.hub.take(1, {"do": "beat", "state": asdict(GuardedState(OUTSIDE, -1, "a meeting"))}, 0.0)
+    guards.hub.take(0, {"do": "where", "ranks": [1], "number": 1}, 0.1)
+    assert guards.where["1"]["at"] == "a meeting"
+    guards.hub.take(1, {"do": "session", "number": 2}, 0.2)
+    guards.hub.take(0, {"do": "where", "ranks": [1], "number": 2}, 0.3)
+    assert guards.where["1"] == asdict(GuardedState(OUTSIDE))
 
 
 @pytest.mark.parametrize("silent", [True, False])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from lightning_pipe.runtime.guard.failure import Failure, GuardedState, unpacked
+from lightning_pipe.runtime.guard.failure import OUTSIDE, Failure, GuardedState, unpacked
 from lightning_pipe.runtime.guard.lines import Message
 
 MOMENT_S = 0.4  # between the first word of a death and the decision who was first
@@ -102,6 +102,7 @@ class GuardHub:
 
     def _begin(self, rank: int, session: int) -> None:
         self._sessions[rank] = session
+        self._states[rank] = GuardedState(mode=OUTSIDE)  # what it did last, it did in another session
         self._raised = {number: failure for number, failure in self._raised.items() if number >= session - 1}
         known = self._raised.get(session) or self._lasting
         if known is not None:

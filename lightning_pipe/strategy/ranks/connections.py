@@ -179,6 +179,7 @@ def meet_guards(watch: GuardedWatch, store: dist.Store, *, start: float) -> None
     """Let the guards of all ranks meet at that of rank 0, in time counted from `start`; on all ranks, once."""
     guard, key = watch.guard, _KEY.format("guard")
     if guard.has_met:
+        guard.where(())  # when that is answered, the others are no longer told what this rank did in its last session
         return
     if watch.rank == 0:
         store.set(key, json.dumps({"addresses": _addresses(), "hub": guard.host()}))
