@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import sys
 import sysconfig
 import time
@@ -148,18 +149,19 @@ def _code_files() -> list[str]:
     standard, torchs = sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent)
     others = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     loaded: list[Any] = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    files = sorted({file for file in loaded if isinstance(file, str) and _stamp(file) is not None})
     return [
         file
-        for file in files
-        if not file.startswith(torchs) and (file.startswith(others) or not file.startswith(standard))
+        for file in sorted({file for file in loaded if isinstance(file, str)})
+        if not file.startswith(torchs)
+        and (file.startswith(others) or not file.startswith(standard))
+        and _stamp(file) is not None
     ]
 
 
 def _stamp(file: str) -> list[int] | None:
     """Return time and size of a file; None if there is none."""
     try:
-        found = Path(file).stat()
+        found = os.stat(file)
     except OSError:
         return None
     return [found.st_mtime_ns, found.st_size]
