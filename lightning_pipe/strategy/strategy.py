@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,7 @@ from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.parameters.initial_values import make
 from lightning_pipe.strategy.parameters.meta_modules import adopt
+from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.pending import converting
 from lightning_pipe.strategy.parameters.separable import check_separable
 from lightning_pipe.strategy.parameters.stand_ins import bare
@@ -174,6 +175,7 @@ class DappleStrategy(ParallelStrategy):
         self._has_met = False  # whether this rank was connected with the others
         self._feed: Feed | None = None
         self._session: Session | None = None
+        self._groups: Sequence[Groups] = ()  # of the optimizers of the last fit, whatever has been evaluated since
         self._outcome = FitOutcome()  # of a fit in other processes, or of none
         self._synchronise = True
         self._failed = False
@@ -414,6 +416,7 @@ class DappleStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers)
+            self._groups = self._session.groups
             self._stopwatch.lap("optimizers")
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
@@ -614,7 +617,7 @@ class DappleStrategy(ParallelStrategy):
             if self._session is None or links is None or optimizer not in self.optimizers:
                 return super().optimizer_state(optimizer)
             self._session.settle()
-            groups = self._session.groups[self.optimizers.index(optimizer)]
+            groups = self._groups[self.optimizers.index(optimizer)]
             if self.config.save_distributed_checkpoint:
                 return groups.part(links.control.rank)
             return groups.gather(links.control, placed=self._placed(self._session.weights))
@@ -629,7 +632,7 @@ class DappleStrategy(ParallelStrategy):
                 what = "where the checkpoint is written"
                 path = Path(weights.control.broadcast(os.fspath(filepath), source=0, what=what))
                 in_fit = self._links is not None
-                self._directories.save(path, checkpoint, weights=weights, groups=session.groups, in_fit=in_fit)
+                self._directories.save(path, checkpoint, weights=weights, groups=self._groups, in_fit=in_fit)
         elif self.is_global_zero and storage_options is None and self._writes_files(filepath):
             save_plain(Path(filepath), checkpoint)
         else:
@@ -657,9 +660,8 @@ class DappleStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the parameters that are here from those of all."""
-        assert self._session is not None, "set up by the trainer"
         states = checkpoint["optimizer_states"]  # none in a checkpoint that was saved before there were optimizers
-        for groups, optimizer, state in zip(self._session.groups, self.optimizers, states, strict=False):
+        for groups, optimizer, state in zip(self._groups, self.optimizers, states, strict=False):
             groups.load(state)
             private.optimizer_to_device(optimizer, self.root_device)
 

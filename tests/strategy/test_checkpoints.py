@@ -20,7 +20,15 @@ from strategy.fits import Losses, assert_same, dapple, fitted, make_trainer
 F64 = {"dtype": torch.float64}
 
 
-def train(name: str, options: dict[str, Any] | None, *, epochs: int, save: str | None = None, load: str | None = None):
+def train(
+    name: str,
+    options: dict[str, Any] | None,
+    *,
+    epochs: int,
+    save: str | None = None,
+    load: str | None = None,
+    evaluate: bool = False,
+):
     """Fit, from a checkpoint if one is given, and save one afterwards if wanted; a worker function."""
     strategy = "auto" if options is None else dapple(**options)
     module, losses = make_module(name, **F64).train(), Losses()
@@ -28,6 +36,9 @@ def train(name: str, options: dict[str, Any] | None, *, epochs: int, save: str |
     torch.manual_seed(5)
     loaders = make_loader(name, **F64), make_loader(name, seed=1, **F64)
     trainer.fit(module, *loaders, ckpt_path=load)
+    if evaluate:
+        trainer.validate(module, loaders[1], verbose=False)
+        trainer.predict(module, loaders[1])
     if save is not None:
         trainer.save_checkpoint(save)
     return fitted(trainer, module, losses.losses)
@@ -48,11 +59,17 @@ def best_checkpoint(folder: str) -> tuple[str, list[str]]:
     return checkpoint.best_model_path, sorted(path.name for path in Path(folder).iterdir())
 
 
-@pytest.mark.parametrize(("name", "layout"), [("parameter_groups", "1-1"), ("gpt_tied", "2-1")])
-def test_a_checkpoint_holds_what_one_device_would_have_saved(name: str, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "evaluate"),
+    [("parameter_groups", "1-1", False), ("parameter_groups", "1-1", True), ("gpt_tied", "2-1", True)],
+)
+def test_a_checkpoint_holds_what_one_device_would_have_saved(
+    name: str, layout: str, evaluate: bool, tmp_path: Path
+) -> None:
     theirs, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "pipeline.ckpt")
-    train(name, None, epochs=1, save=theirs)
-    World(sum(map(int, layout.split("-")))).run(train_and_save, name, {"layout": layout, "microbatches": 2}, ours)
+    train(name, None, epochs=1, save=theirs, evaluate=evaluate)
+    options = {"layout": layout, "microbatches": 2}
+    World(sum(map(int, layout.split("-")))).run(train_and_save, name, options, ours, evaluate)
     expected, found = (torch.load(path, weights_only=False) for path in (theirs, ours))
     assert list(found) == list(expected)
     assert list(found["state_dict"]) == list(expected["state_dict"])
@@ -65,8 +82,8 @@ def test_a_checkpoint_holds_what_one_device_would_have_saved(name: str, layout: 
     assert found["loops"]["fit_loop"] == expected["loops"]["fit_loop"]
 
 
-def train_and_save(name: str, options: dict[str, Any], path: str) -> None:
-    train(name, options, epochs=1, save=path)
+def train_and_save(name: str, options: dict[str, Any], path: str, evaluate: bool = False) -> None:
+    train(name, options, epochs=1, save=path, evaluate=evaluate)
 
 
 def resume(name: str, options: dict[str, Any], path: str) -> Any:

@@ -20,8 +20,8 @@ from lightning_pipe.capture.python.users_code import (
     names_in,
     reached,
 )
+from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
 from lightning_pipe.lightning_names import pl
-from lightning_pipe.torchmetrics_objects import is_metric_or_collection
 
 _INTERNAL = frozenset("_parameters _buffers _modules training _trainer log log_dict _compiled_call_impl".split())
 _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes

@@ -22,8 +22,8 @@ from lightning_pipe.capture.steps.module_tables import refill
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
+from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
 from lightning_pipe.lightning_names import pl
-from lightning_pipe.torchmetrics_objects import is_metric_or_collection
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _CHANGEABLE = (list, dict, set, deque)

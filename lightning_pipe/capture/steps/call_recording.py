@@ -29,8 +29,8 @@ from lightning_pipe.capture.steps.record import (
     Ref,
 )
 from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
 from lightning_pipe.lightning_names import pl
-from lightning_pipe.torchmetrics_objects import is_metric_or_collection
 
 _RECORDED = ("update", "forward", "compute", "reset")  # of them
 

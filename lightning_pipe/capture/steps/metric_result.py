@@ -16,7 +16,7 @@ import torchmetrics
 
 from lightning_pipe.capture.steps.hazards import hazard, user_line
 from lightning_pipe.capture.steps.trees import mapped
-from lightning_pipe.torchmetrics_objects import is_metric
+from lightning_pipe.capture.torchmetrics_objects import is_metric
 
 
 class MetricResult:

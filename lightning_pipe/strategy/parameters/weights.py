@@ -23,6 +23,7 @@ from torch import nn
 
 from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.capture.torchmetrics_objects import is_metric
 from lightning_pipe.core.program import Layout
 from lightning_pipe.core.sharding import owners
 from lightning_pipe.lightning_names import pl
@@ -40,7 +41,6 @@ from lightning_pipe.strategy.parameters.stand_ins import (
 )
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.start.room import HostRoom, room_for_runs
-from lightning_pipe.torchmetrics_objects import is_metric
 
 
 @dataclass(frozen=True)

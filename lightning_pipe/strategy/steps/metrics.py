@@ -35,10 +35,10 @@ from lightning_pipe.capture.steps.record import (
     StepRecord,
 )
 from lightning_pipe.capture.steps.trees import found_in, mapped
+from lightning_pipe.capture.torchmetrics_objects import is_metric
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.runtime.exchanges.slicing import Content
-from lightning_pipe.torchmetrics_objects import is_metric
 
 
 def outputs(record: StepRecord) -> tuple[str, ...]:
