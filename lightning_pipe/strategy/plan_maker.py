@@ -26,6 +26,7 @@ from lightning_pipe.planner.problem import Problem
 from lightning_pipe.strategy.checks.captured_run import one_stage
 from lightning_pipe.strategy.checks.check import Checked, check_captured, too_large
 from lightning_pipe.strategy.checks.whole_batch import (
+    CutLossError,
     cut_by_numbers,
     fewest_samples,
     kept_by_replicas,
@@ -54,8 +55,8 @@ class _SlicesDiffer(Exception):  # no error: another plan follows
     """Replicas would share the samples of micro-batches, but slices of them do not give what the whole gives."""
 
 
-class _ReplicasKeep(Exception):  # no error: another plan follows
-    """Replicas would change buffers for their own samples, whose mean is not what one device has."""
+class _StaysWhole(Exception):  # no error: another plan follows
+    """Batches are not cut, for a reason that follows "since"."""
 
 
 class PlanMaker:
@@ -116,9 +117,9 @@ class PlanMaker:
                 warn_of_shared_samples(captured)
                 self._preparation.plan_by(None)
                 self._cuts.shares_samples, captured = False, captured.without_slices()
-            except _ReplicasKeep as kept:
+            except _StaysWhole as reason:
                 self._preparation.plan_by(None)
-                self._preparation.whole, captured = str(kept), captured.left_whole(str(kept))
+                self._preparation.whole, captured = str(reason), captured.left_whole(str(reason))
             except _WrongCapture as wrong:
                 log.info("%s is replayed: %s", call.method, wrong)
                 captured = self._first_capture(call, reason=str(wrong))
@@ -133,7 +134,7 @@ class PlanMaker:
         Raises:
             _WrongCapture: on every rank, if the step is one graph that does not compute what the step computes, and
                 replay may be tried.
-            _SlicesDiffer, _ReplicasKeep: on every rank, if another plan is needed.
+            _SlicesDiffer, _StaysWhole: on every rank, if another plan is needed.
             PlanError: on every rank, if the step computes nothing.
         """
         training = call.method == TRAINING
@@ -222,12 +223,12 @@ class PlanMaker:
         """Look whether replicas would keep what the samples of the others have no part in.
 
         Raises:
-            _ReplicasKeep: with the reason why batches are not cut, if they would.
+            _StaysWhole: if they would.
         """
         if captured.capture.whole or not captured.capture.averaged_buffers():
             return
         if names := kept_by_replicas(captured, self._preparation.split(captured, cuts), self._cuts.planned.layout):
-            raise _ReplicasKeep(f"what it keeps in the buffer {', '.join(names)} depends on the samples")
+            raise _StaysWhole(f"what it keeps in the buffer {', '.join(names)} depends on the samples")
 
     def _wanted(self, captured: Captured) -> DappleConfig:
         """Return the options that the planner keeps to; a batch that must not be cut is one micro-batch."""
@@ -236,7 +237,7 @@ class PlanMaker:
             return self._config
         rank_zero_warn(
             f"{captured.request.method} takes whole batches, as one micro-batch each, since {whole}. So ranks work one "
-            "after another; a step that keeps nothing that depends on the samples is faster."
+            "after another; a step whose batches can be cut is faster (see docs/capture.md)."
         )
         return replace(self._config, microbatches=1) if self._cuts.given is None else self._config
 
@@ -308,13 +309,22 @@ class PlanMaker:
 
         Returns:
             Whether cutting changes nothing, and losses are combined as their operations say.
+
+        Raises:
+            CutLossError: on every rank, if cutting makes another loss of it, and the user has said how to cut.
+            _StaysWhole: on every rank, if it does, and the user has not.
         """
         sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
         parts = self._cuts.parts(captured.capture, sum(sizes))
         if len(parts) <= 1:
             return True
         control = self._links.control
-        cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
+        try:
+            cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
+        except CutLossError as error:
+            if self._config.microbatches is not None or self._cuts.given is not None:
+                raise
+            raise _StaysWhole(error.reason) from None
         if cut is not None and cut.slices_differ:
             raise _SlicesDiffer
         self._preparation.role = None if cut is None else cut.role

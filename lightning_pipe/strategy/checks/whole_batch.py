@@ -33,7 +33,8 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -60,6 +61,21 @@ _RANDOM_SECONDS = 2.0  # for random orders of the samples of a batch, after the 
 _SMALL = 32  # samples of a batch of which more orders are looked at: what is right for few of them is so by chance
 _FEW = 3  # samples of a part, where only whether cutting changes anything is of interest
 _OTHER: dict[Role, Role] = {"mean": "sum", "sum": "mean"}
+
+
+class CutLossError(CaptureError):
+    """A loss of the parts of a batch is not that of the batch, and cannot be made of them.
+
+    Attributes:
+        reason: why, to follow "since".
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(CutLossError, reason=self.reason), (str(self),)
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,7 @@ def cut_by_numbers(
         seconds: what running the plain and the captured step on one micro-batch has taken.
 
     Raises:
-        CaptureError: on every rank, if a replayed loss divides by what differs between micro-batches, or a loss is a
+        CutLossError: on every rank, if a replayed loss divides by what differs between micro-batches, or a loss is a
             number for the batch and none for a micro-batch.
     """
 
@@ -363,15 +379,17 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
         f"{found.worst.relative:.1e} of its largest value."
     )
     if not found.is_sorted and (why := _unweighable(capture, found)):
-        raise CaptureError(
+        raise CutLossError(
             f"{text} The loss {why}, which a replayed step cannot weigh. "
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
-            "same."
+            "same.",
+            reason=f"its loss {why}, which a replayed step cannot weigh",
         )
     if not found.is_sorted and math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
-        raise CaptureError(
+        raise CutLossError(
             f"{text} {capture.mixing()} Training would make all weights NaN. Set microbatches=1, or use fewer "
-            "micro-batches; check=false trains all the same."
+            "micro-batches; check=false trains all the same.",
+            reason="its loss is a number for the batch and none for a micro-batch",
         )
     rank_zero_warn(f"{text} {capture.mixing()} {AS_ACCUMULATION}")
 

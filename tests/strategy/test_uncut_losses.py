@@ -1,0 +1,73 @@
+"""A loss that micro-batches cannot make: whole batches are taken where the planner may say so, else it is an error."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ranks.world import Raised, World
+from strategy.fits import Losses, dapple, make_trainer
+
+SLOW = """
+hosts:
+- name: a
+  devices: [{kind: slow, count: 2, memory: 1 GiB, rates: {memory: 1 MB/s, tflops: {float64: 0.001}}}]
+  inside: {latency: 1 us, bandwidth: 10 GB/s}
+"""  # computes so slowly that a planner cuts batches
+
+
+class Selects(pl.LightningModule):
+    """The mean over samples that a mask selects, of which micro-batches have unequal numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
+        ).double()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        kept = x[:, 0] > 0
+        return F.cross_entropy(self.layers(x)[kept], y[kept])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(options: dict[str, Any] | None) -> tuple[list[float], list[str]]:
+    """Return the losses of a fit, and what it warned of."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 8, generator=draw, dtype=torch.float64)
+    data = TensorDataset(x, torch.randint(4, (24,), generator=draw))
+    losses = Losses()
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Selects(), DataLoader(data, batch_size=8))
+    return losses.losses, [str(one.message) for one in caught]
+
+
+def test_batches_stay_whole_where_the_planner_would_cut_them(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(SLOW)
+    expected, _ = trained(None)
+    told = World(2).run(trained, {"layout": "1-1", "cluster": str(path), "planner": "auto"})
+    for losses, _ in told:
+        assert losses == pytest.approx(expected, rel=1e-9)
+    (said,) = [text for text in told[0][1] if "takes whole batches" in text]
+    assert "since its loss" in said
+
+
+def test_a_number_of_micro_batches_that_the_user_wants_is_not_changed_without_a_word() -> None:
+    for result in World(2).results(trained, {"layout": "1-1", "microbatches": 2}):
+        assert isinstance(result, Raised) and result.kind == "CutLossError", result
+        assert "which a replayed step cannot weigh. Set microbatches=1" in result.text
