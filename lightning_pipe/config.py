@@ -192,6 +192,12 @@ class DappleConfig:
         return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 
     @property
+    def cuts_as_told(self) -> bool:
+        """Return whether the user has said into how many micro-batches batches are cut."""
+        wanted = self.constraints
+        return self.plan is not None or wanted.microbatches is not None or bool(wanted.order)
+
+    @property
     def _sharding(self) -> Sharding:
         """Return whether plans share optimizer state; those of ranks that run ahead do not, as a step may be undone."""
         if self.post_validation:

@@ -55,14 +55,6 @@ class Plays(Protocol):
         """Return (micro-batch, first sample, samples, words) of every play of the batch that says something."""
         ...
 
-    def unequal_denominator(self) -> str:
-        """Return the line where plays of the batch divided by counts that weigh wrongly, or ""."""
-        ...
-
-    def unlike_bend(self) -> str:
-        """Return the line where plays of the batch bent some of their numbers and not all, or ""."""
-        ...
-
     def leave_whole(self, reason: str) -> None:
         """Do not cut batches from now on; on all ranks."""
         ...

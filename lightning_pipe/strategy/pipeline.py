@@ -61,7 +61,12 @@ class Pipeline:
         self._cuts, self._known = self._preparation.cuts, self._preparation.known
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
         self.runner = Runner(
-            setup.links, weights=setup.weights, later=later, batch_dim=setup.config.batch_dim, device=setup.device
+            setup.links,
+            weights=setup.weights,
+            later=later,
+            cuts_as_told=setup.config.cuts_as_told,
+            batch_dim=setup.config.batch_dim,
+            device=setup.device,
         )
 
     @property

@@ -322,7 +322,7 @@ class PlanMaker:
         try:
             cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
         except CutLossError as error:
-            if self._config.microbatches is not None or self._cuts.given is not None:
+            if self._config.cuts_as_told:
                 raise
             raise _StaysWhole(error.reason) from None
         if cut is not None and cut.slices_differ:

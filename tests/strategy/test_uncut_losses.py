@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,31 +45,48 @@ class Selects(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(options: dict[str, Any] | None) -> tuple[list[float], list[str]]:
-    """Return the losses of a fit, and what it warned of."""
+def trained(options: dict[str, Any] | None, alike: bool = False) -> tuple[list[float], list[str]]:
+    """Return the losses of a fit, and what it said; `alike`: every second sample of the first batch is selected."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(24, 8, generator=draw, dtype=torch.float64)
+    if alike:
+        x[:8, 0] = torch.tensor([1.0, -1.0] * 4)
     data = TensorDataset(x, torch.randint(4, (24,), generator=draw))
     losses = Losses()
     trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(Selects(), DataLoader(data, batch_size=8))
-    return losses.losses, [str(one.message) for one in caught]
+    logged = logging.handlers.BufferingHandler(1000)
+    log = logging.getLogger("lightning_pipe.strategy.pipeline")
+    log.addHandler(logged)
+    log.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Selects(), DataLoader(data, batch_size=8))
+    finally:
+        log.removeHandler(logged)
+    return losses.losses, [*(str(one.message) for one in caught), *(one.getMessage() for one in logged.buffer)]
 
 
-def test_batches_stay_whole_where_the_planner_would_cut_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "alike"), [("1-1", False), ("1-1", True), ("2", True)])
+def test_batches_stay_whole_where_the_planner_would_cut_them(layout: str, alike: bool, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(SLOW)
-    expected, _ = trained(None)
-    told = World(2).run(trained, {"layout": "1-1", "cluster": str(path), "planner": "auto"})
+    expected, _ = trained(None, alike)
+    told = World(2).run(trained, {"layout": layout, "cluster": str(path), "planner": "auto"}, alike)
     for losses, _ in told:
         assert losses == pytest.approx(expected, rel=1e-9)
     (said,) = [text for text in told[0][1] if "takes whole batches" in text]
-    assert "since its loss" in said
+    assert ("from now on: its loss" if alike else "since its loss") in said
 
 
 def test_a_number_of_micro_batches_that_the_user_wants_is_not_changed_without_a_word() -> None:
     for result in World(2).results(trained, {"layout": "1-1", "microbatches": 2}):
         assert isinstance(result, Raised) and result.kind == "CutLossError", result
         assert "which a replayed step cannot weigh. Set microbatches=1" in result.text
+
+
+@pytest.mark.parametrize("layout", ["1-1", "2"])
+def test_a_later_batch_that_is_weighed_wrongly_is_told_whoever_computes_its_parts(layout: str) -> None:
+    """A replica that computes one of two micro-batches saw nothing that it could have compared."""
+    (_, told), _ = World(2).run(trained, {"layout": layout, "microbatches": 2}, True)
+    assert sum("weigh by their samples" in text for text in told) == 1

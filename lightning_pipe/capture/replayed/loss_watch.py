@@ -18,8 +18,7 @@ where a single number is bent, it is noted on which side of the bend it lies: nu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.recording.loss_calls import loss_call
 from lightning_pipe.capture.steps.hazards import user_line
+from lightning_pipe.capture.steps.record import Bend, Denominator, LossNotes
 
 _DIVISIONS = (torch.Tensor.__truediv__, torch.Tensor.div, torch.div, torch.true_divide, torch.Tensor.true_divide)
 _MEANS = (torch.Tensor.mean, torch.mean)
@@ -46,66 +46,37 @@ _BENDS = frozenset(
 _SAME = 1e-6  # relative; shares are quotients of counts
 
 
-@dataclass(frozen=True)
-class _Denominator:
-    """What one call divides by: its number among those of the play, the user's line, and the value."""
+def unequal_denominator(plays: Iterable[tuple[int, LossNotes]]) -> str:
+    """Return the line of the first denominator that neither is the same for all plays nor grows with their samples.
 
-    number: int
-    line: str
-    value: torch.Tensor
-    samples: int
-
-
-@dataclass(frozen=True)
-class _Bend:
-    """A call that bends a single number: its play, the user's line, and where the result lies beside its arguments."""
-
-    play: int
-    line: str
-    side: torch.Tensor
-
-
-@dataclass
-class LossNotes:
-    """What the plays of a batch have noted.
-
-    Attributes:
-        denominators: what losses were divided by.
-        bends: calls that bend single numbers.
-        calls: the first line of every kind of call that returns something with a gradient.
-        plays: how many plays there were.
+    Args:
+        plays: samples of every play of a batch, and how it made its loss.
     """
+    by_call: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
+    for samples, notes in plays:
+        for one in notes.denominators:
+            by_call[one.number, one.line].append((float(one.value), samples))
+    for (_, line), ones in by_call.items():
+        values, shares = [value for value, _ in ones], [value / samples for value, samples in ones]
+        if not _all_same(values) and not _all_same(shares):
+            return line
+    return ""
 
-    denominators: list[_Denominator] = field(default_factory=list)
-    bends: list[_Bend] = field(default_factory=list)
-    calls: dict[str, str] = field(default_factory=dict)
-    plays: int = 0
 
-    def unequal_denominator(self) -> str:
-        """Return the line of the first denominator that neither is the same for all nor grows with their samples."""
-        by_call: dict[tuple[int, str], list[_Denominator]] = defaultdict(list)
-        for one in self.denominators:
-            by_call[one.number, one.line].append(one)
-        for (_, line), ones in by_call.items():
-            values = [float(one.value) for one in ones]
-            shares = [value / one.samples for value, one in zip(values, ones, strict=True)]
-            if not _all_same(values) and not _all_same(shares):
-                return line
-        return ""
+def unlike_bend(plays: Iterable[LossNotes]) -> str:
+    """Return the line of the first call that bends a number of one play and not of another.
 
-    def unlike_bend(self) -> str:
-        """Return the line of the first call that bends a number of one play and not of another.
-
-        A line that runs several times in a play is left out: its numbers may be those of single samples.
-        """
-        by_line: dict[str, list[_Bend]] = defaultdict(list)
-        for one in self.bends:
-            by_line[one.line].append(one)
-        for line, ones in by_line.items():
-            is_single = len({one.play for one in ones}) == len(ones)
-            if is_single and any(not torch.equal(one.side, ones[0].side) for one in ones):
-                return line
-        return ""
+    A line that runs several times in a play is left out: its numbers may be those of single samples.
+    """
+    by_line: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for number, notes in enumerate(plays):
+        for one in notes.bends:
+            by_line[one.line].append((number, one.side))
+    for line, ones in by_line.items():
+        is_single = len({number for number, _ in ones}) == len(ones)
+        if is_single and any(not torch.equal(side, ones[0][1]) for _, side in ones):
+            return line
+    return ""
 
 
 class LossWatch(TorchFunctionMode):
@@ -113,14 +84,13 @@ class LossWatch(TorchFunctionMode):
 
     Args:
         samples: their number.
-        notes: of all plays of the batch.
+        notes: of this play.
+        calls: of all plays of the batch: the first line of every kind of call that returns something with a gradient.
     """
 
-    def __init__(self, samples: int, notes: LossNotes) -> None:
+    def __init__(self, samples: int, notes: LossNotes, calls: dict[str, str]) -> None:
         super().__init__()
-        self._samples, self._notes, self._count = samples, notes, 0
-        self._play = notes.plays
-        notes.plays += 1
+        self._samples, self._notes, self._calls = samples, notes, calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a call, and look what it divides by, and what it bends."""
@@ -133,15 +103,14 @@ class LossWatch(TorchFunctionMode):
         elif _is_mean(func, args, kwargs):
             value = _elements(args[0])
         if value is not None:
-            notes.denominators.append(_Denominator(self._count, user_line(2), value.detach(), self._samples))
-            self._count += 1
+            notes.denominators.append(Denominator(len(notes.denominators), user_line(2), value.detach()))
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         kind = loss_call(name, args, kwargs)
-        if kind not in notes.calls and kind != "__get__" and _is_trained(result):
-            notes.calls[kind] = user_line(2)
+        if kind not in self._calls and kind != "__get__" and _is_trained(result):
+            self._calls[kind] = user_line(2)
         if name in _BENDS and self._samples > 1 and (side := _side(result, args, kwargs)) is not None:
-            notes.bends.append(_Bend(self._play, user_line(2), side))
+            notes.bends.append(Bend(user_line(2), side))
         return result
 
 

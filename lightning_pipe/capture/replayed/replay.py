@@ -30,7 +30,6 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.recording.units import UnitTrace
-from lightning_pipe.capture.replayed.loss_watch import LossNotes
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import LOSS
@@ -230,7 +229,7 @@ class Replay:
         self._now.arguments, self._now.template = arguments, template
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
-        self._now.loss = LossNotes()
+        self._now.loss_calls = {}
         return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
@@ -242,17 +241,9 @@ class Replay:
         """Return the stages whose plays say something: the last, and those with units that keep Python state."""
         return self._now.speakers
 
-    def unequal_denominator(self) -> str:
-        """Return the line where plays of the last stage since `begin` divided by counts that weigh wrongly, or ""."""
-        return self._now.loss.unequal_denominator()
-
-    def unlike_bend(self) -> str:
-        """Return the line where plays of the last stage since `begin` bent some of their numbers and not all, or ""."""
-        return self._now.loss.unlike_bend()
-
     def loss_calls(self) -> Mapping[str, str]:
         """Return the calls by which plays of the last stage have made losses since `begin`, and the line of each."""
-        return dict(self._now.loss.calls)
+        return dict(self._now.loss_calls)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Replay:
         """Return the same step with losses of micro-batches combined as means or as sums."""

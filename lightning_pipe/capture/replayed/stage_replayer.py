@@ -123,7 +123,7 @@ class StageReplayer:
             ):
                 stack.enter_context(entered)
             if self._part.is_last and self._step.has_backward:
-                stack.enter_context(LossWatch(samples, self._now.loss))
+                stack.enter_context(LossWatch(samples, recording.loss_notes, self._now.loss_calls))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
             output = run.run(lambda: self._call(samples, leaves))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.recording.units import UnitTrace
-from lightning_pipe.capture.replayed.loss_watch import LossNotes
 from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.step_state import ModuleState
@@ -32,7 +31,7 @@ class BatchContext:
         state: Python state as it was before the batch; None before the first.
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
-        loss: how these plays made their losses.
+        loss_calls: the first line of every kind of call by which these plays made their losses.
     """
 
     arguments: tuple[int, ...]
@@ -40,7 +39,7 @@ class BatchContext:
     state: ModuleState | None = None
     speakers: tuple[int, ...] = ()
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
-    loss: LossNotes = field(default_factory=LossNotes)
+    loss_calls: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

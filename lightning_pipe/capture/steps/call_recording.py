@@ -22,6 +22,7 @@ from lightning_pipe.capture.steps.record import (
     Computed,
     KeptState,
     LogCall,
+    LossNotes,
     MetricCall,
     MetricRef,
     MetricValue,
@@ -46,6 +47,7 @@ class StepRecording:
         kept: what it left behind in Python state.
         answers: truth values of its tensors that it asked for, where somebody notes them.
         is_whole: whether the run came to the end of the step.
+        loss_notes: how it made its loss, where somebody notes that.
     """
 
     calls: list[LogCall | MetricCall] = field(default_factory=list)
@@ -54,6 +56,7 @@ class StepRecording:
     kept: list[KeptState] = field(default_factory=list)
     answers: list[bool] = field(default_factory=list)
     is_whole: bool = False
+    loss_notes: LossNotes = field(default_factory=LossNotes)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""

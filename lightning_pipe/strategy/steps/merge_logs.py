@@ -27,6 +27,7 @@ import torch
 
 from lightning_pipe.capture.recording.replay_state import same_left
 from lightning_pipe.capture.recording.said_roles import Said
+from lightning_pipe.capture.replayed.loss_watch import unequal_denominator, unlike_bend
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
@@ -122,12 +123,23 @@ def uneven(words: Sequence[Words]) -> str:
     return ""
 
 
+def weighed_wrongly(words: Sequence[Words]) -> str:
+    """Return the line where a loss is divided by what is not in proportion to the samples of micro-batches, or ""."""
+    return unequal_denominator((samples, recording.loss_notes) for _, _, samples, recording in words)
+
+
+def bent_unlike(words: Sequence[Words]) -> str:
+    """Return the line where numbers of some micro-batches are bent and not of all, or ""."""
+    return unlike_bend(recording.loss_notes for *_, recording in words)
+
+
 def _holds_loss(returned: Any) -> bool:
     return any(ref.name == LOSS for ref in found_in(returned, Ref))
 
 
 def _on_host(recording: StepRecording) -> StepRecording:
-    return replace(recording, results=[tensor.detach().cpu() for tensor in recording.results])
+    results = [tensor.detach().cpu() for tensor in recording.results]
+    return replace(recording, results=results, loss_notes=recording.loss_notes.on_host())
 
 
 class _Merger:

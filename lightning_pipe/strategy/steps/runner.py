@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from lightning_pipe.capture.route import Plays, Route
+from lightning_pipe.capture.route import Route
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.lightning_names import rank_zero_warn
@@ -27,7 +27,7 @@ from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
-from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
+from lightning_pipe.strategy.steps.merge_logs import bent_unlike, combined, gathered, uneven, weighed_wrongly
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 from lightning_pipe.strategy.steps.step_runtime import RankStep
@@ -40,6 +40,7 @@ class Runner:
         links: to the other ranks.
         weights: where parameters live.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
+        cuts_as_told: whether the user has said into how many micro-batches batches are cut.
         batch_dim: dimension of the batch's tensors along which samples lie.
         device: where this rank computes.
 
@@ -54,11 +55,12 @@ class Runner:
         *,
         weights: Weights,
         later: PostValidation | None,
+        cuts_as_told: bool,
         batch_dim: int,
         device: torch.device,
     ) -> None:
         self._links, self._weights, self._later = links, weights, later
-        self._batch_dim, self._device = batch_dim, device
+        self._cuts_as_told, self._batch_dim, self._device = cuts_as_told, batch_dim, device
         self.seed = 0
         self._trained = 0
         self.reduced = False
@@ -103,21 +105,22 @@ class Runner:
             outcome, results = self._follow(step, program, job, turn)
         turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
-        record, values, differing = step.capture.record, collected.values, ""
+        record, values, differing, bent = step.capture.record, collected.values, "", ""
         if (plays := step.capture.plays) is not None:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
             words = gathered(plays.said(), tuple(speakers), self._links.control)
-            differing = uneven(words)
+            differing, bent = uneven(words), bent_unlike(words)
+            if training and not differing and (line := weighed_wrongly(words)):
+                differing = self._unweighable(line)
             record, said, unknown = combined(
                 words, device=self._device, proportional=plays.proportional, how=plays.combining
             )
-            self._warn_of_denominators(plays)
             self._warn_of_unknown(unknown)
             values = {**values, **said}
         made = {one.name: one.of(values, sum(sizes)) for one in step.capture.derived}
         if training:
             self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
-            self._warn_of_bent_loss(step.captured, by_parts=values, by_all=made)
+            self._warn_of_bent_loss(step.captured, bent, by_parts=values, by_all=made)
         values = {**values, **made}
         return StepResult(
             record,
@@ -133,29 +136,34 @@ class Runner:
             differing,
         )
 
-    def _warn_of_denominators(self, plays: Plays) -> None:
-        """Warn once, on the rank that knows, where a replayed loss weighs its micro-batches wrongly."""
-        if self._warned or not (line := plays.unequal_denominator()):
-            return
-        self._warned = True
-        warnings.warn(
-            f"The loss divides at {line} by what is not the same for all micro-batches of a batch, and a replayed step "
-            "does not know that of the batch: so micro-batches weigh by their samples, as with gradient accumulation. "
-            'Set microbatches=1, or capture="joint" if the step can be one graph.',
-            stacklevel=2,
-        )
+    def _unweighable(self, line: str) -> str:
+        """Return why batches are not cut whose replayed loss would weigh micro-batches wrongly; warn once if they are.
+
+        They are, with "" as the reason, where the user has said into how many.
+        """
+        what = f"divides at {line} by what is not the same for all micro-batches of a batch"
+        if not self._cuts_as_told:
+            return f"its loss {what}"
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"The loss {what}, and a replayed step does not know that of the batch: so micro-batches weigh by "
+                "their samples, as with gradient accumulation. Leave `microbatches` out, and batches stay whole where "
+                'this is so; or set capture="joint" if the step can be one graph.'
+            )
+        return ""
 
     def _warn_of_bent_loss(
-        self, captured: Captured, *, by_parts: Mapping[str, Content], by_all: Mapping[str, Content]
+        self, captured: Captured, bent: str, *, by_parts: Mapping[str, Content], by_all: Mapping[str, Content]
     ) -> None:
         """Warn once where micro-batches do not make the loss of the batch, as far as that has not been told."""
-        plays, loss = captured.capture.plays, captured.capture.record.loss
+        loss = captured.capture.record.loss
         derived = next((one for one in captured.capture.derived if one.name == loss), None)
         if self._bent or captured.differs:
             return
-        if plays is not None and (line := plays.unlike_bend()):  # which this rank knows
+        if bent:
             self._bent = True
-            warnings.warn(_bent_loss(line), stacklevel=2)
+            rank_zero_warn(_bent_loss(bent))
         elif derived is not None:
             made_of = [by_parts[name] for name in (derived.name, *derived.half.inputs)]
             parts, whole = (float(torch.as_tensor(of[derived.name]).detach()) for of in (by_parts, by_all))
