@@ -45,7 +45,19 @@ class Selects(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(options: dict[str, Any] | None, alike: bool = False) -> tuple[list[float], list[str]]:
+class LogsSelected(Selects):
+    """A mean over what the mask selects is logged; the loss is that of all samples."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self.layers(x)
+        self.log("selected", logits[x[:, 0] > 0].mean(), reduce_fx="sum")
+        return F.cross_entropy(logits, y)
+
+
+def trained(
+    options: dict[str, Any] | None, alike: bool = False, kind: type[Selects] = Selects
+) -> tuple[list[float], list[str]]:
     """Return the losses of a fit, and what it said; `alike`: every second sample of the first batch is selected."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(24, 8, generator=draw, dtype=torch.float64)
@@ -61,7 +73,7 @@ def trained(options: dict[str, Any] | None, alike: bool = False) -> tuple[list[f
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(Selects(), DataLoader(data, batch_size=8))
+            trainer.fit(kind(), DataLoader(data, batch_size=8))
     finally:
         log.removeHandler(logged)
     return losses.losses, [*(str(one.message) for one in caught), *(one.getMessage() for one in logged.buffer)]
@@ -90,3 +102,13 @@ def test_a_later_batch_that_is_weighed_wrongly_is_told_whoever_computes_its_part
     """A replica that computes one of two micro-batches saw nothing that it could have compared."""
     (_, told), _ = World(2).run(trained, {"layout": layout, "microbatches": 2}, True)
     assert sum("weigh by their samples" in text for text in told) == 1
+
+
+def test_what_has_no_part_in_the_loss_does_not_keep_batches_whole(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(SLOW)
+    expected, _ = trained(None, kind=LogsSelected)
+    for asked in ({"cluster": str(path), "planner": "auto"}, {"microbatches": 2}):
+        (losses, told), _ = World(2).run(trained, {"layout": "1-1", **asked}, False, LogsSelected)
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert not [text for text in told if "whole batches" in text or "weigh by their samples" in text], told

@@ -46,8 +46,8 @@ _BENDS = frozenset(
 _SAME = 1e-6  # relative; shares are quotients of counts
 
 
-def unequal_denominator(plays: Iterable[tuple[int, LossNotes]]) -> str:
-    """Return the line of the first denominator that neither is the same for all plays nor grows with their samples.
+def unequal_denominators(plays: Iterable[tuple[int, LossNotes]]) -> list[str]:
+    """Return the lines of the denominators that neither are the same for all plays nor grow with their samples.
 
     Args:
         plays: samples of every play of a batch, and how it made its loss.
@@ -56,11 +56,12 @@ def unequal_denominator(plays: Iterable[tuple[int, LossNotes]]) -> str:
     for samples, notes in plays:
         for one in notes.denominators:
             by_call[one.number, one.line].append((float(one.value), samples))
+    found: dict[str, None] = {}
     for (_, line), ones in by_call.items():
         values, shares = [value for value, _ in ones], [value / samples for value, samples in ones]
         if not _all_same(values) and not _all_same(shares):
-            return line
-    return ""
+            found[line] = None
+    return list(found)
 
 
 def unlike_bend(plays: Iterable[LossNotes]) -> str:

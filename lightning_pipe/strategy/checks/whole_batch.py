@@ -50,7 +50,7 @@ from lightning_pipe.strategy.checks.check import Incomparable, on_one_device, pl
 from lightning_pipe.strategy.checks.differences import Difference, compared
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
-from lightning_pipe.strategy.steps.merge_logs import weighed_wrongly
+from lightning_pipe.strategy.steps.merge_logs import unequally_divided
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 
@@ -315,8 +315,8 @@ def measure(
             results, gradients, loss = run_captured(captured, request, prepare(leaves), sizes=sizes, key=key, role=one)
             if any(wrong_answer(captured.record, result) is not None for result in results):
                 raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
-            line = weighed_wrongly(captured.plays.said()) if captured.plays is not None else ""
-            return Measured(one, *compared(plain, loss, gradients), line)
+            lines = unequally_divided(captured.plays.said()) if captured.plays is not None else []
+            return Measured(one, *compared(plain, loss, gradients), next(iter(lines), ""))
 
         if not (found := cut(tensors, role)).agrees:
             found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)

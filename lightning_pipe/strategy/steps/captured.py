@@ -37,6 +37,11 @@ class Captured:
         """Return the same with every node taken for one that may mix samples, so that replicas share none."""
         return replace(self, capture=self.capture.without_slices())
 
+    @property
+    def is_weighed(self) -> bool:
+        """Return whether numbers have told how losses of micro-batches are combined."""
+        return self.as_said is not None
+
     def left_whole(self, reason: str) -> Captured:
         """Return the same for batches that are not cut, for a reason."""
         return replace(self, capture=self.capture.left_whole(reason))

@@ -27,7 +27,7 @@ import torch
 
 from lightning_pipe.capture.recording.replay_state import same_left
 from lightning_pipe.capture.recording.said_roles import Said
-from lightning_pipe.capture.replayed.loss_watch import unequal_denominator, unlike_bend
+from lightning_pipe.capture.replayed.loss_watch import unequal_denominators, unlike_bend
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
@@ -123,9 +123,9 @@ def uneven(words: Sequence[Words]) -> str:
     return ""
 
 
-def weighed_wrongly(words: Sequence[Words]) -> str:
-    """Return the line where a loss is divided by what is not in proportion to the samples of micro-batches, or ""."""
-    return unequal_denominator((samples, recording.loss_notes) for _, _, samples, recording in words)
+def unequally_divided(words: Sequence[Words]) -> list[str]:
+    """Return the lines where a loss may be divided by what is not in proportion to the samples of micro-batches."""
+    return unequal_denominators((samples, recording.loss_notes) for _, _, samples, recording in words)
 
 
 def bent_unlike(words: Sequence[Words]) -> str:

@@ -27,7 +27,7 @@ from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
-from lightning_pipe.strategy.steps.merge_logs import bent_unlike, combined, gathered, uneven, weighed_wrongly
+from lightning_pipe.strategy.steps.merge_logs import bent_unlike, combined, gathered, unequally_divided, uneven
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
 from lightning_pipe.strategy.steps.step_runtime import RankStep
@@ -65,6 +65,7 @@ class Runner:
         self._trained = 0
         self.reduced = False
         self._warned = False
+        self._harmless: frozenset[str] | None = None  # lines that divide unequally; None before the first batch
         self._loss_calls: set[str] | None = None  # of the first batch, as far as they were seen here
         self._unknown: set[str] = set()
         self._bent = False
@@ -110,8 +111,8 @@ class Runner:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
             words = gathered(plays.said(), tuple(speakers), self._links.control)
             differing, bent = uneven(words), bent_unlike(words)
-            if training and not differing and (line := weighed_wrongly(words)):
-                differing = self._unweighable(line)
+            if training:
+                differing = differing or self._unweighable(step.captured, unequally_divided(words))
             record, said, unknown = combined(
                 words, device=self._device, proportional=plays.proportional, how=plays.combining
             )
@@ -136,11 +137,21 @@ class Runner:
             differing,
         )
 
-    def _unweighable(self, line: str) -> str:
+    def _unweighable(self, captured: Captured, unequal: Sequence[str]) -> str:
         """Return why batches are not cut whose replayed loss would weigh micro-batches wrongly; warn once if they are.
 
-        They are, with "" as the reason, where the user has said into how many.
+        They are, with "" as the reason, where the user has said into how many. What is unequal in the first batch
+        already, which numbers have compared with the whole, has no part in the loss: a mean that is logged.
+
+        Args:
+            captured: the step.
+            unequal: lines where something is divided by what is not in proportion to samples.
         """
+        if self._harmless is None:
+            self._harmless = frozenset(unequal if captured.is_weighed else ())
+        line = next((line for line in unequal if line not in self._harmless), "")
+        if not line:
+            return ""
         what = f"divides at {line} by what is not the same for all micro-batches of a batch"
         if not self._cuts_as_told:
             return f"its loss {what}"
