@@ -103,9 +103,9 @@ class LossWatch(TorchFunctionMode):
             value = _divisor(*args)
         elif _is_mean(func, args, kwargs):
             value = _elements(args[0])
-        if value is not None:
-            notes.denominators.append(Denominator(len(notes.denominators), user_line(2), value.detach()))
         result = func(*args, **kwargs)
+        if value is not None and _is_trained(result):
+            notes.denominators.append(Denominator(len(notes.denominators), user_line(2), value.detach()))
         name = getattr(func, "__name__", "")
         kind = loss_call(name, args, kwargs)
         if kind not in self._calls and kind != "__get__" and _is_trained(result):

@@ -140,8 +140,9 @@ class Runner:
     def _unweighable(self, captured: Captured, unequal: Sequence[str]) -> str:
         """Return why batches are not cut whose replayed loss would weigh micro-batches wrongly; warn once if they are.
 
-        They are, with "" as the reason, where the user has said into how many. What is unequal in the first batch
-        already, which numbers have compared with the whole, has no part in the loss: a mean that is logged.
+        They are, with "" as the reason, where the user has said into how many, and where no numbers have told what the
+        loss is made of. What is unequal in the first batch already, if numbers have compared that with the whole, has
+        no part in the loss: a mean that is logged.
 
         Args:
             captured: the step.
@@ -153,14 +154,14 @@ class Runner:
         if not line:
             return ""
         what = f"divides at {line} by what is not the same for all micro-batches of a batch"
-        if not self._cuts_as_told:
+        if captured.is_weighed and not self._cuts_as_told:
             return f"its loss {what}"
         if not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"The loss {what}, and a replayed step does not know that of the batch: so micro-batches weigh by "
-                "their samples, as with gradient accumulation. Leave `microbatches` out, and batches stay whole where "
-                'this is so; or set capture="joint" if the step can be one graph.'
+                'their samples, as with gradient accumulation. Set microbatches=1, or capture="joint" if the step can '
+                "be one graph. (Such batches stay whole where neither `microbatches` nor `check` is set.)"
             )
         return ""
 
