@@ -255,7 +255,8 @@ class PlanMaker:
                 self._compare_or_remember(captured, call, samples)
         finally:
             one_stage.forget(captured.capture)
-        return replace(captured.with_role(self._preparation.role), differs=self._preparation.differs)
+        found = self._preparation
+        return replace(captured.with_role(found.role), differs=found.differs, harmless=found.harmless)
 
     def _compare_or_remember(self, captured: Captured, call: StepRequest, samples: int) -> None:
         """Let numbers decide, or what they have decided at an earlier start where everything was the same."""
@@ -266,6 +267,7 @@ class PlanMaker:
         known = control.agreed(lambda: kept.look() if looks else None, source=0, what="the check of an earlier start")
         if known is not None:
             self._cuts.fewest, self._preparation.role = known.fewest, known.role
+            self._preparation.harmless = frozenset(known.harmless)
             log.info(
                 "%s as captured is not compared with the plain step again: step, cut, values, batch, seed and machine "
                 "are those of a check that passed on %s; recheck=true compares all the same.",
@@ -273,7 +275,9 @@ class PlanMaker:
             )
             return
         if self._compare(captured, call, samples) and control.rank == 0:
-            kept.keep(fewest=self._cuts.fewest, role=self._preparation.role)
+            kept.keep(
+                fewest=self._cuts.fewest, role=self._preparation.role, harmless=sorted(self._preparation.harmless)
+            )
 
     def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
         """Compare a captured step with the plain one, whole and cut; return whether there was nothing to warn of."""
@@ -329,6 +333,7 @@ class PlanMaker:
             raise _SlicesDiffer
         self._preparation.role = None if cut is None else cut.role
         self._preparation.differs = cut is not None and cut.is_told
+        self._preparation.harmless = frozenset() if cut is None else cut.harmless
         return cut is not None and cut.is_as_expected
 
     @property

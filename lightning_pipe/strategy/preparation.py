@@ -80,6 +80,7 @@ class Preparation:
         self.host = host_of(setup.device)
         self.role: Role | None = None
         self.differs = False
+        self.harmless: frozenset[str] = frozenset()  # as `Captured` says
         self.first: Route | None = None
         self.whole = ""
         self._capture = StepCapture(setup)
@@ -270,7 +271,7 @@ class Preparation:
         """Return a captured step with what the numbers of the first one said, as far as its operations say the same."""
         if captured.request.method != TRAINING:
             return captured
-        captured = replace(captured, differs=self.differs)
+        captured = replace(captured, differs=self.differs, harmless=self.harmless)
         captured = captured if self.cuts.shares_samples else captured.without_slices()
         captured = captured.left_whole(self.whole) if self.whole else captured
         said = captured.capture.loss_role

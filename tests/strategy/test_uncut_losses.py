@@ -108,7 +108,8 @@ def test_what_has_no_part_in_the_loss_does_not_keep_batches_whole(tmp_path: Path
     path = tmp_path / "cluster.yaml"
     path.write_text(SLOW)
     expected, _ = trained(None, kind=LogsSelected)
-    for asked in ({"cluster": str(path), "planner": "auto"}, {"microbatches": 2}):
+    by_planner = {"cluster": str(path), "planner": "auto"}
+    for asked in (by_planner, {"microbatches": 2}, by_planner):  # the last finds the check of the first
         (losses, told), _ = World(2).run(trained, {"layout": "1-1", **asked}, False, LogsSelected)
         assert losses == pytest.approx(expected, rel=1e-9)
         assert not [text for text in told if "whole batches" in text or "weigh by their samples" in text], told

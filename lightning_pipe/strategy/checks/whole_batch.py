@@ -88,12 +88,14 @@ class Cut:
         slices_differ: whether slices of micro-batches do not give what micro-batches give.
         is_told: whether it was told that the parts do not give what the whole gives.
         is_as_expected: whether it changes nothing, and the loss is combined as its operations say.
+        harmless: lines where a replayed step divides by what differs between parts, which give what the whole gives.
     """
 
     role: Role
     slices_differ: bool = False
     is_told: bool = False
     is_as_expected: bool = False
+    harmless: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,14 @@ class Measured:
     Attributes:
         role: how losses of micro-batches are combined for that.
         loss, worst: differences of the loss, and of the gradient that differs most.
-        denominator: line where a replayed loss divides by what differs between micro-batches, "" if none is known.
+        unequal: lines where a replayed step divides by what differs between micro-batches.
         is_sorted: whether the samples were sorted.
     """
 
     role: Role
     loss: Difference
     worst: Difference
-    denominator: str = ""
+    unequal: tuple[str, ...] = ()
     is_sorted: bool = False
 
     @property
@@ -164,7 +166,9 @@ def cut_by_numbers(
         if parts != sizes and not found.agrees:
             return Cut(found.role, slices_differ=True)
         _tell(captured, found, known, len(parts), time.perf_counter() - begin)
-        return Cut(found.role, is_told=not found.agrees, is_as_expected=found.agrees and found.role == known)
+        harmless = frozenset(found.unequal if found.agrees else ())
+        expected = found.agrees and found.role == known
+        return Cut(found.role, is_told=not found.agrees, is_as_expected=expected, harmless=harmless)
 
     return control.agreed(decide, source=0, what="what micro-batches change")
 
@@ -316,7 +320,7 @@ def measure(
             if any(wrong_answer(captured.record, result) is not None for result in results):
                 raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
             lines = unequally_divided(captured.plays.said()) if captured.plays is not None else []
-            return Measured(one, *compared(plain, loss, gradients), next(iter(lines), ""))
+            return Measured(one, *compared(plain, loss, gradients), tuple(lines))
 
         if not (found := cut(tensors, role)).agrees:
             found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)
@@ -326,7 +330,7 @@ def measure(
                 break
             with contextlib.suppress(Incomparable, CaptureError):  # nobody said that this order of samples can be run
                 again = replace(cut(ordered, found.role), is_sorted=True)
-                found = found if again.agrees else again
+                found = replace(found, unequal=(*found.unequal, *again.unequal)) if again.agrees else again
     return found
 
 
@@ -396,6 +400,6 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
 
 
 def _unweighable(captured: Route, found: Measured) -> str:
-    if found.denominator:
-        return f"divides by what differs between micro-batches at {found.denominator}"
+    if found.unequal:
+        return f"divides by what differs between micro-batches at {found.unequal[0]}"
     return "adds sums over samples to terms of another kind" if captured.has_unweighed_terms else ""

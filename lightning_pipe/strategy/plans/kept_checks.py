@@ -48,11 +48,13 @@ class Verdict:
     Attributes:
         fewest: samples that a part of a batch needs.
         role: how losses of parts are combined; None where a batch has one part.
+        harmless: lines where a replayed step divides by what differs between parts, to no effect on its loss.
         day: when.
     """
 
     fewest: int
     role: Role | None
+    harmless: list[str]
     day: str
 
 
@@ -93,12 +95,12 @@ class KeptCheck:
             log.warning("The check kept in %s cannot be read (%r); it is made again.", self._path, error)
             return None
 
-    def keep(self, *, fewest: int, role: Role | None) -> None:
+    def keep(self, *, fewest: int, role: Role | None, harmless: list[str]) -> None:
         """Keep a check that has passed; a folder that cannot be written is said once and stops nothing."""
         if self._path is None or not (values := self._values()):
             return
         files = {file: _stamp(file) for file in _code_files()}
-        verdict = {"fewest": fewest, "role": role, "day": time.strftime("%Y-%m-%d")}
+        verdict = {"fewest": fewest, "role": role, "harmless": harmless, "day": time.strftime("%Y-%m-%d")}
         try:
             write_among(self._path, json.dumps({"verdict": verdict, "values": values, "files": files}))
         except OSError as error:

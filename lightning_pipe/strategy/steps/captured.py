@@ -23,6 +23,8 @@ class Captured:
         as_said: the step with its loss combined as its operations say, if numbers have said otherwise.
         tried_buffers: names of those that micro-batches change to something else than the batch does, as numbers show.
         differs: whether it was told that micro-batches do not make the loss of the batch.
+        harmless: lines where a replayed step divides by what differs between micro-batches, and numbers have told that
+            this has no part in the loss: a mean that is logged.
     """
 
     capture: Route
@@ -31,6 +33,7 @@ class Captured:
     template: Any
     as_said: Route | None = None
     differs: bool = False
+    harmless: frozenset[str] = frozenset()
     tried_buffers: frozenset[str] = frozenset()
 
     def without_slices(self) -> Captured:

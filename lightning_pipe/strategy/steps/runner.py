@@ -65,7 +65,6 @@ class Runner:
         self._trained = 0
         self.reduced = False
         self._warned = False
-        self._harmless: frozenset[str] | None = None  # lines that divide unequally; None before the first batch
         self._loss_calls: set[str] | None = None  # of the first batch, as far as they were seen here
         self._unknown: set[str] = set()
         self._bent = False
@@ -141,16 +140,13 @@ class Runner:
         """Return why batches are not cut whose replayed loss would weigh micro-batches wrongly; warn once if they are.
 
         They are, with "" as the reason, where the user has said into how many, and where no numbers have told what the
-        loss is made of. What is unequal in the first batch already, if numbers have compared that with the whole, has
-        no part in the loss: a mean that is logged.
+        loss is made of.
 
         Args:
             captured: the step.
             unequal: lines where something is divided by what is not in proportion to samples.
         """
-        if self._harmless is None:
-            self._harmless = frozenset(unequal if captured.is_weighed else ())
-        line = next((line for line in unequal if line not in self._harmless), "")
+        line = next((line for line in unequal if line not in captured.harmless), "")
         if not line:
             return ""
         what = f"divides at {line} by what is not the same for all micro-batches of a batch"
