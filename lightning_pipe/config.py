@@ -194,8 +194,8 @@ class DappleConfig:
     @property
     def cuts_as_told(self) -> bool:
         """Return whether the user has said into how many micro-batches batches are cut."""
-        wanted = self.constraints
-        return self.plan is not None or wanted.microbatches is not None or bool(wanted.order)
+        has_order = self.schedule is not None and _is_file(self.schedule)
+        return self.plan is not None or self.microbatches is not None or has_order
 
     @property
     def _sharding(self) -> Sharding:

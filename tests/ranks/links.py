@@ -12,10 +12,10 @@ from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, 
 
 
 @contextmanager
-def connected(*, deadline_s: float = 20.0) -> Iterator[Connections]:
+def connected() -> Iterator[Connections]:
     """Connect this rank with the others of its world while the block runs; on all of them together."""
     with (
-        closing(begin_watch(dist.get_rank(), dist.get_world_size(), deadline_s=deadline_s)) as watch,
+        closing(begin_watch(dist.get_rank(), dist.get_world_size(), deadline_s=20.0)) as watch,
         closing(connect_ranks(watch, device=torch.device("cpu"))) as links,
     ):
         yield links

@@ -54,8 +54,8 @@ def unequal_denominators(plays: Iterable[tuple[int, LossNotes]]) -> list[str]:
     """
     by_call: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
     for samples, notes in plays:
-        for one in notes.denominators:
-            by_call[one.number, one.line].append((float(one.value), samples))
+        for number, one in enumerate(notes.denominators):
+            by_call[number, one.line].append((float(one.value), samples))
     found: dict[str, None] = {}
     for (_, line), ones in by_call.items():
         values, shares = [value for value, _ in ones], [value / samples for value, samples in ones]
@@ -105,7 +105,7 @@ class LossWatch(TorchFunctionMode):
             value = _elements(args[0])
         result = func(*args, **kwargs)
         if value is not None and _is_trained(result):
-            notes.denominators.append(Denominator(len(notes.denominators), user_line(2), value.detach()))
+            notes.denominators.append(Denominator(user_line(2), value.detach()))
         name = getattr(func, "__name__", "")
         kind = loss_call(name, args, kwargs)
         if kind not in self._calls and kind != "__get__" and _is_trained(result):

@@ -136,9 +136,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Denominator:
-    """What a call divides a loss by: its number among those of the run, the user's line, and the value."""
+    """What a call divides a loss by: the user's line, and the value."""
 
-    number: int
     line: str
     value: torch.Tensor
 
@@ -156,7 +155,7 @@ class LossNotes:
     """How one run of a step made its loss.
 
     Attributes:
-        denominators: what it was divided by.
+        denominators: what it was divided by, in the order of the calls.
         bends: calls that bent single numbers.
     """
 

@@ -33,8 +33,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -71,12 +70,9 @@ class CutLossError(CaptureError):
         reason: why, to follow "since".
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str = "") -> None:  # a default, since errors are sent to other ranks
         super().__init__(message)
         self.reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(CutLossError, reason=self.reason), (str(self),)
 
 
 @dataclass(frozen=True)
