@@ -107,11 +107,21 @@ class PairLink:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A measured all-reduce among these ranks: b bytes take `latency_s + b / bytes_per_s` seconds."""
+    """A measured all-reduce among these ranks.
+
+    b bytes take `latency_s + b / bytes_per_s` seconds, or what `small` says where that is less: few bytes go another
+    way than many (NCCL's LL and Simple), or through faster caches.
+    """
 
     ranks: tuple[int, ...]
     latency_s: float
     bytes_per_s: float
+    small: Link | None = None
+
+    @property
+    def ways(self) -> tuple[Link, ...]:
+        """Return the lines, of which the quickest counts."""
+        return (Link(self.latency_s, self.bytes_per_s), *((self.small,) if self.small is not None else ()))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ hosts:
 links:                                                        # measured; optional
 - {sender: 0, receiver: 8, latency: 40 us, bandwidth: 20 Gbit/s}
 reductions:                                                   # measured; optional
-- {ranks: [0, 1], latency: 20 us, bandwidth: 30 GB/s}
+- {ranks: [0, 1], latency: 20 us, bandwidth: 30 GB/s, small: {latency: 8 us, bandwidth: 9 GB/s}}
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ class PairEntry:
 
 @dataclass(frozen=True)
 class ReductionEntry:
-    """A measured all-reduce."""
+    """A measured all-reduce; `small` is optional, for few bytes."""
 
     ranks: tuple[int, ...]
     latency: Amount
     bandwidth: Amount
+    small: LinkEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def cluster_to_text(cluster: Cluster) -> str:
             for pair in cluster.links
         ),
         reductions=tuple(
-            ReductionEntry(found.ranks, *_amounts(found.latency_s, found.bytes_per_s)) for found in cluster.reductions
+            ReductionEntry(found.ranks, *_amounts(found.latency_s, found.bytes_per_s), _link_entry(found.small))
+            for found in cluster.reductions
         ),
     )
     return yaml.safe_dump(_sparse(entry), sort_keys=False, default_flow_style=None, width=120)
@@ -301,7 +303,9 @@ def _reduction(entry: ReductionEntry, path: str, ranks: int) -> Reduction:
     rising = len(entry.ranks) > 1 and list(entry.ranks) == sorted(set(entry.ranks))
     _require(rising, f"{path}.ranks", list(entry.ranks), "two or more different ranks in rising order")
     link = _link(entry.latency, entry.bandwidth, path)
-    return Reduction(entry.ranks, link.latency_s, link.bytes_per_s)
+    few = entry.small
+    small = None if few is None else _link(few.latency, few.bandwidth, f"{path}.small")
+    return Reduction(entry.ranks, link.latency_s, link.bytes_per_s, small)
 
 
 def _require_ranks(found: Sequence[int], path: str, ranks: int) -> None:
@@ -344,8 +348,8 @@ def _rates_entry(rates: Rates | None) -> RatesEntry | None:
     return RatesEntry(spell_rate(rates.memory_bytes_per_s), tflops, spell_seconds(rates.operation_s), peak)
 
 
-def _link_entry(link: Link, *, absent: Link) -> LinkEntry | None:
-    return None if link == absent else LinkEntry(*_amounts(link.latency_s, link.bytes_per_s))
+def _link_entry(link: Link | None, *, absent: Link | None = None) -> LinkEntry | None:
+    return None if link is None or link == absent else LinkEntry(*_amounts(link.latency_s, link.bytes_per_s))
 
 
 def _amounts(latency_s: float, bytes_per_s: float) -> tuple[str, str]:

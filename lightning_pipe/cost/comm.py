@@ -186,7 +186,7 @@ def all_reduce_of(cluster: Cluster, ranks: Sequence[int]) -> AllReduce:
         return AllReduce(())
     measured = cluster.reduction(ranks)
     if measured is not None:
-        return AllReduce((ConcurrentFlows(1, (Link(measured.latency_s, measured.bytes_per_s),)),))
+        return AllReduce(tuple(ConcurrentFlows(1, (way,)) for way in measured.ways))
     return AllReduce((ring_of(cluster, ranks), *hierarchies_of(cluster, ranks)))
 
 

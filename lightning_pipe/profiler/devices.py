@@ -160,8 +160,7 @@ def build_cluster(facts: Sequence[DeviceFacts], measured: LinkFacts) -> Cluster:
     )
     plain = Cluster(made)
     links = tuple(_rounded_pair(pair) for pair in measured.links if _differs(pair, plain))
-    reductions = (Reduction(r.ranks, _rounded(r.latency_s), _rounded(r.bytes_per_s)) for r in measured.reductions)
-    return Cluster(made, links, tuple(reductions))
+    return Cluster(made, links, tuple(_rounded_reduction(reduction) for reduction in measured.reductions))
 
 
 def _devices(facts: Sequence[DeviceFacts]) -> list[Device]:
@@ -214,7 +213,16 @@ def _differs(pair: PairLink, cluster: Cluster) -> bool:
 
 
 def _rounded_pair(pair: PairLink) -> PairLink:
-    return PairLink(pair.sender, pair.receiver, Link(_rounded(pair.link.latency_s), _rounded(pair.link.bytes_per_s)))
+    return PairLink(pair.sender, pair.receiver, _rounded_link(pair.link))
+
+
+def _rounded_reduction(found: Reduction) -> Reduction:
+    small = None if found.small is None else _rounded_link(found.small)
+    return Reduction(found.ranks, _rounded(found.latency_s), _rounded(found.bytes_per_s), small)
+
+
+def _rounded_link(link: Link) -> Link:
+    return Link(_rounded(link.latency_s), _rounded(link.bytes_per_s))
 
 
 def _rounded(value: float) -> float:

@@ -35,7 +35,7 @@ hosts:
 links:
 - {sender: 0, receiver: 8, latency: 40 us, bandwidth: 20 Gbit/s}
 reductions:
-- {ranks: [0, 1], latency: 20 us, bandwidth: 30 GB/s}
+- {ranks: [0, 1], latency: 20 us, bandwidth: 30 GB/s, small: {latency: 8 us, bandwidth: 9 GB/s}}
 """
 
 
@@ -56,7 +56,10 @@ def cluster_of(rng: random.Random) -> Cluster:
     return Cluster(
         hosts,
         links=tuple(PairLink(*rng.sample(ranks, 2), link()) for _ in range(1)),
-        reductions=tuple(Reduction(group, link().latency_s, link().bytes_per_s) for group in sorted(groups)),
+        reductions=tuple(
+            Reduction(group, link().latency_s, link().bytes_per_s, rng.choice([None, link()]))
+            for group in sorted(groups)
+        ),
     )
 
 
@@ -78,7 +81,8 @@ def test_a_file_says_what_it_means() -> None:
     assert cluster.link(0, 1) == Link(parse_seconds("5 us"), 40e9)
     assert cluster.link(8, 0) == network
     assert cluster.link(0, 8) == Link(parse_seconds("40 us"), 20e9 / 8)
-    assert cluster.reductions == (Reduction((0, 1), parse_seconds("20 us"), 30e9),)
+    small = Link(parse_seconds("8 us"), 9e9)
+    assert cluster.reductions == (Reduction((0, 1), parse_seconds("20 us"), 30e9, small),)
 
 
 def test_what_nobody_needs_may_be_left_out() -> None:

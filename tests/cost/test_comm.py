@@ -67,6 +67,11 @@ def test_a_measured_reduction_takes_precedence_for_its_ranks():
     assert all_reduce_s(there, (0, 1, 2), count=GB) == ring_of(there, (0, 1, 2)).seconds(GB)
 
 
+def test_few_bytes_take_what_their_own_line_says():
+    there = cluster(1, 4, reductions=(Reduction((0, 1), 0.25, 2 * GB, Link(0.125, GB)),))
+    assert [all_reduce_s(there, (0, 1), count=n * GB) for n in (0.0, 0.125, 1.0)] == [0.125, 0.25, 0.75]
+
+
 def test_one_rank_reduces_nothing():
     assert all_reduce_s(cluster(1, 4), (2,), count=GB) == 0.0
 

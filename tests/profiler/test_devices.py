@@ -110,11 +110,11 @@ def test_a_measured_cluster_has_three_digits_and_can_be_saved() -> None:
     facts = facts_of("a", "b")
     measured = LinkFacts(
         tuple(PairLink(a, b, Link(1.23456e-5, 9.87654e8)) for a, b in ((0, 1), (1, 0))),
-        (Reduction((0, 1), 3.33333e-5, 5.55555e8),),
+        (Reduction((0, 1), 3.33333e-5, 5.55555e8, Link(2.22222e-6, 1.23456e8)),),
     )
     cluster = build_cluster(facts, measured)
     assert cluster.hosts[0].network == Link(1.23e-5, 9.88e8)
-    assert cluster.reductions == (Reduction((0, 1), 3.33e-5, 5.56e8),)
+    assert cluster.reductions == (Reduction((0, 1), 3.33e-5, 5.56e8, Link(2.22e-6, 1.23e8)),)
     assert cluster_from_text(cluster_to_text(cluster)) == cluster
 
 

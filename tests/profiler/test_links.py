@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pipe.profiler.network import link_probe
-from lightning_pipe.profiler.network.alpha_beta import fit_line
+from lightning_pipe.profiler.network.alpha_beta import AlphaBeta, fit_line, fit_two_lines
 from lightning_pipe.profiler.network.link_probe import (
     EVERY_PAIR_UP_TO,
     ProbeHandle,
@@ -120,6 +120,28 @@ def test_a_few_slow_transfers_change_nothing() -> None:
 def test_a_link_too_fast_to_measure_has_a_bandwidth_all_the_same() -> None:
     line = fit_line(lambda count: 1e-5)
     assert 0 < line.bytes_per_s < float("inf")
+
+
+@pytest.mark.parametrize("most", [2**24, 25 * 2**20])
+def test_few_bytes_have_a_line_of_their_own_where_they_go_another_way(most: int) -> None:
+    few = AlphaBeta(20e-6, 1e9)
+    many = AlphaBeta(20e-6 + most / 16 * (1 / 1e9 - 1 / 8e9), 8e9)  # which meet at a sixteenth of the most
+
+    def seconds(count: int) -> float:
+        return min(line.fixed_s + count / line.bytes_per_s for line in (few, many))
+
+    found = fit_two_lines(seconds, most_bytes=most)
+    for count in (8, 2**16, 2**18, 2**20, 2**22, 2**24):
+        taken_s = min(line.fixed_s + count / line.bytes_per_s for line in found if line is not None)
+        assert taken_s == pytest.approx(seconds(count), rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [2**10, 2**20, 2**24])
+def test_one_line_stands_for_what_is_one_line_or_rises_faster_later(count: int) -> None:
+    line, few = fit_two_lines(lambda n: 1e-5 + n / 1e9, most_bytes=2**24)
+    assert few is None or few.fixed_s + count / few.bytes_per_s == pytest.approx(1e-5 + count / 1e9, rel=1e-3)
+    assert line.fixed_s + count / line.bytes_per_s == pytest.approx(1e-5 + count / 1e9, rel=1e-3)
+    assert fit_two_lines(lambda n: 1e-5 + max(n / 8e9, n / 1e9 - 1e-3), most_bytes=2**24)[1] is None
 
 
 class Silent:

@@ -228,7 +228,8 @@ class _Views:
         if measured is None:
             formula: Matrix = 2 * (len(ranks) - 1) * self._weights / rate / len(ranks)
             return formula
-        return np.where(self._weights > 0, measured.latency_s + self._weights / measured.bytes_per_s, 0.0)
+        ways: Matrix = np.stack([way.latency_s + self._weights / way.bytes_per_s for way in measured.ways])
+        return np.where(self._weights > 0, ways.min(axis=0), 0.0)
 
     def hierarchical(self) -> Iterator[SteadyPlan]:
         """Yield the plans of the view with two levels: some, by the number of hosts of the last."""

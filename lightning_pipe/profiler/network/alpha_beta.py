@@ -6,8 +6,12 @@
 during one of them). The bandwidth follows from one size that takes long enough for clocks
 and schedulers not to matter, repeated back to back: the median of b / (seconds(b) - fixed_s). Sizes grow towards it, so
 a slow link is never asked for many seconds, and what they send empties the token bucket of a shaped link, which would
-let the first bytes pass for nothing. Left out: protocols that change with the size (NCCL's LL and Simple), so medium
-sizes are less exact than small and large ones.
+let the first bytes pass for nothing.
+
+Where protocols change with the size (NCCL's LL and Simple, messages and parts of sums in memory that ranks share), one
+line is wrong between the two sizes. `fit_two_lines` measures a third, and lets a line of their own stand for few bytes:
+
+    seconds(b) = min(few.fixed_s + b / few.bytes_per_s, many.fixed_s + b / many.bytes_per_s)
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ _WARM_UPS = 3  # the first transfers set connections up
 _TINY_TRIPS = 15
 _TRIPS = (3, 7)  # at the final size, as many as fit into
 _TRIPS_S = 0.05
+_MIDDLE = 16  # the size between is so much smaller than the largest
 _LEAST_SHARE = 0.1  # of a large transfer's time is due to its size, whatever noise says
 
 
@@ -42,24 +47,47 @@ def fit_line(seconds: Callable[[int], float]) -> AlphaBeta:
     Args:
         seconds: makes a transfer of so many bytes (a multiple of 8) and returns how long it took.
     """
+    return _fit(seconds, MOST_BYTES)[0]
+
+
+def fit_two_lines(seconds: Callable[[int], float], *, most_bytes: int) -> tuple[AlphaBeta, AlphaBeta | None]:
+    """Return the line of many bytes and that of few, of which the lower counts; None where one line explains all.
+
+    Args:
+        seconds: makes a transfer of so many bytes (a multiple of 8) and returns how long it took.
+        most_bytes: of the transfers that are of interest.
+    """
+    line, count, whole_s, trips = _fit(seconds, most_bytes)
+    middle = count // _MIDDLE // 8 * 8
+    middle_s = median(seconds(middle) for _ in range(trips))
+    many = AlphaBeta(0.0, (count - middle) / max(whole_s - middle_s, _LEAST_SHARE * whole_s))
+    many = AlphaBeta(middle_s - middle / many.bytes_per_s, many.bytes_per_s)
+    if many.fixed_s <= line.fixed_s:
+        return line, None
+    return many, AlphaBeta(line.fixed_s, middle / (middle_s - line.fixed_s))
+
+
+def _fit(seconds: Callable[[int], float], most_bytes: int) -> tuple[AlphaBeta, int, float, int]:
+    """Return the line through tiny and large transfers, and of the large ones bytes, seconds and how many were made."""
     for _ in range(_WARM_UPS):
         seconds(_TINY_BYTES)
     first_s = median(seconds(_TINY_BYTES) for _ in range(_TINY_TRIPS))
-    count, last_s = _long_enough(seconds, first_s)
+    count, last_s = _long_enough(seconds, first_s, most_bytes)
     least, most = _TRIPS
     trips = min(max(round(_TRIPS_S / max(last_s, first_s)), least), most)
     whole_s = median(seconds(count) for _ in range(trips))
     fixed_s = min(first_s, median(seconds(_TINY_BYTES) for _ in range(_TINY_TRIPS)))
-    return AlphaBeta(fixed_s, count / max(whole_s - fixed_s, _LEAST_SHARE * whole_s))
+    line = AlphaBeta(fixed_s, count / max(whole_s - fixed_s, _LEAST_SHARE * whole_s))
+    return line, count, whole_s, trips
 
 
-def _long_enough(seconds: Callable[[int], float], fixed_s: float) -> tuple[int, float]:
+def _long_enough(seconds: Callable[[int], float], fixed_s: float, most_bytes: int) -> tuple[int, float]:
     """Return a size whose transfer takes long enough (or the largest), and how long it took."""
     count = _FIRST_BYTES
     least, most = _GROWTH
     while True:
         last_s = seconds(count) - fixed_s
-        if last_s >= ENOUGH_S or count == MOST_BYTES:
+        if last_s >= ENOUGH_S or count >= most_bytes:
             return count, last_s
         factor = min(max(ENOUGH_S / max(last_s, ENOUGH_S / most), least), most)
-        count = min(int(count * factor) // 8 * 8, MOST_BYTES)
+        count = min(int(count * factor) // 8 * 8, most_bytes)

@@ -12,10 +12,11 @@ computes need. How long the sender is kept by posting a message is measured by t
 
 A reduction is timed by all its members, whose mean counts, from gradients that lie where backwards left them: they are
 copied into one piece before they are summed, as `gradients` does (without the copy, sums over three ranks of
-one host were found a quarter too short). How much of that its members are kept from computing shows when one is begun
-and only waited for when it could be over: a device or gloo's threads have done it by then, the rank's own thread has
-not. Nothing that shares a host is measured at the same time: network cards and
-buses would be shared. Every wait goes through the caller's `wait`.
+one host were found a quarter too short), and caches hold something else, as after a backward (with what was summed just
+before in them, sums of two ranks seemed to take two thirds of what they take in training). How much of that its members
+are kept from computing shows when one is begun and only waited for when it could be over: a device or gloo's threads
+have done it by then, the rank's own thread has not. Nothing that shares a host is measured at the same time: network
+cards and buses would be shared. Every wait goes through the caller's `wait`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ from typing import Protocol, TypeAlias
 import torch
 
 from lightning_pipe.core.cluster import Link, PairLink, Reduction
-from lightning_pipe.profiler.network.alpha_beta import fit_line
+from lightning_pipe.core.pieces import PIECE_BYTES
+from lightning_pipe.profiler.network.alpha_beta import fit_line, fit_two_lines
 
 EVERY_PAIR_UP_TO = 8  # ranks, or hosts
 _HEADER = torch.int64
+_GRADIENT_BYTES = 2**17  # of a parameter, as those of layers of a few hundred units
+_CACHES_BYTES = 64 * 2**20  # that those of a host hold at most
 _BUSY_BYTES = 8 * 2**20  # of sums in which it is measured how busy members are
 _BUSY_SUMS = 5
 _PAUSE = 3.0  # of the seconds of a sum: what goes on by itself is over by then
@@ -128,7 +132,7 @@ def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torc
     transport.trim()  # messages of training are smaller, and go along few of these channels
     return LinkFacts(
         tuple(PairLink(a, b, Link(m.fixed_s / 2, m.bytes_per_s)) for (a, b), m in zip(pairs, of_pairs, strict=True)),
-        tuple(Reduction(group, m.fixed_s, m.bytes_per_s) for group, m in zip(groups, of_groups, strict=True)),
+        tuple(Reduction(group, m.fixed_s, m.bytes_per_s, m.small) for group, m in zip(groups, of_groups, strict=True)),
         post_s=max(m.post_s for m in of_pairs),
         post_s_per_byte=max(m.post_s_per_byte for m in of_pairs),
         sum_busy_share=max(m.busy_share for m in of_groups),
@@ -225,13 +229,20 @@ class _Landed:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What one rank tells the others of a pair or group."""
+    """What one rank tells the others of a pair or group, in numbers."""
 
     fixed_s: float
     bytes_per_s: float
     post_s: float = 0.0
     post_s_per_byte: float = 0.0
     busy_share: float = 0.0
+    small_fixed_s: float = 0.0
+    small_bytes_per_s: float = 0.0
+
+    @property
+    def small(self) -> Link | None:
+        """Return the line of few bytes, if there is one."""
+        return Link(self.small_fixed_s, self.small_bytes_per_s) if self.small_bytes_per_s else None
 
 
 class _Probe:
@@ -243,6 +254,7 @@ class _Probe:
         self._transport, self._device, self._wait, self._everyone = transport, device, wait, everyone
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)
         self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._other = torch.zeros(_CACHES_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
         self._posted: dict[int, list[float]] = defaultdict(list)  # bytes -> seconds that posting took
 
     def measure(
@@ -275,13 +287,12 @@ class _Probe:
 
     def reduction(self, group: tuple[int, ...]) -> _Measured | None:
         """Measure the all-reduce of a group; all members know, the first tells."""
-        line = fit_line(lambda count: self._reduce(group, count))
+        many, few = fit_two_lines(lambda count: self._reduce(group, count), most_bytes=PIECE_BYTES)
         busy_share = self._busy_share(group)
-        return (
-            _Measured(line.fixed_s, line.bytes_per_s, 0.0, 0.0, busy_share)
-            if self._transport.rank == group[0]
-            else None
-        )
+        if self._transport.rank != group[0]:
+            return None
+        small = astuple(few) if few is not None else (0.0, 0.0)
+        return _Measured(many.fixed_s, many.bytes_per_s, 0.0, 0.0, busy_share, *small)
 
     def _trip(self, receiver: int, count: int) -> float:
         """Send this many bytes, and return the seconds until the answer has come."""
@@ -318,9 +329,12 @@ class _Probe:
             count: bytes.
             pause_s: how long they do something else before they wait for the sum, which does not count.
         """
-        gradients = self._bytes(count).view(torch.float32).chunk(2)
+        gradients = self._bytes(count).view(torch.float32).split(_GRADIENT_BYTES // 4)
+        self._forget(count)
         start = time.perf_counter()
-        handle = self._transport.all_reduce(torch.cat(gradients), group=group)
+        flat = torch.cat(gradients)
+        handle = self._transport.all_reduce(flat, group=group)
+        flat.split(_GRADIENT_BYTES // 4)
         paused = time.perf_counter()
         time.sleep(pause_s)
         paused = time.perf_counter() - paused
@@ -336,6 +350,11 @@ class _Probe:
         whole_s = median(self._reduce(group, _BUSY_BYTES) for _ in range(_BUSY_SUMS))
         kept_s = median(self._reduce(group, _BUSY_BYTES, pause_s=_PAUSE * whole_s) for _ in range(_BUSY_SUMS))
         return min(1.0, kept_s / whole_s)
+
+    def _forget(self, count: int) -> None:
+        """Let caches of the host hold something else than what is summed, as they do after a backward."""
+        if self._device.type == "cpu" and count >= _GRADIENT_BYTES:
+            self._other.add_(1)
 
     def _bytes(self, count: int) -> torch.Tensor:
         """Return this many bytes of memory that has been touched."""

@@ -121,6 +121,7 @@ class Gradients:
             self._post(along.reduce, along.pieces.popleft())
 
     def _post(self, reduce: Reduce, names: tuple[str, ...]) -> None:
+        posted = self._recorder.mark()  # the copy is part of a sum, as where sums are measured
         parameters = tuple(self._state.parameters[name] for name in names)
         with torch.no_grad():
             dense = [_gradient(parameter).reshape(-1) for parameter in parameters]
@@ -129,7 +130,7 @@ class Gradients:
         handle = self._transport.all_reduce(flat, group=group)
         if not self._split.may_lack_gradients and self._state.sparse.isdisjoint(names):
             _put(parameters, flat)  # so that there is one copy
-        self._under_way.append(_Piece(names, parameters, flat, handle, reduce, self._recorder.mark()))
+        self._under_way.append(_Piece(names, parameters, flat, handle, reduce, posted))
 
     def _rows(self, names: tuple[str, ...]) -> Iterator[torch.Tensor]:
         """Yield, for every parameter with sparse gradients, a number per row that is not zero where it has one."""
