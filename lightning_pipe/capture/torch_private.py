@@ -20,6 +20,7 @@
 * `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
+* `_get_current_function_mode`: the function mode that was entered last.
 * `is_functorch_wrapped_tensor`: tensors inside `torch.vmap` have no memory of their own.
 * `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module, and what a call of a module
   does instead of `Module._call_impl` if it is there.
@@ -91,6 +92,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -130,6 +132,7 @@ __all__ = [
     "is_backward",
     "is_compiled",
     "is_foreign_backward",
+    "is_innermost",
     "is_profiling",
     "is_real",
     "is_traced",
@@ -677,6 +680,11 @@ def unguarded() -> contextlib.AbstractContextManager[None]:
     """Let torch treat tensors of classes that answer its calls themselves as plain ones, inside."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def is_innermost(mode: TorchFunctionMode) -> bool:
+    """Return whether a function mode is the one that was entered last, of those that have not been left."""
+    return _get_current_function_mode() is mode
 
 
 def without_overrides() -> contextlib.AbstractContextManager[None]:

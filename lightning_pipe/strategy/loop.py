@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
@@ -26,11 +27,18 @@ class PipelineOptimization(AutomaticOptimization):
     Args:
         trainer: the trainer.
         before_zeroing: called before the optimizer zeroes gradients.
+        around_hooks: what hooks before that run inside.
     """
 
-    def __init__(self, trainer: pl.Trainer, *, before_zeroing: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        *,
+        before_zeroing: Callable[[], None],
+        around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__(trainer)
-        self._before_zeroing = before_zeroing
+        self._before_zeroing, self._around_hooks = before_zeroing, around_hooks
 
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Optimizer) -> None:
         self._before_zeroing()
@@ -48,7 +56,8 @@ class PipelineOptimization(AutomaticOptimization):
 
         def zero_then_step() -> Any:
             if zero_gradients is not None:
-                zero_gradients()
+                with self._around_hooks():
+                    zero_gradients()
             return step()
 
         return Closure(zero_then_step, backward_fn=self._make_backward_fn(optimizer))

@@ -63,6 +63,7 @@ from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.parameters.building import building
+from lightning_pipe.strategy.parameters.hook_weights import WeightsInHooks
 from lightning_pipe.strategy.parameters.initial_values import make
 from lightning_pipe.strategy.parameters.meta_modules import adopt
 from lightning_pipe.strategy.parameters.optimizer import Groups
@@ -182,6 +183,7 @@ class DappleStrategy(ParallelStrategy):
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._stopwatch = Stopwatch(is_running=False)  # of the last start
         self._world_size_reads = WorldSizeReads()
+        self._in_hooks: WeightsInHooks | None = None  # from setup to teardown
         self._is_resumed = False  # whether a checkpoint gives this run its weights
         self._initialised: Callable[[], pl.LightningModule | None] = lambda: None  # that has got the weights of a file
 
@@ -245,6 +247,20 @@ class DappleStrategy(ParallelStrategy):
         ranks = super().world_size
         self._world_size_reads.note(ranks)
         return ranks
+
+    @property
+    def global_rank(self) -> int:
+        """Return the number of this rank; code that asks for it may do what others do not."""
+        if self._in_hooks is not None:
+            self._in_hooks.note_question()
+        return super().global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this rank on its host."""
+        if self._in_hooks is not None:
+            self._in_hooks.note_question()
+        return super().local_rank
 
     @property
     def num_nodes(self) -> int:
@@ -420,6 +436,9 @@ class DappleStrategy(ParallelStrategy):
             self._stopwatch.lap("optimizers")
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
+        if self.world_size > 1:
+            self._in_hooks = WeightsInHooks(self._session.weights, self._whole)
+            self._in_hooks.begin()
 
     def _leave_compilation_out(self, module: pl.LightningModule) -> None:
         """Let what the user has compiled run as it is written, until teardown: steps are captured as graphs."""
@@ -450,7 +469,9 @@ class DappleStrategy(ParallelStrategy):
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"
-        loop = PipelineOptimization(trainer, before_zeroing=self._session.put_gradients_aside)
+        loop = PipelineOptimization(
+            trainer, before_zeroing=self._session.put_gradients_aside, around_hooks=self._between
+        )
         before = private.swap_optimization(trainer, loop)
         loop.optim_progress = before.optim_progress
         private.replace_sigterm_broadcast(trainer, self._any_rank_stops)
@@ -489,7 +510,8 @@ class DappleStrategy(ParallelStrategy):
         move = super().batch_to_device
         if self._session is None:
             return move(batch, device, dataloader_idx)
-        return self._session.receive(batch, lambda loaded: move(loaded, device, dataloader_idx))
+        with self._apart():
+            return self._session.receive(batch, lambda loaded: move(loaded, device, dataloader_idx))
 
     def training_step(self, batch: Any, *arguments: int) -> Any:
         """Run forward and backward of a batch; gradients are summed unless they are accumulated further."""
@@ -525,14 +547,14 @@ class DappleStrategy(ParallelStrategy):
         assert self._session is not None, "set up by the trainer"
         turn = turn or {"number": arguments[0] if arguments else 0, "weight": 1.0, "synchronise": False}
         try:
-            with shortage_told(method, self.foreseen, self.global_rank):
+            with self._apart(), shortage_told(method, self.foreseen, self.global_rank):
                 return self._session.step(method, batch, arguments, **turn)
         except StopIteration as error:  # which Lightning would take for the end of the data
             raise RuntimeError(f"{method} raised StopIteration") from error
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         """Step as Lightning does; where memory does not suffice, say so as programs do."""
-        with shortage_told("the optimizer's step", self.foreseen, self.global_rank):
+        with self._apart(), shortage_told("the optimizer's step", self.foreseen, self.global_rank):
             return super().optimizer_step(*arguments, **options)
 
     @contextlib.contextmanager
@@ -558,10 +580,11 @@ class DappleStrategy(ParallelStrategy):
         if self._session is None:
             return self.lightning_module.state_dict()
         self._session.settle()
-        if self.config.save_distributed_checkpoint:
-            return self._session.weights.state_dict()
-        with self._reached_weights() as weights, weights.whole(placed=self._placed(weights)):
-            return weights.state_dict()
+        with self._apart():
+            if self.config.save_distributed_checkpoint:
+                return self._session.weights.state_dict()
+            with self._reached_weights() as weights, weights.whole(placed=self._placed(weights)):
+                return weights.state_dict()
 
     def _placed(self, weights: Weights) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return what puts what rank 0 collects for a plain file into files; None where there is room in memory."""
@@ -584,6 +607,12 @@ class DappleStrategy(ParallelStrategy):
         if self._session is None:
             yield
             return
+        with self._apart(), self._whole():
+            yield
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        assert self._session is not None, "asked before"
         self._session.settle()
         with self._reached_weights() as weights, weights.everywhere():
             yield
@@ -712,12 +741,27 @@ class DappleStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, so that they do not wait for this one."""
         self._failed = True
+        self._leave_hooks()
         if self._watch is not None:
             self._watch.report(exception)
+
+    def _apart(self) -> contextlib.AbstractContextManager[None]:
+        """Let hooks of the user be over for the time of a call of this strategy."""
+        return contextlib.nullcontext() if self._in_hooks is None else self._in_hooks.apart()
+
+    def _between(self) -> contextlib.AbstractContextManager[None]:
+        """Let hooks of the user run within a call of this strategy."""
+        return contextlib.nullcontext() if self._in_hooks is None else self._in_hooks.between()
+
+    def _leave_hooks(self) -> None:
+        if self._in_hooks is not None:
+            self._in_hooks.end()
+            self._in_hooks = None
 
     def teardown(self) -> None:
         """Give ranks the whole trained module, as `restore` says, and let go of the others; whatever has happened."""
         self._stopwatch.stop()
+        self._leave_hooks()
         with contextlib.ExitStack() as undo:
             undo.callback(self._end_watch)
             undo.callback(self._disconnect)

@@ -12,14 +12,16 @@ This package itself looks behind a stand-in with `unguarded()`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function
 
 from lightning_pipe.capture.steps.batch import LeafSlot, Structure
 from lightning_pipe.capture.steps.hazards import at, user_line
@@ -35,7 +37,9 @@ __all__ = [
     "absent_batch",
     "absent_buffer",
     "bare",
+    "concerns_values",
     "form_of",
+    "is_asked_by_a_hook",
     "occupy",
     "only_present",
     "unguarded",
@@ -65,8 +69,11 @@ _OWN_FLAGS = frozenset(
 _OWN = frozenset("requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __dir__".split())
 
 
+_SAYS_WHAT_IT_IS = frozenset("__eq__ eq __ne__ ne equal __repr__ __format__ __str__ get_device".split())
+
 _READ_NO_GRADIENTS = ("/torch/optim/", "/lightning_pipe/", "/lightning/pytorch/", "/lightning/fabric/")
 _READS_FOR_USERS = "/lightning/pytorch/utilities/grads.py"
+_BETWEEN = ("/strategy/parameters/stand_ins.py", "/strategy/parameters/hook_weights.py")
 _OF_OPTIMIZERS = frozenset({"step", "zero_grad"})
 
 
@@ -169,10 +176,20 @@ class Guarded:
         return self._described()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self.absence.refuse("deepcopy", self._way_out)
+        return handle_torch_function(deepcopy, (self,), cast("torch.Tensor", self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.absence.refuse("pickling (torch.save)", self._way_out)
+        return handle_torch_function(pickling, (self,), cast("torch.Tensor", self), protocol)
+
+
+def deepcopy(tensor: torch.Tensor, memo: Any) -> Any:
+    """Copy a tensor that may have got its values since a copy was asked for."""
+    return copy.deepcopy(tensor, memo)
+
+
+def pickling(tensor: torch.Tensor, protocol: Any) -> Any:
+    """Take a tensor apart that may have got its values since that was asked for."""
+    return tensor.__reduce_ex__(protocol)
 
 
 class StandIn(Guarded, nn.Parameter):
@@ -189,7 +206,7 @@ class StandIn(Guarded, nn.Parameter):
         if getattr(access.__self__, "__name__", "") != "grad" or self.gradient is None:
             return super()._attribute(access, *value)
         if access.__name__ == "__get__":
-            return self.gradient if _is_asked_by_a_hook() else None
+            return self.gradient if is_asked_by_a_hook() else None
         if value[0] is None:
             self.gradient = None
         elif not (isinstance(value[0], Guarded) and value[0].absence.ranks == self.absence.ranks):
@@ -205,6 +222,21 @@ class BatchStandIn(Guarded, torch.Tensor):
     """A tensor of a batch that other ranks have loaded."""
 
     _way_out = _WAY_OUT_OF_BATCHES
+
+
+def concerns_values(func: Any, args: Any) -> bool:
+    """Return whether a call of torch reads or writes values: not one that stand-ins answer.
+
+    Args:
+        func: what is called.
+        args: its positional arguments.
+    """
+    name: str = func.__name__
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", "") not in _FORM_FLAGS | _PLACE_FLAGS | _OWN_FLAGS
+    if name == "type" and len(args) == 1:
+        return False
+    return name not in _OF_FORM and name not in _OWN and name not in _SAYS_WHAT_IT_IS
 
 
 def vacate(parameter: nn.Parameter, name: str, *, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
@@ -304,13 +336,13 @@ def _paths(template: Any, path: str) -> list[tuple[int, str]]:
     return [found for value, where in inner for found in _paths(value, where)]
 
 
-def _is_asked_by_a_hook() -> bool:
+def is_asked_by_a_hook() -> bool:
     """Return whether the user's code, called by Lightning, is looking; not an optimizer, Lightning or this package."""
     frame = sys._getframe(1)
     by_user = False
     while frame is not None:
         path = frame.f_code.co_filename
-        if path == __file__:
+        if path.endswith(_BETWEEN):
             pass
         elif path.endswith(_READS_FOR_USERS):
             by_user = True

@@ -70,6 +70,10 @@ class Weights:
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
         self._holders: dict[str, tuple[int, ...]] = {}
+        self._partial: tuple[dict[str, tuple[int, ...]], frozenset[int]] = (
+            {},
+            frozenset(),
+        )  # holders, and what follows
         self._owners: dict[str, int] = {}  # of parameters that several ranks hold, where these share optimizer state
         self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
         self._whole_on = frozenset(range(control.ranks))  # ranks that have all values
@@ -153,6 +157,11 @@ class Weights:
     def module(self) -> pl.LightningModule:
         """Return the module whose weights these are."""
         return self._module
+
+    @property
+    def device(self) -> torch.device:
+        """Return where this rank computes."""
+        return self._device
 
     @property
     def control(self) -> ControlPlane:
@@ -310,6 +319,20 @@ class Weights:
         self.buffers.show()
         self._moving = {}
         self._whole_on = frozenset(ranks)  # owners stay: their state may be saved
+
+    def partial(self) -> frozenset[int]:
+        """Return the ids of the parameters and buffers whose current values some rank lacks."""
+        ranks = self._control.ranks
+        if len(self._whole_on) == ranks:
+            return frozenset()
+        if self._partial[0] is not self._holders:
+            held = self._holders
+            self._partial = held, frozenset(id(self._real[name]) for name in held if len(held[name]) < ranks)
+        return self._partial[1].union(id(self.buffers[name]) for name, on in self._moving.items() if len(on) < ranks)
+
+    def all_bytes(self) -> int:
+        """Return the size of all parameters."""
+        return sum(form_of(parameter).nbytes for parameter in self._real.values())
 
     def missing_bytes(self) -> int:
         """Return the size of the parameters whose values are on other ranks."""
