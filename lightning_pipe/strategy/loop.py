@@ -27,7 +27,7 @@ class PipelineOptimization(AutomaticOptimization):
     Args:
         trainer: the trainer.
         before_zeroing: called before the optimizer zeroes gradients.
-        around_hooks: what hooks before that run inside.
+        around_hooks, around_zeroing: what hooks before that, and that itself, run inside.
     """
 
     def __init__(
@@ -36,13 +36,16 @@ class PipelineOptimization(AutomaticOptimization):
         *,
         before_zeroing: Callable[[], None],
         around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around_zeroing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(trainer)
-        self._before_zeroing, self._around_hooks = before_zeroing, around_hooks
+        self._before_zeroing = before_zeroing
+        self._around_hooks, self._around_zeroing = around_hooks, around_zeroing
 
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Optimizer) -> None:
-        self._before_zeroing()
-        super()._optimizer_zero_grad(batch_idx, optimizer)
+        with self._around_zeroing():
+            self._before_zeroing()
+            super()._optimizer_zero_grad(batch_idx, optimizer)
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> Any:
         """Run the step; where it returns None all ranks skip the batch, as one device does."""

@@ -129,6 +129,16 @@ def readers_of_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> lis
     return hooks
 
 
+def hooks_of_users(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Return the hooks that are code of the user, of the module and of callbacks."""
+    kind = pl.LightningModule
+    names = [name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))]
+    own = [name for name in (*names, "optimizer_step") if is_overridden(name, module, kind)]
+    of_callbacks = [name for name in dir(pl.Callback) if name.startswith("on_")]
+    callbacks = callbacks_of(trainer)
+    return own + [f"{type(c).__qualname__}.{n}" for c in callbacks for n in of_callbacks if _is_by_user(c, n)]
+
+
 def _is_by_user(callback: pl.Callback, hook: str) -> bool:
     """Return whether a callback's hook is the user's code (a `LambdaCallback` keeps it as an attribute)."""
     kind = type(callback)
@@ -231,12 +241,12 @@ def check_written(capture: Route, module: pl.LightningModule, *, microbatches: i
     if trained := [name for name in written if parameters[name].requires_grad]:
         raise CaptureError(
             f"{type(module).__name__}.training_step writes to the parameter {trained[0]}, which it trains, and would "
-            f"do so for each of {microbatches} micro-batches. Do it in on_train_batch_start or on_train_batch_end, "
-            "inside `with self.trainer.strategy.whole_module():`, or set microbatches=1."
+            f"do so for each of {microbatches} micro-batches. Do it in on_train_batch_start or on_train_batch_end, or "
+            "set microbatches=1."
         )
     rank_zero_warn(
         f"training_step writes to the parameter {written[0]}: once for each of {microbatches} micro-batches, not once "
-        "per batch. Do it in on_train_batch_end, inside `with self.trainer.strategy.whole_module():`."
+        "per batch. Do it in on_train_batch_end."
     )
 
 

@@ -79,6 +79,7 @@ from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.ranks.network_card import choose_card
 from lightning_pipe.strategy.ranks.outcome import FitOutcome
 from lightning_pipe.strategy.refusals import (
+    hooks_of_users,
     readers_of_gradients,
     refuse,
     refuse_averages,
@@ -438,7 +439,7 @@ class DappleStrategy(ParallelStrategy):
             self._session.expect_readers(readers_of_gradients(trainer, module))
         if self.world_size > 1:
             self._in_hooks = WeightsInHooks(self._session.weights, self._whole)
-            self._in_hooks.begin()
+            self._in_hooks.begin(hooks_of_users(trainer, module))
 
     def _leave_compilation_out(self, module: pl.LightningModule) -> None:
         """Let what the user has compiled run as it is written, until teardown: steps are captured as graphs."""
@@ -470,7 +471,10 @@ class DappleStrategy(ParallelStrategy):
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"
         loop = PipelineOptimization(
-            trainer, before_zeroing=self._session.put_gradients_aside, around_hooks=self._between
+            trainer,
+            before_zeroing=self._session.put_gradients_aside,
+            around_hooks=self._between,
+            around_zeroing=self._apart,
         )
         before = private.swap_optimization(trainer, loop)
         loop.optim_progress = before.optim_progress

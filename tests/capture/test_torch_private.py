@@ -303,6 +303,14 @@ class _Doubles(private.TorchDispatchMode):
         return func(*args, **(kwargs or {})) * 2
 
 
+def test_a_function_mode_is_told_from_those_that_were_entered_since():
+    with _Answers() as outer:
+        assert private.is_innermost(outer)
+        with _Answers() as inner:
+            assert private.is_innermost(inner) and not private.is_innermost(outer)
+    assert not private.is_innermost(outer)
+
+
 def test_modes_are_left_out_where_torch_is_asked_itself():
     with _Answers():
         assert torch.ones(1) == "answered"

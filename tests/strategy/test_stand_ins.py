@@ -227,13 +227,16 @@ def test_hooks_that_need_the_whole_module_have_the_same_effect(route: str, layou
 
 
 class Careless(Net):
-    """The same habits without the whole module; every error is noted."""
+    """The same habits without the whole module, in code that may do what other ranks do not; every error is noted."""
+
+    asks = True
 
     def __init__(self) -> None:
         super().__init__()
         self.mine = list(self.net.parameters())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert not self.asks or self.global_rank >= 0
         habits: dict[str, Callable[[], Any]] = {
             "average": lambda: [torch.zeros(p.shape, dtype=p.dtype).mul_(0.9).add_(p) for p in self.net.parameters()],
             "own list": lambda: sum(float(p.pow(2).sum()) for p in self.mine),
@@ -253,8 +256,14 @@ class Careless(Net):
                 self.noted.append((name, str(error)))
 
 
-def fit_careless(options: dict[str, Any]) -> Any:
-    return fitted(Careless(), options)[2]
+class Unaware(Careless):
+    """The same in code that knows no rank."""
+
+    asks = False
+
+
+def fit_careless(options: dict[str, Any], kind: type[Careless] = Careless) -> Any:
+    return fitted(kind(), options)[2]
 
 
 @pytest.mark.parametrize("route", ["joint", "replay"])
@@ -269,9 +278,17 @@ def test_what_is_done_without_the_whole_module_is_an_error_on_every_rank_that_la
             assert "grad_norm()" in text if name == "gradient norms" else True
 
 
+@pytest.mark.parametrize("route", ["joint", "replay"])
+def test_code_that_knows_no_rank_lacks_nothing_but_gradients_and_batches(route: str) -> None:
+    results = World(2).run(fit_careless, {"layout": "1-1", "microbatches": 2, "capture": route}, Unaware)
+    gradients, batches = {"gradient norms"}, {"batch", "batch in place"}
+    assert [{name for name, _ in noted} for noted in results] == [gradients, gradients | batches]
+
+
 def fit_raising(options: dict[str, Any]) -> Any:
     class Raising(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert self.global_rank in (0, 1)
             torch.save(self.state_dict(), io.BytesIO())
 
     make_trainer(dapple(**options), max_epochs=1).fit(Raising(), make_loader("parameter_groups", dtype=torch.float64))
@@ -294,7 +311,7 @@ class Normalised(Net):
         if not hasattr(self.trainer.strategy, "whole_module"):
             refused = 1
         else:
-            refused = 0
+            refused = 0 * self.global_rank
             for norm in (self.net[1], self.net[4]):
                 with contextlib.suppress(AbsentError):
                     float(norm.running_mean.sum())

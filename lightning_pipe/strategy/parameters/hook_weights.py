@@ -9,7 +9,7 @@ Code that touches nothing of the kind costs no exchange.
     rank 1   hook: teacher[0] ---+-- values both ways ---+--- teacher[1] ... --- gives up what it does not hold
 
 Ranks do not meet for code that one of them may run alone, which finds stand-ins as ever (`AbsentError`): of
-`rank_zero_only`, of loggers, of data loading, and whatever follows a question for the rank in the same hooks.
+`rank_zero_only`, of loggers, of data loading, and whatever follows a question for the rank in the same hook.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from lightning_pipe.capture.torch_private import is_innermost
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.parameters.stand_ins import (
     BufferStandIn,
-    Guarded,
     StandIn,
     concerns_values,
     is_asked_by_a_hook,
@@ -40,6 +40,7 @@ from lightning_pipe.strategy.start.room import room_bytes
 from lightning_pipe.units import format_bytes
 
 _PACKAGE, _TORCH = f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/"
+_EXAMPLES = f"{_PACKAGE}examples/"  # are written as users write
 _BETWEEN = f"{_PACKAGE}strategy/parameters/stand_ins.py"
 _CALL_HOOKS = frozenset(
     """_call_lightning_module_hook _call_lightning_datamodule_hook _call_callback_hooks _call_callbacks_state_dict
@@ -50,7 +51,9 @@ _OF_ONE_RANK = (
     "/rank_zero.py",
     *(f"/{logger}/" for logger in ("tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune", "clearml")),
 )
+_BEFORE_ZEROING = "on_before_zero_grad"
 _ON_LOADED = frozenset("on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer".split())
+_MANY = 7  # numbers, as no other sum has: a rank that makes another sum is found out
 _RANKS = frozenset("global_rank local_rank node_rank is_global_zero".split())
 
 
@@ -70,12 +73,25 @@ class WeightsInHooks(TorchFunctionMode):
         self._partial: frozenset[int] = frozenset()  # tensors that other ranks lack, by id
         self._filled: contextlib.ExitStack | None = None  # while every rank has all values
         self._gradients: dict[int, torch.Tensor | None] = {}  # stand-ins, of parameters that were filled, by id
-        self._has_asked = False  # for its rank, since the last step
+        self._asked_in: types.FrameType | None = (
+            None  # the hook that asked for its rank last, kept so as not to be another
+        )
+        self._zeroing = False  # whether hooks precede the zeroing of gradients
         self._told: set[str] = set()
 
-    def begin(self) -> None:
-        """Watch from now on, whenever the strategy does not run."""
-        self._watch()
+    def begin(self, hooks: Sequence[str]) -> None:
+        """Watch from now on, whenever the strategy does not run, if all ranks have the same hooks; on all together.
+
+        Args:
+            hooks: names of those that are the user's.
+        """
+        control = self._weights.control
+        first = control.broadcast(hooks, source=0, what="which hooks there are")
+        alike = control.sum(torch.tensor(float(bool(hooks) and hooks == first)), what="whether hooks are the same")
+        self._zeroing = any(hook.endswith(_BEFORE_ZEROING) for hook in hooks)
+        self._is_over = bool(alike < control.ranks)
+        if not self._is_over:
+            self._watch()
 
     def end(self) -> None:
         """Watch no more, and give up what was lent."""
@@ -97,7 +113,10 @@ class WeightsInHooks(TorchFunctionMode):
 
     @contextlib.contextmanager
     def between(self) -> Iterator[None]:
-        """Let hooks run inside that the strategy calls."""
+        """Let hooks run inside that precede the zeroing of gradients, wherever that is."""
+        if not self._zeroing:
+            yield
+            return
         depth, self._depth = self._depth, 0
         if not self._is_over:
             self._watch()
@@ -109,22 +128,23 @@ class WeightsInHooks(TorchFunctionMode):
                 self._rest()
 
     def note_question(self) -> None:
-        """Note that somebody asks for the rank: code of the user may do then what other ranks do not."""
-        if self._is_watching and not self._has_asked:
+        """Note that somebody asks for the rank: in a hook, code of the user may do then what other ranks do not."""
+        if self._is_watching:
             frame = sys._getframe(1)
             while frame.f_back is not None and (frame.f_code.co_name in _RANKS or _is_ours(frame.f_code.co_filename)):
                 frame = frame.f_back
-            path = frame.f_code.co_filename
-            self._has_asked = not (_is_ours(path) or _is_lightnings(path))
+            self._asked_in = _hook_above(frame) or self._asked_in
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let ranks meet before the first call that concerns values which some rank lacks."""
         kwargs = kwargs or {}
         if not self._is_watching:
             return func(*args, **kwargs)
         if self._filled is None:
-            if self._has_partial(args, kwargs) and concerns_values(func, args) and self._may_meet():
-                self._fill()
+            if (self._is_partial(args) or self._is_partial(kwargs.values())) and concerns_values(func, args):
+                hook = _hook_above(sys._getframe(1))
+                if hook is not None and hook is not self._asked_in:
+                    self._fill()
         elif self._gradients and _is_of_gradient(func) and (number := id(args[0])) in self._gradients:
             if func.__name__ == "__get__":
                 return self._gradients[number] if is_asked_by_a_hook() else None
@@ -136,7 +156,7 @@ class WeightsInHooks(TorchFunctionMode):
     def _watch(self) -> None:
         self._partial = self._weights.partial()
         if self._partial:
-            self._is_watching, self._has_asked = True, False
+            self._is_watching, self._asked_in = True, None
             if not self._is_pushed:
                 self.__enter__()  # type: ignore[no-untyped-call]  # torch's modes have no types
                 self._is_pushed = True
@@ -155,36 +175,25 @@ class WeightsInHooks(TorchFunctionMode):
                     parameter.gradient = self._gradients.get(id(parameter))
             self._gradients = {}
 
-    def _has_partial(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        return any(
-            isinstance(value, (StandIn, BufferStandIn)) or id(value) in self._partial
-            for value in _flat((*args, *kwargs.values()))
-        )
-
-    def _may_meet(self) -> bool:
-        """Return whether all ranks come here: to code of the user in a hook, which does not know its rank."""
-        frame, is_users = sys._getframe(2), False
-        while frame is not None and not self._has_asked:
-            path, name = frame.f_code.co_filename, frame.f_code.co_name
-            if path.startswith(_TORCH):
-                if "/tensorboard/" in path:
-                    return False
-            elif _is_lightnings(path):
-                if not is_users or name in _CALL_HOOKS:
-                    return is_users
-            elif path != _BETWEEN:
-                if _is_ours(path) or name in _ON_LOADED or any(part in path for part in _OF_ONE_RANK):
-                    return False
-                is_users = True
-            frame = frame.f_back  # type: ignore[assignment]
+    def _is_partial(self, values: Iterable[Any]) -> bool:
+        """Return whether some rank lacks a tensor among values, or in lists among them."""
+        partial = self._partial
+        for value in values:
+            if id(value) in partial:
+                return True
+            if isinstance(value, (list, tuple)):
+                for one in value:
+                    if id(one) in partial:
+                        return True
         return False
 
     def _fill(self) -> None:
         """Give every rank all values, unless one has no room for them."""
         line, missing, control = user_line(3), self._weights.missing_bytes(), self._weights.control
         with torch.inference_mode(False), torch.no_grad():
-            lacks_room = torch.tensor(float(missing > _free_bytes(self._weights.device)))
-            if control.sum(lacks_room, what=f"the values of all parameters, for {line} (all ranks must come there)"):
+            lacks_room = torch.full((_MANY,), float(missing > _free_bytes(self._weights.device)))
+            what = f"the values of all parameters, for {line} (all ranks must come there)"
+            if control.sum(lacks_room, what=what)[0]:
                 return
             if line not in self._told:
                 self._told.add(line)
@@ -203,24 +212,34 @@ class WeightsInHooks(TorchFunctionMode):
         """Return arguments with the buffers in the place of stand-ins that somebody has kept."""
         if isinstance(value, BufferStandIn):
             return self._weights.buffers[value.absence.name.removeprefix("the buffer ")]
-        if isinstance(value, (tuple, list)) and any(isinstance(one, Guarded) for one in _flat(value)):
-            return type(value)(self._present(one) for one in value)
+        if isinstance(value, (tuple, list)) and any(isinstance(one, (BufferStandIn, list, tuple)) for one in value):
+            return type(value)([self._present(one) for one in value])
         if isinstance(value, dict):
             return {name: self._present(one) for name, one in value.items()}
         return value
 
 
+def _hook_above(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the call of a hook of the user that has led to a frame, if all ranks come there; else None."""
+    last, is_users = None, False
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path.startswith(_TORCH):
+            if "/tensorboard/" in path:
+                return None
+        elif _is_lightnings(path):
+            if not is_users or name in _CALL_HOOKS:
+                return last if is_users else None
+        elif path != _BETWEEN:
+            if _is_ours(path) or name in _ON_LOADED or any(part in path for part in _OF_ONE_RANK):
+                return None
+            is_users = True
+        last, frame = frame, frame.f_back
+    return None
+
+
 def _is_of_gradient(func: Any) -> bool:
     return getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    """Yield values, and those of lists among them: as deep as functions of torch look for tensors."""
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from value
-        else:
-            yield value
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -230,7 +249,7 @@ def _free_bytes(device: torch.device) -> int:
 
 @functools.cache
 def _is_ours(path: str) -> bool:
-    return path.startswith(_PACKAGE)
+    return path.startswith(_PACKAGE) and not path.startswith(_EXAMPLES)
 
 
 @functools.cache

@@ -328,7 +328,8 @@ class Weights:
         if self._partial[0] is not self._holders:
             held = self._holders
             self._partial = held, frozenset(id(self._real[name]) for name in held if len(held[name]) < ranks)
-        return self._partial[1].union(id(self.buffers[name]) for name, on in self._moving.items() if len(on) < ranks)
+        moving = (name for name, on in self._moving.items() if len(on) < ranks)
+        return self._partial[1].union(id(one) for name in moving for one in self.buffers.either(name))
 
     def all_bytes(self) -> int:
         """Return the size of all parameters."""
@@ -453,6 +454,11 @@ class _Buffers(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def either(self, name: str) -> tuple[torch.Tensor | None, ...]:
+        """Return a buffer, and what stands in its place."""
+        slot = self._slots[name]
+        return self[name], slot.owner._buffers[slot.attribute]
 
     def hide(self, name: str, stand_in: torch.Tensor) -> None:
         """Let the module have a stand-in; the buffer itself is kept here."""
