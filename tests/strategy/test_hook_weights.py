@@ -280,7 +280,10 @@ class OnFirstRank(Net):
 
 class WhereRankIsZero(Net):
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.is_global_zero:
+        is_first = self.trainer.is_global_zero
+        with self.trainer.strategy.whole_module():
+            pass
+        if is_first:
             look_alone(self)
 
 

@@ -73,9 +73,7 @@ class WeightsInHooks(TorchFunctionMode):
         self._partial: frozenset[int] = frozenset()  # tensors that other ranks lack, by id
         self._filled: contextlib.ExitStack | None = None  # while every rank has all values
         self._gradients: dict[int, torch.Tensor | None] = {}  # stand-ins, of parameters that were filled, by id
-        self._asked_in: types.FrameType | None = (
-            None  # the hook that asked for its rank last, kept so as not to be another
-        )
+        self._asked_in: types.FrameType | None = None  # the call of a hook that has asked for its rank, the last
         self._zeroing = False  # whether hooks precede the zeroing of gradients
         self._told: set[str] = set()
 
@@ -95,7 +93,7 @@ class WeightsInHooks(TorchFunctionMode):
 
     def end(self) -> None:
         """Watch no more, and give up what was lent."""
-        self._is_over = True
+        self._is_over, self._asked_in = True, None
         self._rest()
 
     @contextlib.contextmanager
@@ -156,7 +154,10 @@ class WeightsInHooks(TorchFunctionMode):
     def _watch(self) -> None:
         self._partial = self._weights.partial()
         if self._partial:
-            self._is_watching, self._asked_in = True, None
+            self._is_watching = True
+            if self._asked_in is not None:  # it is kept, so that no later call is taken for it, but not what it has
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    self._asked_in.clear()
             if not self._is_pushed:
                 self.__enter__()  # type: ignore[no-untyped-call]  # torch's modes have no types
                 self._is_pushed = True
@@ -213,7 +214,8 @@ class WeightsInHooks(TorchFunctionMode):
         if isinstance(value, BufferStandIn):
             return self._weights.buffers[value.absence.name.removeprefix("the buffer ")]
         if isinstance(value, (tuple, list)) and any(isinstance(one, (BufferStandIn, list, tuple)) for one in value):
-            return type(value)([self._present(one) for one in value])
+            present = [self._present(one) for one in value]
+            return present if isinstance(value, list) else tuple(present)
         if isinstance(value, dict):
             return {name: self._present(one) for name, one in value.items()}
         return value
