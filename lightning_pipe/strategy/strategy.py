@@ -717,7 +717,7 @@ class DappleStrategy(ParallelStrategy):
         refuse_in_step("trainer.strategy.barrier")
         with self._connected() as links:
             if links is not None:
-                links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})")
+                links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})", key="barrier")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on all ranks."""

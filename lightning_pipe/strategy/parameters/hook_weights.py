@@ -53,7 +53,6 @@ _OF_ONE_RANK = (
 )
 _BEFORE_ZEROING = "on_before_zero_grad"
 _ON_LOADED = frozenset("on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer".split())
-_MANY = 7  # numbers, as no other sum has: a rank that makes another sum is found out
 _RANKS = frozenset("global_rank local_rank node_rank is_global_zero".split())
 
 
@@ -192,9 +191,9 @@ class WeightsInHooks(TorchFunctionMode):
         """Give every rank all values, unless one has no room for them."""
         line, missing, control = user_line(3), self._weights.missing_bytes(), self._weights.control
         with torch.inference_mode(False), torch.no_grad():
-            lacks_room = torch.full((_MANY,), float(missing > _free_bytes(self._weights.device)))
+            lacks_room = torch.tensor(float(missing > _free_bytes(self._weights.device)))
             what = f"the values of all parameters, for {line} (all ranks must come there)"
-            if control.sum(lacks_room, what=what)[0]:
+            if control.sum(lacks_room, what=what, key="the values of all parameters"):
                 return
             if line not in self._told:
                 self._told.add(line)

@@ -7,6 +7,7 @@ error with words instead of a hang. A single rank talks to itself.
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,10 +15,14 @@ import torch
 
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.failure import PAIR, TOGETHER
+from lightning_pipe.runtime.guard.watch import MismatchError
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle, Wait
 
 T = TypeVar("T")
+
+_FEW = 16  # numbers of a sum: one more, by which ranks see that they add the same, costs nothing
+_MARKS = 2**20
 
 
 class ControlPlane:
@@ -63,7 +68,7 @@ class ControlPlane:
         if self.ranks == 1:
             return value
         packed = _pack(value) if self.rank == source else b""
-        size = self.copy(torch.tensor([len(packed)]), source=source, what=what)
+        size = self.sum(torch.tensor([len(packed)]), what=what, key=f"{what} of {source}")
         content = torch.frombuffer(bytearray(packed), dtype=torch.uint8) if packed else torch.empty(0)
         if self.rank != source:
             content = torch.empty(int(size), dtype=torch.uint8)
@@ -119,10 +124,26 @@ class ControlPlane:
             return Wait(Done(), what)
         return Wait(self._transport.receive([tensor], peer=source), what, PAIR, number, source)
 
-    def sum(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """Add the host tensors of all ranks, in place, and return the sum."""
-        self.wait(self.begin_sum(tensor, what=what))
-        return tensor
+    def sum(self, tensor: torch.Tensor, *, what: str, key: str = "") -> torch.Tensor:
+        """Add the host tensors of all ranks, in place, and return the sum.
+
+        Args:
+            tensor: what this rank adds.
+            what: for errors.
+            key: the same on all ranks that come to the same thing; `what` by default.
+
+        Raises:
+            MismatchError: if few numbers are added, and some rank adds others.
+        """
+        if self._transport is None or tensor.numel() > _FEW:
+            self.wait(self.begin_sum(tensor, what=what))
+            return tensor
+        mark = zlib.crc32((key or what).encode()) % _MARKS + 1
+        marked = torch.cat([tensor.reshape(-1).to(torch.float64), torch.tensor([float(mark)], dtype=torch.float64)])
+        self.wait(self.begin_sum(marked, what=what))
+        if marked[-1] != mark * self.ranks:
+            raise MismatchError.of(f"rank {self.rank} for {what}, some rank for something else")
+        return tensor.copy_(marked[:-1].reshape(tensor.shape))
 
     def begin_sum(self, tensor: torch.Tensor, *, what: str) -> Wait:
         """Begin to add the host tensors of all ranks, in place; who waits has the sum."""
