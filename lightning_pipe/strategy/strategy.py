@@ -438,7 +438,8 @@ class DappleStrategy(ParallelStrategy):
             self._session.look_ahead(trainer)
             self._session.expect_readers(readers_of_gradients(trainer, module))
         if self.world_size > 1:
-            self._in_hooks = WeightsInHooks(self._session.weights, self._whole)
+            feed = self._feed
+            self._in_hooks = WeightsInHooks(self._session.weights, self._whole, loader=lambda: feed.source)
             self._in_hooks.begin(hooks_of_users(trainer, module))
 
     def _leave_compilation_out(self, module: pl.LightningModule) -> None:

@@ -119,6 +119,25 @@ class Replaced(Net):
             self.net[0].weight[0] = self.net[2].weight[0, :6]
 
 
+class Noisy(Net):
+    """Random numbers in hooks, which the rank that loads has drawn for its samples, too."""
+
+    @torch.no_grad()
+    def on_train_batch_start(self, *_: Any) -> None:
+        for p in self.net.parameters():
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+    def on_train_epoch_end(self) -> None:
+        nn.init.normal_(self.net[4].weight)
+
+
+class Compared(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        same = [torch.equal(a, b) for a, b in zip(self.net.parameters(), self.teacher.parameters(), strict=True)]
+        self.noted += [float(one) for one in same]
+        self.note(self.net[0].weight == self.teacher[0].weight)
+
+
 class Lent(pl.Callback):
     """Validate with averages of the weights."""
 
@@ -189,14 +208,38 @@ class Explicit(Teacher):
         self.note(*self.teacher.parameters())
 
 
-KINDS = (Teacher, TeacherAfterStep, Measured, Clamped, Sampled, Kept, Replaced, Averaged, Normalised, InAMode, Explicit)
+KINDS = (
+    Teacher,
+    TeacherAfterStep,
+    Measured,
+    Clamped,
+    Sampled,
+    Kept,
+    Replaced,
+    Noisy,
+    Compared,
+    Averaged,
+    Normalised,
+    InAMode,
+    Explicit,
+)
+
+
+class Drawn(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples of random numbers that are drawn when they are loaded."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(6, dtype=torch.float64) + index / 10
 
 
 def fit(kind: type[Net], folder: str, options: Options | None, trainer: Options) -> tuple[Any, ...]:
     """Fit on one device, or on all ranks of this world; return state, logged values and what hooks have seen."""
     module = kind().train()
     torch.manual_seed(3)
-    data = torch.utils.data.DataLoader(torch.randn(24, 6, dtype=torch.float64), batch_size=8)
+    data = torch.utils.data.DataLoader(Drawn(), batch_size=8, shuffle=True)
     strategy = "auto" if options is None else dapple(**options)
     used = make_trainer(strategy, max_epochs=2, default_root_dir=folder, **trainer)
     used.fit(module, data, data)

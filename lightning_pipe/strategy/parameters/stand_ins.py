@@ -69,7 +69,8 @@ _OWN_FLAGS = frozenset(
 _OWN = frozenset("requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __dir__".split())
 
 
-_SAYS_WHAT_IT_IS = frozenset("__eq__ eq __ne__ ne equal __repr__ __format__ __str__ get_device".split())
+_SAYS_WHAT_IT_IS = frozenset("__repr__ __format__ __str__ get_device".split())
+_COMPARES = frozenset("__eq__ eq __ne__ ne equal".split())
 
 _READ_NO_GRADIENTS = ("/torch/optim/", "/lightning_pipe/", "/lightning/pytorch/", "/lightning/fabric/")
 _READS_FOR_USERS = "/lightning/pytorch/utilities/grads.py"
@@ -236,6 +237,8 @@ def concerns_values(func: Any, args: Any) -> bool:
         return getattr(func.__self__, "__name__", "") not in _FORM_FLAGS | _PLACE_FLAGS | _OWN_FLAGS
     if name == "type" and len(args) == 1:
         return False
+    if name in _COMPARES:
+        return len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1] is not args[0]
     return name not in _OF_FORM and name not in _OWN and name not in _SAYS_WHAT_IT_IS
 
 
