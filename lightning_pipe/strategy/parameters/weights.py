@@ -70,10 +70,7 @@ class Weights:
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
         self._holders: dict[str, tuple[int, ...]] = {}
-        self._partial: tuple[dict[str, tuple[int, ...]], frozenset[int]] = (
-            {},
-            frozenset(),
-        )  # holders, and what follows
+        self._partial_of, self._partial = self._holders, frozenset[int]()  # parameters that some rank lacks, by id
         self._owners: dict[str, int] = {}  # of parameters that several ranks hold, where these share optimizer state
         self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
         self._whole_on = frozenset(range(control.ranks))  # ranks that have all values
@@ -325,11 +322,11 @@ class Weights:
         ranks = self._control.ranks
         if len(self._whole_on) == ranks:
             return frozenset()
-        if self._partial[0] is not self._holders:
-            held = self._holders
-            self._partial = held, frozenset(id(self._real[name]) for name in held if len(held[name]) < ranks)
+        if self._partial_of is not self._holders:
+            held = self._partial_of = self._holders
+            self._partial = frozenset(id(self._real[name]) for name in held if len(held[name]) < ranks)
         moving = (name for name, on in self._moving.items() if len(on) < ranks)
-        return self._partial[1].union(id(one) for name in moving for one in self.buffers.either(name))
+        return self._partial.union(id(one) for name in moving for one in self.buffers.either(name))
 
     def all_bytes(self) -> int:
         """Return the size of all parameters."""
