@@ -381,6 +381,15 @@ class Gradients(Net):
         assert 0 < sum(isinstance(p.grad, Guarded) for p in self.net.parameters()) < 6
         with pytest.raises(AbsentError, match="gradient of the parameter"):
             sum(float(p.grad.abs().sum()) for p in self.net.parameters())  # type: ignore[union-attr]
+        for p in self.net.parameters():
+            p.grad = p.grad.clamp(-1, 1)  # type: ignore[union-attr]
+            assert p.grad is not None
+        absent = next(p for p in self.net.parameters() if isinstance(p.grad, Guarded))
+        with pytest.raises(AbsentError, match="gradient of the parameter"):
+            absent.grad = torch.zeros_like(absent)
+        for p in self.net.parameters():
+            p.grad = None
+            assert p.grad is None
 
 
 def test_gradients_stay_where_they_are_and_are_not_taken_for_missing() -> None:

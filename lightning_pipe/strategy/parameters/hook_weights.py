@@ -32,6 +32,7 @@ from lightning_pipe.capture.torch_private import is_innermost
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.parameters.stand_ins import (
     BufferStandIn,
+    Guarded,
     StandIn,
     concerns_values,
     is_asked_by_a_hook,
@@ -146,10 +147,8 @@ class WeightsInHooks(TorchFunctionMode):
                 hook = _hook_above(sys._getframe(1))
                 if hook is not None and hook is not self._asked_in:
                     self._fill()
-        elif self._gradients and _is_of_gradient(func) and (number := id(args[0])) in self._gradients:
-            if func.__name__ == "__get__":
-                return self._gradients[number] if is_asked_by_a_hook() else None
-            self._gradients[number] = None
+        elif self._gradients and _is_of_gradient(func) and id(args[0]) in self._gradients:
+            return self._gradient(*args) if func.__name__ == "__get__" else self._set_gradient(*args)
         if self._filled is not None:
             args, kwargs = self._present(args), self._present(kwargs)
         return func(*args, **kwargs)
@@ -190,6 +189,16 @@ class WeightsInHooks(TorchFunctionMode):
                     if id(one) in partial:
                         return True
         return False
+
+    def _gradient(self, parameter: torch.Tensor, *_: Any) -> torch.Tensor | None:
+        """Return what stands for the gradient of a parameter that has values only for now: it stays where it is."""
+        return self._gradients[id(parameter)] if is_asked_by_a_hook() else None
+
+    def _set_gradient(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        known = self._gradients[id(parameter)]
+        if isinstance(known, Guarded) and value is not None and not isinstance(value, Guarded):
+            known.absence.refuse("setting .grad", known._way_out)
+        self._gradients[id(parameter)] = value if isinstance(value, Guarded) else None
 
     def _fill(self) -> None:
         """Give every rank all values, unless one has no room for them."""
