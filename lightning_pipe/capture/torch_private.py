@@ -143,6 +143,7 @@ __all__ = [
     "operator_name",
     "own_symbol",
     "parameters_in_new_lists",
+    "questions_for_rank_heard",
     "quick_symbols",
     "recorded_events",
     "reparametrize",
@@ -668,6 +669,24 @@ def answered_alone(is_told: Callable[[types.FrameType], bool]) -> Iterator[None]
         caller = asking.f_back
         is_question = asking.f_code in (distributed_c10d.get_rank.__code__, distributed_c10d.get_world_size.__code__)
         return _Alone() if is_question and caller is not None and is_told(caller) else original()
+
+    vars(distributed_c10d)["_get_default_group"] = group
+    try:
+        yield
+    finally:
+        vars(distributed_c10d)["_get_default_group"] = original
+
+
+@contextlib.contextmanager
+def questions_for_rank_heard(hear: Callable[[types.FrameType], None]) -> Iterator[None]:
+    """Call a function with the frame that calls `get_rank()`, inside."""
+    original = distributed_c10d._get_default_group
+
+    def group() -> Any:
+        asking = sys._getframe(1)
+        if asking.f_code is distributed_c10d.get_rank.__code__ and asking.f_back is not None:
+            hear(asking.f_back)
+        return original()
 
     vars(distributed_c10d)["_get_default_group"] = group
     try:

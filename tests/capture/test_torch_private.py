@@ -303,6 +303,18 @@ class _Doubles(private.TorchDispatchMode):
         return func(*args, **(kwargs or {})) * 2
 
 
+def test_who_asks_for_the_rank_is_heard_and_who_asks_for_the_number_of_ranks_is_not():
+    heard = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with private.questions_for_rank_heard(lambda frame: heard.append(frame.f_code.co_name)):
+            assert dist.get_rank() == 0 and dist.get_world_size() == 1
+        assert dist.get_rank() == 0 and len(heard) == 1
+    finally:
+        dist.destroy_process_group()
+    assert heard == ["test_who_asks_for_the_rank_is_heard_and_who_asks_for_the_number_of_ranks_is_not"]
+
+
 def test_a_function_mode_is_told_from_those_that_were_entered_since():
     with _Answers() as outer:
         assert private.is_innermost(outer)

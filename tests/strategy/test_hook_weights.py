@@ -330,6 +330,20 @@ class WhereRankIsZero(Net):
             look_alone(self)
 
 
+class AsksTorch(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if dist.get_rank() == 0:
+            look_alone(self)
+
+
+class AsksForTheSize(Measured):
+    """It asks how many ranks there are, which is the same everywhere."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert not dist.is_initialized() or dist.get_world_size() > 1
+        super().on_train_batch_end()
+
+
 class ThenATeacher(Teacher):
     """One hook knows the rank, another does not."""
 
@@ -342,7 +356,7 @@ class OfALogger(Net):
     """A logger does something on the first rank, and nothing on others."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if dist.get_rank() == 0:
+        if dist.distributed_c10d._get_default_group().rank() == 0:
             code = compile("def log(look, module): look(module)", "/site-packages/wandb/sdk.py", "exec")
             exec(code, found := {})  # type: ignore[var-annotated]
             found["log"](look_alone, self)
@@ -352,17 +366,17 @@ def fit_noting(kind: type[Net]) -> list[float]:
     return fit(kind, ".", {"layout": "1-1", "microbatches": 2, "deadline_s": 20}, {})[1]
 
 
-@pytest.mark.parametrize("kind", [OnFirstRank, WhereRankIsZero, OfALogger, ThenATeacher])
+@pytest.mark.parametrize("kind", [OnFirstRank, WhereRankIsZero, AsksTorch, OfALogger, ThenATeacher])
 def test_code_of_one_rank_finds_what_that_rank_has(kind: type[Net]) -> None:
     first, second = World(2).run(fit_noting, kind)
     assert len(first) == 6 and not second
 
 
 class Secret(Net):
-    """It asks torch for its rank, which nobody hears."""
+    """It finds its rank where nobody hears."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if dist.get_rank() == 0:
+        if dist.distributed_c10d._get_default_group().rank() == 0:
             self.note(*self.parameters())
 
 
@@ -370,6 +384,11 @@ def test_code_that_one_rank_runs_in_secret_is_named_on_all_ranks() -> None:
     for result in World(2).results(fit_noting, Secret):
         assert isinstance(result, Raised) and "Ranks wait for different things" in result.text
         assert "test_hook_weights.py:" in result.text and "all ranks must come there" in result.text
+
+
+def test_how_many_ranks_there_are_is_no_question_for_the_rank() -> None:
+    first, second = World(2).run(fit_noting, AsksForTheSize)
+    assert first and first == second
 
 
 class Gradients(Net):

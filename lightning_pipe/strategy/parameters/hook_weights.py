@@ -28,7 +28,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.steps.hazards import user_line
-from lightning_pipe.capture.torch_private import is_innermost
+from lightning_pipe.capture.torch_private import is_innermost, questions_for_rank_heard
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.parameters.stand_ins import (
     BufferStandIn,
@@ -80,6 +80,7 @@ class WeightsInHooks(TorchFunctionMode):
         self._asked_in: types.FrameType | None = None  # the call of a hook that has asked for its rank, the last
         self._zeroing = False  # whether hooks precede the zeroing of gradients
         self._told: set[str] = set()
+        self._undo = contextlib.ExitStack()
 
     def begin(self, hooks: Sequence[str]) -> None:
         """Watch from now on, whenever the strategy does not run, if all ranks have the same hooks; on all together.
@@ -93,12 +94,14 @@ class WeightsInHooks(TorchFunctionMode):
         self._zeroing = any(hook.endswith(_BEFORE_ZEROING) for hook in hooks)
         self._is_over = bool(alike < control.ranks)
         if not self._is_over:
+            self._undo.enter_context(questions_for_rank_heard(self._hear))
             self._watch()
 
     def end(self) -> None:
         """Watch no more, and give up what was lent."""
         self._is_over, self._asked_in = True, None
         self._rest()
+        self._undo.close()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -135,7 +138,11 @@ class WeightsInHooks(TorchFunctionMode):
             frame = sys._getframe(1)
             while frame.f_back is not None and (frame.f_code.co_name in _RANKS or _is_ours(frame.f_code.co_filename)):
                 frame = frame.f_back
-            self._asked_in = _hook_above(frame) or self._asked_in
+            self._hear(frame)
+
+    def _hear(self, asking: types.FrameType) -> None:
+        if self._is_watching:
+            self._asked_in = _hook_above(asking) or self._asked_in
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let ranks meet before the first call that concerns values which some rank lacks."""
