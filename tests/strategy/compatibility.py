@@ -385,6 +385,15 @@ def gather_outputs(self: Net, outputs: Any, batch: Any, batch_idx: int) -> None:
     self.log("gathered", self.all_gather(outputs["loss"]).sum(), on_epoch=True)
 
 
+def decay_by_hand(self: Net, outputs: Any, batch: Any, batch_idx: int) -> None:
+    for parameter in self.parameters():
+        parameter.data.mul_(0.99)
+
+
+def log_sample(self: Net) -> None:
+    self.log("sample", self(tensors(2)[0]).sum())
+
+
 def step_that_gathers(self: Net, batch: Any, batch_idx: int) -> Any:
     return self.all_gather(self.loss(batch), sync_grads=True).sum()
 
@@ -560,6 +569,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("a dictionary as result of the step", module=changed(
             training_step=lambda self, batch, batch_idx: {"loss": self.loss(batch), "n": len(batch[1])})),
         Row("configure_model", module=Configured),
+        Row("weights written in a hook", module=changed(on_train_batch_end=decay_by_hand),
+            note="All ranks get the module for it."),
+        Row("self(x) in on_validation_epoch_end", module=changed(on_validation_epoch_end=log_sample),
+            note="The same."),
         Row("self.all_gather in a hook", module=changed(on_train_batch_end=gather_outputs)),
         Row("self.all_gather in a step", module=changed(training_step=step_that_gathers)),
         Row("strategy.grad_norm() in on_before_optimizer_step", module=changed(on_before_optimizer_step=log_norm)),
