@@ -51,6 +51,7 @@ class Start(pl.Callback):
         trainer.strategy.setup = counting
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert trainer.global_rank >= 0, "who asks for its rank gets nothing from others"
         here = {name: p for name, p in module.named_parameters() if type(p) is nn.Parameter}
         self.values = {name: p.detach().clone() for name, p in here.items()}
 
