@@ -660,33 +660,37 @@ class _Alone:
 @contextlib.contextmanager
 def answered_alone(is_told: Callable[[types.FrameType], bool]) -> Iterator[None]:
     """Let `get_rank()` and `get_world_size()` answer as in a single process, if a function says so of their caller."""
-    original = distributed_c10d._get_default_group
 
-    def group() -> Any:
-        asking = sys._getframe(1)
+    def answer(asking: types.FrameType) -> Any:
         if asking.f_code.co_name == "_get_group_size" and asking.f_back is not None:
             asking = asking.f_back
-        caller = asking.f_back
         is_question = asking.f_code in (distributed_c10d.get_rank.__code__, distributed_c10d.get_world_size.__code__)
-        return _Alone() if is_question and caller is not None and is_told(caller) else original()
+        return _Alone() if is_question and asking.f_back is not None and is_told(asking.f_back) else None
 
-    vars(distributed_c10d)["_get_default_group"] = group
-    try:
+    with _default_group_asked(answer):
         yield
-    finally:
-        vars(distributed_c10d)["_get_default_group"] = original
 
 
 @contextlib.contextmanager
 def questions_for_rank_heard(hear: Callable[[types.FrameType], None]) -> Iterator[None]:
     """Call a function with the frame that calls `get_rank()`, inside."""
+
+    def listen(asking: types.FrameType) -> None:
+        if asking.f_code is distributed_c10d.get_rank.__code__ and asking.f_back is not None:
+            hear(asking.f_back)
+
+    with _default_group_asked(listen):
+        yield
+
+
+@contextlib.contextmanager
+def _default_group_asked(answer: Callable[[types.FrameType], Any]) -> Iterator[None]:
+    """Give whoever looks for the default group what a function returns for its frame; the group itself for None."""
     original = distributed_c10d._get_default_group
 
     def group() -> Any:
-        asking = sys._getframe(1)
-        if asking.f_code is distributed_c10d.get_rank.__code__ and asking.f_back is not None:
-            hear(asking.f_back)
-        return original()
+        found = answer(sys._getframe(1))
+        return original() if found is None else found
 
     vars(distributed_c10d)["_get_default_group"] = group
     try:

@@ -28,6 +28,8 @@ _init_dist_connection, _get_default_process_group_backend_for_device     open th
 ThroughputMonitor._throughputs      what it measures; made for the world size in its setup, before ours
 WeightAveraging._average_model, ._swap_models, ._copy_average_to_current, ._device; StochasticWeightAveraging's
 _average_model and _device          copies of the module that callbacks average, and what reads or writes both
+_call_lightning_module_hook, _call_lightning_datamodule_hook, _call_callback_hooks, _call_callbacks_state_dict,
+_call_callbacks_on_save_checkpoint, _call_callbacks_on_load_checkpoint    of trainer.call, run hooks of the user
 Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizers_to_device, _optimizer_to_device   move optimizer state
 """
@@ -36,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -95,6 +98,18 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+
+_CALL_HOOKS = frozenset(
+    getattr(lightning_module("pytorch.trainer.call"), name).__code__
+    for name in """_call_lightning_module_hook _call_lightning_datamodule_hook _call_callback_hooks
+    _call_callbacks_state_dict _call_callbacks_on_save_checkpoint _call_callbacks_on_load_checkpoint""".split()
+)
+
+
+def calls_a_hook(frame: types.FrameType) -> bool:
+    """Return whether a frame is Lightning's call of hooks of the module, of its data or of callbacks."""
+    return frame.f_code in _CALL_HOOKS
 
 
 def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:

@@ -133,8 +133,8 @@ def hooks_of_users(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]
     """Return the hooks that are code of the user, of the module and of callbacks."""
     kind = pl.LightningModule
     names = [name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))]
-    own = [name for name in (*names, "optimizer_step") if is_overridden(name, module, kind)]
-    of_callbacks = [name for name in dir(pl.Callback) if name.startswith("on_")]
+    own = [name for name in (*names, "optimizer_step", "lr_scheduler_step") if is_overridden(name, module, kind)]
+    of_callbacks = [name for name in dir(pl.Callback) if name.startswith("on_") or name == "state_dict"]
     callbacks = callbacks_of(trainer)
     return own + [f"{type(c).__qualname__}.{n}" for c in callbacks for n in of_callbacks if _is_by_user(c, n)]
 

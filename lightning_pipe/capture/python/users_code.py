@@ -30,6 +30,12 @@ def is_library(filename: str) -> bool:
 
 
 @functools.cache
+def is_lightnings(filename: str) -> bool:
+    """Return whether a file belongs to Lightning, by either of its names."""
+    return any(part in filename for part in _LIGHTNING)
+
+
+@functools.cache
 def is_installed(filename: str) -> bool:
     """Return whether a file was not written by the user: of a library or any other installed package."""
     return is_library(filename) or "site-packages" in filename or "dist-packages" in filename

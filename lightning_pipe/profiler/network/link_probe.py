@@ -332,9 +332,7 @@ class _Probe:
         gradients = self._bytes(count).view(torch.float32).split(_GRADIENT_BYTES // 4)
         self._forget(count)
         start = time.perf_counter()
-        flat = torch.cat(gradients)
-        handle = self._transport.all_reduce(flat, group=group)
-        flat.split(_GRADIENT_BYTES // 4)
+        handle = self._transport.all_reduce(torch.cat(gradients), group=group)
         paused = time.perf_counter()
         time.sleep(pause_s)
         paused = time.perf_counter() - paused

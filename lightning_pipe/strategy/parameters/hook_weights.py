@@ -27,9 +27,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe.capture.python.users_code import is_lightnings
 from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.torch_private import is_innermost, questions_for_rank_heard
 from lightning_pipe.lightning_names import rank_zero_warn
+from lightning_pipe.strategy.lightning_private import calls_a_hook
 from lightning_pipe.strategy.parameters.stand_ins import (
     BufferStandIn,
     Guarded,
@@ -44,11 +46,6 @@ from lightning_pipe.units import format_bytes
 _PACKAGE, _TORCH = f"{Path(__file__).parents[2]}/", f"{Path(torch.__file__).parent}/"
 _EXAMPLES = f"{_PACKAGE}examples/"  # are written as users write
 _BETWEEN = f"{_PACKAGE}strategy/parameters/stand_ins.py"
-_CALL_HOOKS = frozenset(
-    """_call_lightning_module_hook _call_lightning_datamodule_hook _call_callback_hooks _call_callbacks_state_dict
-    _call_callbacks_on_save_checkpoint _call_callbacks_on_load_checkpoint""".split()
-)
-_LIGHTNING = ("/lightning/pytorch/", "/lightning/fabric/", "/pytorch_lightning/", "/lightning_fabric/")
 _OF_ONE_RANK = (
     "/rank_zero.py",
     *(f"/{logger}/" for logger in ("tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune", "clearml")),
@@ -249,8 +246,8 @@ def _hook_above(frame: types.FrameType | None) -> types.FrameType | None:
         if path.startswith(_TORCH):
             if "/tensorboard/" in path:
                 return None
-        elif _is_lightnings(path):
-            if not is_users or name in _CALL_HOOKS:
+        elif is_lightnings(path):
+            if not is_users or calls_a_hook(frame):
                 return last if is_users else None
         elif path != _BETWEEN:
             if _is_ours(path) or name in _ON_LOADED or any(part in path for part in _OF_ONE_RANK):
@@ -265,15 +262,13 @@ def _is_of_gradient(func: Any) -> bool:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return what a device has room for."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else room_bytes()
+    """Return what a device has room for, with what torch keeps of it and nothing uses."""
+    if device.type != "cuda":
+        return room_bytes()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 @functools.cache
 def _is_ours(path: str) -> bool:
     return path.startswith(_PACKAGE) and not path.startswith(_EXAMPLES)
-
-
-@functools.cache
-def _is_lightnings(path: str) -> bool:
-    return any(part in path for part in _LIGHTNING)
