@@ -138,6 +138,18 @@ class Compared(Net):
         self.note(self.net[0].weight == self.teacher[0].weight)
 
 
+class Scheduled(Net):
+    """Its only hook is not called `on_...`."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.note(*self.net.parameters())
+        scheduler.step()
+
+
 class Lent(pl.Callback):
     """Validate with averages of the weights."""
 
@@ -218,6 +230,7 @@ KINDS = (
     Replaced,
     Noisy,
     Compared,
+    Scheduled,
     Averaged,
     Normalised,
     InAMode,
