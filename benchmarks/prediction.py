@@ -85,7 +85,7 @@ def median_row(rows: list[Row]) -> Row:
 def case(model: str, schedule: str, microbatches: int, steps: int) -> Row | None:
     """Fit one case; None on other ranks than the first."""
     options = {**SCHEDULES[schedule], "layout": "1-1", "microbatches": microbatches}
-    strategy = DappleStrategy(**options, timeline_steps=WARM_UP + steps, cache="off", measure_memory=True)
+    strategy = DappleStrategy(**options, timeline_steps=WARM_UP + steps, cache="off", measure_memory=True, replan=False)
     clock = Clock()
     fit(model, strategy, batch_size=BATCH, steps=WARM_UP + steps, callback=clock)
     found = strategy.comparison

@@ -76,6 +76,7 @@ class DappleConfig:
             CPU; on other devices, and for a report, it always is.
         trace: file to write the recorded timeline to (Perfetto JSON); None writes none.
         timeline_steps: optimizer steps that are recorded at the beginning, to be compared with the prediction.
+        replan: whether to plan once more where these steps were predicted wrong, and to go on by a better plan.
         start_method: how the processes of one host are started: "popen" runs the script again, the others are those
             of multiprocessing.
         weights: file or directory that parameters get their values from, instead of from the module's initialisers;
@@ -113,6 +114,7 @@ class DappleConfig:
     measure_memory: bool = False
     trace: str | None = None
     timeline_steps: int = 5
+    replan: bool = True
     start_method: str = "popen"
     weights: str | None = None
     save_distributed_checkpoint: bool = False
@@ -315,6 +317,7 @@ _RULES = {
     "measure_memory": _Rule(bool, "true or false"),
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
+    "replan": _Rule(bool, "true or false"),
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
     "weights": _Rule(str, "the path of a file or directory of weights"),
     "save_distributed_checkpoint": _Rule(bool, "true or false"),

@@ -25,37 +25,37 @@ class KnownSteps:
     def __init__(self, module: pl.LightningModule, *, cuts: BatchCuts, batch_dim: int) -> None:
         self._modules = tuple(module.modules())
         self._cuts, self._batch_dim = cuts, batch_dim
-        self._steps: dict[tuple[Any, ...], list[RankStep]] = {}
+        self.steps: dict[tuple[Any, ...], list[RankStep]] = {}
 
     def steps_like(self, call: StepRequest) -> list[RankStep]:
         """Return the steps that were captured for calls like this, which are now those used last."""
         key = self.key(call)
-        steps = self._steps.pop(key, [])
-        self._steps[key] = steps
+        steps = self.steps.pop(key, [])
+        self.steps[key] = steps
         return steps
 
     def answering(self, call: StepRequest, answers: tuple[bool, ...]) -> RankStep | None:
         """Return the step of calls like this in which the first questions have these answers; None if unknown."""
-        steps = self._steps.get((*self.key(call), *answers))
+        steps = self.steps.get((*self.key(call), *answers))
         return None if steps is None else steps[0]
 
     def relatives(self, call: StepRequest) -> list[RankStep]:
         """List the captured steps that differ from a call in the shapes of its batch only; the youngest last."""
         method, texts, _, *others = self.key(call)
-        keys = [key for key in self._steps if (key[0], key[1], [*key[3:]]) == (method, texts, others)]
-        return [step for key in keys for step in self._steps[key]]
+        keys = [key for key in self.steps if (key[0], key[1], [*key[3:]]) == (method, texts, others)]
+        return [step for key in keys for step in self.steps[key]]
 
     def put(self, call: StepRequest, step: RankStep, *, answers: tuple[bool, ...] = ()) -> None:
         """Have this step alone for calls like this, in which the first questions have these answers."""
         key = (*self.key(call), *answers)
-        self._steps[key] = [step]
+        self.steps[key] = [step]
 
     def add(self, call: StepRequest, step: RankStep) -> None:
         """Have this step for calls like this too."""
-        steps = self._steps.setdefault(self.key(call), [])
+        steps = self.steps.setdefault(self.key(call), [])
         steps[:] = [*steps[1 - _MOST_CAPTURES :], step]
-        if len(self._steps) > _MOST_CAPTURES:
-            del self._steps[next(iter(self._steps))]
+        if len(self.steps) > _MOST_CAPTURES:
+            del self.steps[next(iter(self.steps))]
 
     def key(self, call: StepRequest) -> tuple[Any, ...]:
         """Return what a captured step is kept under: everything that its graph depends on from the start."""

@@ -116,6 +116,11 @@ class Pipeline:
         """
         self.runner.seed = self._maker.make_plan(call, optimizers=optimizers)
 
+    def take(self, other: Planned | None, call: StepRequest) -> bool:
+        """Take another plan for this call's step (on rank 0; None if the present one stays); return whether it was."""
+        step, _ = self._step(call, self._cuts.samples(call.structure))
+        return self._maker.take(other, call, step.captured)
+
     def run(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a step on a batch.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.errors import CaptureError, PlanError
+from lightning_pipe.errors import CaptureError, PlanError, UnsupportedError
 from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
@@ -59,6 +59,20 @@ class _StaysWhole(Exception):  # no error: another plan follows
     """Batches are not cut, for a reason that follows "since"."""
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """How a batch is cut: samples of its micro-batches, and of the smallest parts that ranks compute of them."""
+
+    sizes: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    @property
+    def ways(self) -> frozenset[str]:
+        """Return what may make another result of it than the whole batch gives."""
+        ways = {"cut": len(self.parts) > 1, "shared by replicas": self.parts != self.sizes}
+        return frozenset(way for way, is_gone in ways.items() if is_gone)
+
+
 class PlanMaker:
     """Make the plan of one module.
 
@@ -80,6 +94,7 @@ class PlanMaker:
         self.proposal: Planned | None = None
         self.foreseen: tuple[Foreseen, ...] = ()
         self._seed = 0
+        self._examined: frozenset[str] = frozenset()  # ways in which batches have been cut
 
     def make_plan(self, call: StepRequest, *, optimizers: Sequence[Optimizer]) -> int:
         """Make the plan for this call's step, place parameters by it, and make the step ready to run.
@@ -165,13 +180,14 @@ class PlanMaker:
         """Plan on rank 0, and tell all ranks."""
         control, graph = self._links.control, captured.capture.graph
         candidates: list[Judged] = []  # on rank 0
+        wanted, may_offload = self._config, captured.capture.may_offload
 
         def make() -> Plan:
-            nonlocal problem
+            nonlocal problem, wanted
             assert problem is not None, "made on rank 0"
             problem = replace(problem, cluster=limited(problem.cluster, self._config.memory_limits))
             try:
-                wanted, may_offload = self._wanted(captured), captured.capture.may_offload
+                wanted = self._wanted(captured)
                 candidates.extend(propose(problem, wanted, given=self._cuts.given, may_offload=may_offload))
             except PlanError as error:
                 if graph.uncuttable and (kept := captured.capture.kept):
@@ -187,7 +203,9 @@ class PlanMaker:
         planned = PlannedCuts(plan, graph, cuts)
         self._preparation.plan_by(planned)
         if problem is not None:
-            self.proposal = Planned(plan, cuts, problem, tuple(candidates), captured.capture.told())
+            self.proposal = Planned(
+                plan, cuts, problem, tuple(candidates), captured.capture.told(), wanted, may_offload
+            )
         versions = {
             "Python": platform.python_version(),
             "torch": torch.__version__,
@@ -195,6 +213,53 @@ class PlanMaker:
         }
         agree(self._links, {"plan": to_yaml(plan), **versions})
         return planned
+
+    def take(self, other: Planned | None, call: StepRequest, captured: Captured) -> bool:
+        """Take another plan for the step that is planned; on all ranks together.
+
+        Args:
+            other: the plan, on rank 0; None if the present one stays.
+            call: a call of the step.
+            captured: the step.
+
+        Returns:
+            Whether it was taken: not if it cuts batches in a way that no numbers have been looked at for, or in
+            another way where that changes what is trained.
+        """
+        control, graph = self._links.control, captured.capture.graph
+        if other is not None and other.problem.graph.fingerprint != graph.fingerprint:
+            other = None
+        plan = control.broadcast(None if other is None else other.plan, source=0, what="the second plan")
+        if plan is None:
+            return False
+        samples = self._cuts.samples(call.structure)
+        before = self._parts(captured, samples)
+        self._examined |= before.ways
+        restore = self._preparation.snapshot()
+        planned = PlannedCuts(plan, graph, resolve(plan, graph, ranks=control.ranks))
+        self._preparation.plan_by(planned)
+        agree(self._links, {"second plan": to_yaml(plan)})
+        try:
+            now = self._parts(captured, samples)
+            if now.parts != before.parts and (graph.coupled or captured.differs):
+                raise _StaysWhole("it cuts batches otherwise, which changes what is trained")
+            if not now.sizes or not now.ways <= self._examined:
+                raise _StaysWhole("it cuts batches in a way that was not looked at before the training")
+            self._leave_whole_for_replicas(captured, planned.cuts)
+            self._preparation.forget_placed()
+            self._place(call, captured, planned, planned.cuts)
+        except (_StaysWhole, UnsupportedError) as reason:
+            log.info("The second plan is not taken, since %s", reason)
+            restore()
+            return False
+        mine = () if other is None else foreseen(other.problem, other.judged[0])
+        self.foreseen = control.broadcast(mine, source=0, what="the memory that is foreseen")
+        self.proposal = other
+        return True
+
+    def _parts(self, captured: Captured, samples: int) -> _Parts:
+        capture = captured.capture
+        return _Parts(self._cuts.sizes(capture, samples), self._cuts.parts(capture, samples))
 
     def _make_ready(self, call: StepRequest, captured: Captured, planned: PlannedCuts, samples: int) -> None:
         """Check a captured step by numbers, place parameters, and have it among the steps that run."""
@@ -212,12 +277,18 @@ class PlanMaker:
             warn_of_unknown_role(captured)
         captured = preparation.tried(captured, call, samples)
         preparation.warn_of_results(captured, samples)
+        self._place(call, captured, planned, cuts)
+        self._stopwatch.lap("stages")
+
+    def _place(self, call: StepRequest, captured: Captured, planned: PlannedCuts, cuts: tuple[int, ...]) -> None:
+        """Make a captured step ready to run, and place parameters where its stages use them."""
+        preparation, plan = self._preparation, planned.plan
         step = preparation.built(captured, cuts)
-        shard = planned.plan.shard_optimizer
-        self._setup.weights.place(step.split, planned.plan.layout, device=self._setup.device, shard_optimizer=shard)
+        self._setup.weights.place(
+            step.split, plan.layout, device=self._setup.device, shard_optimizer=plan.shard_optimizer
+        )
         preparation.known.put(call, step)
         preparation.note_placed(step.split)
-        self._stopwatch.lap("stages")
 
     def _leave_whole_for_replicas(self, captured: Captured, cuts: tuple[int, ...]) -> None:
         """Look whether replicas would keep what the samples of the others have no part in.

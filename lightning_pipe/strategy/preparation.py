@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_pipe.capture import Route
@@ -103,6 +104,22 @@ class Preparation:
         self._planned = planned
         self.cuts.plan = None if planned is None else planned.plan
         self._capture.may_skip = planned is not None
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that brings back the plan of now, and the steps that were prepared by it."""
+        planned, held, steps = self._planned, {name: {*stages} for name, stages in self._held.items()}, self.known.steps
+
+        def restore() -> None:
+            self.plan_by(planned)
+            self._held = held
+            self.known.steps = steps
+
+        return restore
+
+    def forget_placed(self) -> None:
+        """Forget the steps that were prepared, and which stages hold parameters: all will be placed anew."""
+        self.known.steps = {}
+        self._held = {}
 
     def note_placed(self, split: Split) -> None:
         """Remember which stages hold parameters, as they were placed."""

@@ -7,7 +7,6 @@ the first batch; elsewhere by the first batch itself, which every rank loads.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_pipe.capture import Structure, flatten
 from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.freed_memory import freed_memory_kept
@@ -30,7 +30,7 @@ from lightning_pipe.lightning_names import (
     pl,
     rank_zero_info,
 )
-from lightning_pipe.report import Comparison, comparison_table
+from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.gradients.clipping import Clipper
@@ -45,10 +45,11 @@ from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
-from lightning_pipe.strategy.plans.plan_report import findings, introduce, write_files
+from lightning_pipe.strategy.plans.first_steps import FirstSteps
+from lightning_pipe.strategy.plans.plan_report import introduce
 from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks, warn_of_mixing
 from lightning_pipe.strategy.plans.recording import Recording
-from lightning_pipe.strategy.plans.stale_times import forget_stale_times
+from lightning_pipe.strategy.plans.second_plan import steps_left
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
@@ -118,8 +119,7 @@ class Session:
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)
         self._shared: tuple[Any, Structure] | None = None
-        self._recording: Recording | None = None
-        self.comparison: Comparison | None = None
+        self._first_steps: FirstSteps | None = None
         self._example = module.example_input_array
         self._traces = traces_made()
         self._metrics.begin()
@@ -128,6 +128,11 @@ class Session:
     def plan(self) -> Plan | None:
         """Return the plan, once it is made."""
         return self._planned
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Return how the first steps by the plan went beside their prediction; on rank 0, once it is known."""
+        return None if self._first_steps is None else self._first_steps.comparison
 
     @property
     def foreseen(self) -> tuple[Foreseen, ...]:
@@ -142,7 +147,14 @@ class Session:
         for shared in self._shared_states:
             private.call_before_step(self._plugin, shared.drop)
         if _records(self._config, ranks=self._links.control.ranks):
-            self._recording = Recording(self._config, device=self._device, optimizers=optimizers)
+            self._first_steps = FirstSteps(
+                self._config,
+                pipeline=self._pipeline,
+                control=self._links.control,
+                device=self._device,
+                optimizers=optimizers,
+                may_change=self._config.replan and self._config.plan is None and self._later is None,
+            )
         self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
         for groups in self.groups:
             clipper = Clipper(
@@ -256,9 +268,11 @@ class Session:
             )
         assert self._planned is not None, "planned above"
         present = tuple(tensors) if self._feed.loads else None
-        holder = self._planned.layout.stages[0][0]
-        call = StepRequest(method, structure, arguments, tensors=present, holder=holder)
-        recording = self._active_recording() if method == TRAINING else None
+        call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
+        first = self._first_steps if method == TRAINING else None
+        if first is not None and first.are_over:
+            self._look_back(first, call)
+        recording = None if first is None else first.recording
         turn = RunOptions(
             (None,) * len(tensors) if present is None else present,
             number=number,
@@ -279,13 +293,19 @@ class Session:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
 
-    def _active_recording(self) -> Recording | None:
-        """Return what the next training step is recorded in; None once enough is recorded, which is told then."""
-        recording = self._recording
-        if recording is not None and not recording.active:
-            self._tell(recording)
-            recording = self._recording = None
-        return recording
+    def _look_back(self, first: FirstSteps, call: StepRequest) -> None:
+        """Say how the first steps by the plan went; where they show a better one, go on by that."""
+        first.tell()
+        trainer, passed = self._module.trainer, self._stopwatch.seconds
+        steps = steps_left(trainer.estimated_stepping_batches, trainer.global_step)
+        change_s = sum(passed.get(phase, 0.0) for phase in ("plan", "stages", "placing"))
+        stepped = self.weights.steppers()
+        with self._hooks.taken_off():
+            is_changed = first.change_plan(call, loading=self._feed.loading, steps=steps, change_s=change_s)
+        if is_changed:
+            for groups in self.groups:
+                groups.bring(stepped, control=self._links.control)
+            self._follow_plan(call)
 
     def take_stop(self) -> bool | None:
         """Return, once, whether the results of the last batch said that a rank is asked to stop; None without one."""
@@ -318,9 +338,8 @@ class Session:
         Args:
             healthy: whether all ranks come here; only then the whole trained module can be put together.
         """
-        if healthy and self._recording is not None:
-            self._tell(self._recording)
-        self._recording = None
+        if healthy and self._first_steps is not None:
+            self._first_steps.tell()
         if healthy:
             self.settle()
             ranks = whole_ranks(self._config, self.weights, self._links.control)
@@ -352,16 +371,8 @@ class Session:
     def _plan(self, call: StepRequest) -> None:
         with self._hooks.taken_off():
             self._pipeline.plan_for(call, optimizers=self._optimizers)
-        assert self._pipeline.planned is not None, "planned just now"
-        plan, graph = self._pipeline.planned
-        self._planned = plan
-        self.weights.move(self._device)
-        self._averages.place(self._device)
+        plan, graph = self._follow_plan(call)
         self._hold()
-        for shared in self._shared_states:
-            shared.connect()
-        for groups in self.groups:
-            groups.follow()
         private.optimizers_to_device(self._optimizers, self._device)
         self._feed.structures.is_plain = self._links.control.ranks > 1 and self._moves_plainly()
         self._feed.assign(plan.layout.stages[0])
@@ -369,16 +380,28 @@ class Session:
             private.skip_hook_before_transfer(self._module, Awaited)
         if self._links.control.ranks > 1:  # a summary would run the whole module on it, which no rank has
             self._module.example_input_array = None
-        whole = replace(graph, samples=self._pipeline.samples(call.structure))
-        planned = self._pipeline.proposal
-        if planned is not None:  # on rank 0
-            introduce(planned, whole)
         warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:
             warn_of_backward_hooks(self._module)
         is_kept = self._config.keeps_freed_memory and self._device.type == "cpu"
         self._limit.enter_context(freed_memory_kept(wanted=is_kept))
         self._stopwatch.lap("placing")
+
+    def _follow_plan(self, call: StepRequest) -> tuple[Plan, Graph]:
+        """Have everything where the plan wants it, once parameters are placed; on all ranks together."""
+        assert self._pipeline.planned is not None, "planned just now"
+        plan, graph = self._pipeline.planned
+        self._planned = plan
+        self.weights.move(self._device)
+        self._averages.place(self._device)
+        for shared in self._shared_states:
+            shared.connect()
+        for groups in self.groups:
+            groups.follow()
+        proposal = self._pipeline.proposal
+        if proposal is not None:  # on rank 0
+            introduce(proposal, replace(graph, samples=self._pipeline.samples(call.structure)))
+        return plan, graph
 
     def _moves_plainly(self) -> bool:
         """Return whether Lightning alone moves batches to the device, so that their structure stays what it was."""
@@ -397,19 +420,6 @@ class Session:
         if self._config.memory_limit is not None and self._device.type == "cuda":
             limit = self.foreseen[self._links.control.rank].memory_bytes
             self._limit.enter_context(held_to(self._device, limit))
-
-    def _tell(self, recording: Recording) -> None:
-        """Compare what was recorded with what was predicted, and say it; on all ranks together."""
-        recorded = recording.finish(self._links.control, host=socket.gethostname())
-        planned = self._pipeline.proposal
-        if recorded is None or planned is None:
-            return
-        found = findings(planned, recorded)
-        if found is not None:
-            self.comparison = found.comparison
-            rank_zero_info(comparison_table(found.comparison, brief=True))
-            forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
-        write_files(self._config, planned, recorded, found)
 
 
 def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningModule) -> bool:

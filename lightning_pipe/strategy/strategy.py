@@ -153,6 +153,7 @@ class DappleStrategy(ParallelStrategy):
         measure_memory: bool = False,
         trace: str | os.PathLike[str] | None = None,
         timeline_steps: int = 5,
+        replan: bool = True,
         start_method: str = "popen",
         weights: str | os.PathLike[str] | None = None,
         save_distributed_checkpoint: bool = False,

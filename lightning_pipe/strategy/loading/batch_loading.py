@@ -94,6 +94,11 @@ class Feed:
         self._iterations = 0
 
     @property
+    def loading(self) -> tuple[int, ...]:
+        """Return the ranks that load batches."""
+        return self._loading
+
+    @property
     def loads(self) -> bool:
         """Return whether this rank loads batches."""
         return self._control.rank in self._loading

@@ -7,7 +7,8 @@ add groups, and the numbers that a checkpoint gives to parameters are those of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,24 @@ class Groups:
     def follow(self) -> None:
         """Drop the state of parameters that other ranks step now."""
         self._forget_elsewhere()
+
+    def bring(self, before: Mapping[str, tuple[int, ...]], *, control: ControlPlane) -> None:
+        """Have the state of parameters that this rank steps now, and others stepped before; on all ranks together.
+
+        Args:
+            before: ranks that stepped a parameter, by its name.
+            control: to the other ranks.
+        """
+        state, device, now = self._optimizer.state, self._weights.device, self._weights.steppers()
+        for parameter in self.parameters():
+            name = self._weights.name_of(parameter)
+            if name is None or {*now[name]} <= {*before[name]}:
+                continue
+            source = before[name][0]
+            mine = _sent(state.get(parameter), device) if control.rank == source else None
+            brought = control.broadcast(mine, source=source, what=f"the optimizer state of {name}")
+            if brought is not None and control.rank in {*now[name]} - {*before[name]}:
+                state[parameter] = _received(brought, device)
 
     def parameters(self) -> list[torch.Tensor]:
         """List all parameters, real ones and stand-ins, in the order of the groups."""
@@ -104,6 +123,24 @@ def _in_order(key: Any) -> tuple[bool, Any]:
 def _read(state: Any) -> Any:
     """Return a state with tensors of its own, which does not depend on the file that it comes from."""
     return apply_to_collection(state, torch.Tensor, torch.Tensor.clone)
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """A tensor on its way from the device where one rank computes to that of another."""
+
+    on_host: torch.Tensor
+
+
+def _sent(state: Any, device: torch.device) -> Any:
+    def sent(tensor: torch.Tensor) -> Any:
+        return _OnDevice(tensor.detach().cpu()) if tensor.device == device else tensor.detach()
+
+    return apply_to_collection(state, torch.Tensor, sent)
+
+
+def _received(state: Any, device: torch.device) -> Any:
+    return apply_to_collection(state, _OnDevice, lambda one: one.on_host.to(device))
 
 
 def _on_host(state: Any) -> Any:

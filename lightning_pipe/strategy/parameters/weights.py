@@ -94,7 +94,7 @@ class Weights:
     def place(self, split: Split, layout: Layout, *, device: torch.device, shard_optimizer: bool = False) -> None:
         """Keep what the stages of this rank need, and give up the memory of parameters that other ranks hold.
 
-        Parameters that no stage uses stay everywhere.
+        Parameters that no stage uses stay everywhere, or come back there. What other ranks held before is fetched.
 
         Args:
             split: the stages.
@@ -102,6 +102,9 @@ class Weights:
             device: where this rank computes.
             shard_optimizer: whether ranks that hold the same parameters share their optimizer state.
         """
+        self._share_moving()
+        self.buffers.show()
+        self._moving, self._owners = {}, {}
         holders: dict[str, set[int]] = {}
         for program in split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:
@@ -223,6 +226,12 @@ class Weights:
     def steps(self, name: str) -> bool:
         """Return whether the optimizer of this rank steps a parameter."""
         return self.holds(name) and (self._is_whole or self._owners.get(name, self._control.rank) == self._control.rank)
+
+    def steppers(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks whose optimizers step a parameter, by name."""
+        everyone = tuple(range(self._control.ranks))
+        held = {name: self._holders.get(name, everyone) for name in self._real}
+        return held | {name: (owner,) for name, owner in self._owners.items()}
 
     def sharing(self) -> Mapping[str, tuple[int, ...]]:
         """Return the holders of every parameter whose optimizer state only one of several keeps, in model order."""

@@ -47,6 +47,8 @@ class Planned:
         problem: what it was made for.
         judged: the plan as judged, then the planner's other candidates, best first.
         route: by which route the step was captured, and why.
+        wanted: the options that it keeps to.
+        may_offload: whether what is saved can be brought to the host.
     """
 
     plan: Plan
@@ -54,6 +56,8 @@ class Planned:
     problem: Problem
     judged: tuple[Judged, ...]
     route: str
+    wanted: DappleConfig
+    may_offload: bool
 
 
 def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_offload: bool = True) -> list[Judged]:

@@ -1,0 +1,108 @@
+"""First steps of a fit: recorded, compared with their prediction; where that was wrong, a reason for another plan."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.lightning_names import rank_zero_info
+from lightning_pipe.report import Comparison, comparison_table
+from lightning_pipe.strategy.pipeline import Pipeline
+from lightning_pipe.strategy.plans.plan_report import findings, write_files
+from lightning_pipe.strategy.plans.planning import Planned
+from lightning_pipe.strategy.plans.recording import Recording
+from lightning_pipe.strategy.plans.second_plan import SecondPlan
+from lightning_pipe.strategy.plans.stale_times import forget_stale_times
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.steps.step_calls import StepRequest
+
+
+class FirstSteps:
+    """The first steps of one rank.
+
+    Args:
+        config: how many are recorded, and what is done with them.
+        pipeline: that runs them.
+        control: to the other ranks.
+        device: of this rank.
+        optimizers: of the trainer.
+        may_change: whether another plan may be taken.
+
+    Attributes:
+        recording: what the next step is recorded in; None once enough is recorded.
+        comparison: with what was predicted; None elsewhere than on rank 0, and before it is known.
+    """
+
+    def __init__(
+        self,
+        config: DappleConfig,
+        *,
+        pipeline: Pipeline,
+        control: ControlPlane,
+        device: torch.device,
+        optimizers: Sequence[Optimizer],
+        may_change: bool,
+    ) -> None:
+        self._config, self._pipeline, self._control = config, pipeline, control
+        self._device, self._optimizers = device, optimizers
+        self._second = SecondPlan() if may_change else None
+        self.recording: Recording | None = Recording(config, device=device, optimizers=optimizers)
+        self.comparison: Comparison | None = None
+
+    @property
+    def are_over(self) -> bool:
+        """Return whether enough is recorded, and nothing was said of it."""
+        return self.recording is not None and not self.recording.active
+
+    def tell(self) -> None:
+        """Compare what was recorded with what was predicted, and say it; on all ranks together."""
+        recording, self.recording = self.recording, None
+        if recording is None:
+            return
+        recorded = recording.finish(self._control, host=socket.gethostname())
+        planned = self._pipeline.proposal
+        self.comparison = None
+        if recorded is None or planned is None:
+            return
+        found = findings(planned, recorded)
+        if found is not None:
+            self.comparison = found.comparison
+            rank_zero_info(comparison_table(found.comparison, brief=True))
+            forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
+        write_files(self._config, planned, recorded, found)
+
+    def change_plan(self, call: StepRequest, *, loading: Sequence[int], steps: float, change_s: float) -> bool:
+        """Take another plan, if what was told shows a better one; on all ranks together.
+
+        Args:
+            call: the step that comes next.
+            loading: ranks that load batches.
+            steps: that are left.
+            change_s: seconds that taking another plan may need.
+
+        Returns:
+            Whether another one was taken, whose first steps are recorded then.
+        """
+        second = self._second
+        if second is None:
+            return False
+        planned, comparison = self._pipeline.proposal, self.comparison
+        other: Planned | None = None
+
+        def choose() -> None:
+            nonlocal other
+            if planned is not None and comparison is not None:
+                other = second.choice(planned, comparison, loading=loading, steps=steps, change_s=change_s)
+
+        self._control.agreed(choose, source=0, what="whether the plan stays")
+        if not self._pipeline.take(other, call):
+            return False
+        if self._control.broadcast(second.is_settled, source=0, what="whether the plan stays now"):
+            self._second = None
+        else:
+            self.recording = Recording(self._config, device=self._device, optimizers=self._optimizers)
+        return True

@@ -1,0 +1,133 @@
+"""Second plan: where the first steps took otherwise than predicted, another one is made by what they took.
+
+    first steps     recorded beside their prediction
+    within OFF      the plan stays
+    otherwise       costs are calibrated to what was recorded, and planned with once more
+    by GAIN better  the other plan is taken, if the steps that are left are worth the change
+    its first steps recorded too; if they take longer than those of the first plan, that is taken again
+
+Ranks of the first stage load the data. One that has loaded none so far cannot begin in the middle of an epoch, so the
+first stage of another plan is on ranks of the first stage now.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.plan import Plan
+from lightning_pipe.errors import PlanError
+from lightning_pipe.lightning_names import rank_zero_info
+from lightning_pipe.planner.comparison.calibration import calibrated
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.report import Comparison
+from lightning_pipe.strategy.plans.planning import Planned, propose
+from lightning_pipe.units import format_seconds, format_share
+
+log = logging.getLogger(__name__)
+
+OFF = 0.15  # of the predicted seconds of a step: prediction and measurement differ by more
+GAIN = 0.1  # of the seconds of a step that another plan takes less
+_EXPLAINED = 0.1  # of the measured seconds of a step: so far calibrated costs may be from them
+_WORTH = 2.0  # times what the change takes is gained in the steps that are left
+
+
+class SecondPlan:
+    """Choose on rank 0, after the first steps by a plan, by which plan the next ones run.
+
+    Attributes:
+        is_settled: whether nothing is to be chosen any more.
+    """
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        self._first: tuple[Planned, float] | None = None  # with the seconds of a step, if another plan was taken
+
+    def choice(
+        self,
+        planned: Planned,
+        comparison: Comparison,
+        *,
+        loading: Sequence[int],
+        steps: float,
+        change_s: float,
+    ) -> Planned | None:
+        """Return another plan than the present one, if the next steps are to run by it; say why, or why not.
+
+        Args:
+            planned: the present plan.
+            comparison: of its first steps.
+            loading: ranks that load batches.
+            steps: that are left.
+            change_s: seconds that taking another plan may need.
+        """
+        measured_s = comparison.step.measured
+        if self._first is not None:
+            first, first_s = self._first
+            self.is_settled = True
+            said = f"The second plan takes {format_seconds(measured_s)} per step, the first took "
+            is_slower = measured_s > first_s
+            rank_zero_info(f"{said}{format_seconds(first_s)}{', and is taken again' * is_slower}.")
+            return first if is_slower else None
+        if abs(comparison.step.ratio - 1) <= OFF:
+            return None
+        problem = calibrated(planned.problem, planned.judged[0], comparison)
+        present = Judge(problem).judge(planned.judged[0].plan)
+        if abs(present.step_s / measured_s - 1) > _EXPLAINED:
+            log.info(
+                "What was measured of computes, messages and sums explains %s of the %s that a step takes, so nothing "
+                "is planned with it.",
+                *(format_seconds(present.step_s), format_seconds(measured_s)),
+            )
+            return None
+        try:
+            found = propose(problem, _wanted(planned), given=None, may_offload=planned.may_offload)
+        except PlanError as error:
+            log.info("With what was measured there is no other plan: %s", error)
+            return None
+        best = _best(found, planned.plan, loading=loading)
+        begin = (
+            f"A step takes {format_seconds(measured_s)}, not {format_seconds(comparison.step.predicted)} as predicted"
+        )
+        if best is None or best.step_s > (1 - GAIN) * present.step_s:
+            log.info("%s; planned again with what was measured, the plan stays the best.", begin)
+            return None
+        gain_s = present.step_s - best.step_s
+        share = format_share(gain_s / present.step_s, 0)
+        if steps * gain_s < _WORTH * change_s:
+            log.info("%s; another plan would take %s less, too little for the steps that are left.", begin, share)
+            return None
+        rank_zero_info(
+            f"{begin}. Planned again with what was measured: another plan, predicted to take {share} less, is taken "
+            "from now on (replan=false keeps the first one)."
+        )
+        self._first = planned, measured_s
+        others = [one for one in found if one is not best]
+        return replace(planned, plan=best.plan, cuts=best.cuts, problem=problem, judged=(best, *others))
+
+
+def _wanted(planned: Planned) -> DappleConfig:
+    """Return the options that another plan keeps to; its micro-batches too, where these change what is trained."""
+    if not planned.problem.graph.coupled:
+        return planned.wanted
+    return replace(planned.wanted, microbatches=planned.plan.microbatches)
+
+
+def _best(found: Sequence[Judged], present: Plan, *, loading: Sequence[int]) -> Judged | None:
+    """Return the best plan whose first stage is on ranks that load; None if there is none, or it is the present one."""
+    possible = (one for one in found if {*one.plan.layout.stages[0]} <= {*loading})
+    best = next(possible, None)
+    return None if best is None or best.plan == present else best
+
+
+def steps_left(total: float, done: int) -> float:
+    """Return how many optimizer steps are left.
+
+    Args:
+        total: of the fit, as Lightning says it: -1 or infinite if it is not known.
+        done: steps that were made.
+    """
+    return math.inf if total < 0 else max(0.0, total - done)
