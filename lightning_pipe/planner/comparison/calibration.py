@@ -10,8 +10,9 @@ by itself, one after the other:
     sums         gradients are summed in so many times as long that optimizers wait for them as long as they did
     memory       devices have as much less as a rank took more than was predicted
 
-The last kinds of times overlap with computes, so the simulator says by what they are to be multiplied. Whether all
-of this together explains the step is for the caller to look at: `judge` the plan once more.
+Links and sums overlap with computes, so the simulator says by what they are to be multiplied. If the plan has only
+one of the two, the other is multiplied too: both go over the same wires. Whether all of this together explains the step
+is for the caller to look at: `judge` the plan once more.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from lightning_pipe.report import Comparison
 from lightning_pipe.report.account import accounts
 from lightning_pipe.report.comparison import Figure
 
-_MOST_DOUBLINGS = 5  # by which links and sums may take longer, or less long, than was thought
-_HALVINGS = 10  # of the range in which their factor lies
+_MOST_DOUBLINGS = 10  # by which links and sums may take longer, or less long, than was thought
+_HALVINGS = 12  # of the range in which their factor lies
 _LEAST = 0.005  # share of a step below which waiting for links or sums is left as it is
 
 
@@ -51,20 +52,27 @@ def calibrated(problem: Problem, judged: Judged, comparison: Comparison) -> Prob
     )
     found = replace(problem, profile=profile, cluster=_with_memory(problem.cluster, comparison))
     least_s = _LEAST * comparison.step.measured
-    ranks = frozenset(judged.representatives)
+    ranks, groups = frozenset(judged.representatives), _groups(judged)
     waited_s = sum(stage.transfer.measured for stage in comparison.stages if stage.rank in ranks)
-    found = _until(found, judged, lambda now: _transfer_s(now, ranks), target=waited_s, scaled=_links, least_s=least_s)
-    groups = _groups(judged)
     summed_s = _summed_s([rank.reduction.measured for rank in comparison.ranks], groups)
 
-    def sums(problem: Problem, factor: float) -> Problem:
-        return replace(problem, cluster=_with_sums(problem.cluster, groups, factor))
+    def transfer_s(now: Judged) -> float:
+        return sum(gap.transfer for one in accounts(now.timeline) if one.rank in ranks for gap in one.gaps)
 
-    def exposed_s(now: Judged) -> float:
+    def sum_s(now: Judged) -> float:
         by_rank = {account.rank: account.reduction for account in accounts(now.timeline)}
-        return _summed_s([by_rank[now.representatives[rank]] for rank in range(len(now.representatives))], groups)
+        return _summed_s([by_rank[representative] for representative in now.representatives], groups)
 
-    return _until(found, judged, exposed_s, target=summed_s, scaled=sums, least_s=least_s)
+    def links(problem: Problem, factor: float) -> Problem:
+        return _with_links(problem, factor, sums=not groups)
+
+    def sums(problem: Problem, factor: float) -> Problem:
+        changed = replace(problem, cluster=_with_sums(problem.cluster, groups, factor))
+        return changed if judged.prices.traffic.edges else _with_links(changed, factor)
+
+    if judged.prices.traffic.edges:
+        found = _until(found, judged, transfer_s, target=waited_s, scaled=links, least_s=least_s)
+    return _until(found, judged, sum_s, target=summed_s, scaled=sums, least_s=least_s) if groups else found
 
 
 def _ratio(figures: Iterable[Figure]) -> float:
@@ -124,16 +132,17 @@ def _slower(link: Link, factor: float) -> Link:
     return Link(link.latency_s * factor, link.bytes_per_s / factor)
 
 
-def _links(problem: Problem, factor: float) -> Problem:
-    """Return a problem whose messages take so many times as long."""
+def _with_links(problem: Problem, factor: float, *, sums: bool = False) -> Problem:
+    """Return a problem whose messages take so many times as long; its measured sums too, if wanted."""
     cluster = problem.cluster
     hosts = (
         replace(host, inside=_slower(host.inside, factor), network=_slower(host.network, factor))
         for host in cluster.hosts
     )
     links = (replace(pair, link=_slower(pair.link, factor)) for pair in cluster.links)
+    cluster = replace(cluster, hosts=tuple(hosts), links=tuple(links))
     profile = replace(problem.profile, message_s=problem.profile.message_s * factor)
-    return replace(problem, profile=profile, cluster=replace(cluster, hosts=tuple(hosts), links=tuple(links)))
+    return replace(problem, profile=profile, cluster=_with_sums(cluster, {}, factor) if sums else cluster)
 
 
 def _groups(judged: Judged) -> dict[tuple[int, ...], int]:
@@ -160,11 +169,6 @@ def _with_sums(cluster: Cluster, groups: dict[tuple[int, ...], int], factor: flo
         return Reduction(found.ranks, line.latency_s, line.bytes_per_s, small)
 
     return replace(cluster, reductions=tuple(map(slower, known)))
-
-
-def _transfer_s(judged: Judged, ranks: frozenset[int]) -> float:
-    """Return the seconds for which ranks stand still while messages are on their way."""
-    return sum(gap.transfer for account in accounts(judged.timeline) if account.rank in ranks for gap in account.gaps)
 
 
 def _summed_s(by_rank: Sequence[float], groups: Iterable[tuple[int, ...]]) -> float:

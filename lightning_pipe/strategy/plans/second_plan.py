@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipe.config import DappleConfig
-from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import rank_zero_info
 from lightning_pipe.planner.comparison.calibration import calibrated
-from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.evaluate import Judge
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy.plans.planning import Planned, propose
 from lightning_pipe.units import format_seconds, format_share
@@ -88,21 +87,30 @@ class SecondPlan:
         except PlanError as error:
             log.info("With what was measured there is no other plan: %s", error)
             return None
-        best = _best(found, planned.plan, loading=loading)
         begin = (
-            f"A step takes {format_seconds(measured_s)}, not {format_seconds(comparison.step.predicted)} as predicted"
+            f"A step takes {format_seconds(measured_s)}, not {format_seconds(comparison.step.predicted)} as predicted."
         )
-        if best is None or best.step_s > (1 - GAIN) * present.step_s:
-            log.info("%s; planned again with what was measured, the plan stays the best.", begin)
+        again = f"{begin} Planned again with what was measured,"
+        better = [one for one in found if one.plan != planned.plan and one.step_s < (1 - GAIN) * present.step_s]
+        possible = [one for one in better if {*one.plan.layout.stages[0]} <= {*loading}]
+        if not better:
+            rank_zero_info(f"{again} the plan stays the best.")
             return None
+        best = (possible or better)[0]
         gain_s = present.step_s - best.step_s
         share = format_share(gain_s / present.step_s, 0)
+        if not possible:
+            layout = "-".join(str(len(ranks)) for ranks in best.plan.layout.stages)
+            rank_zero_info(
+                f"{again} layout={layout!r} with microbatches={best.plan.microbatches} would take {share} less. It is "
+                "not taken now, as its first stage is on ranks that load no batches; start with these options instead."
+            )
+            return None
         if steps * gain_s < _WORTH * change_s:
-            log.info("%s; another plan would take %s less, too little for the steps that are left.", begin, share)
+            rank_zero_info(f"{again} another plan would take {share} less: too little for the steps that are left.")
             return None
         rank_zero_info(
-            f"{begin}. Planned again with what was measured: another plan, predicted to take {share} less, is taken "
-            "from now on (replan=false keeps the first one)."
+            f"{again} another plan would take {share} less, and is taken from now on (replan=false keeps the first)."
         )
         self._first = planned, measured_s
         others = [one for one in found if one is not best]
@@ -114,13 +122,6 @@ def _wanted(planned: Planned) -> DappleConfig:
     if not planned.problem.graph.coupled:
         return planned.wanted
     return replace(planned.wanted, microbatches=planned.plan.microbatches)
-
-
-def _best(found: Sequence[Judged], present: Plan, *, loading: Sequence[int]) -> Judged | None:
-    """Return the best plan whose first stage is on ranks that load; None if there is none, or it is the present one."""
-    possible = (one for one in found if {*one.plan.layout.stages[0]} <= {*loading})
-    best = next(possible, None)
-    return None if best is None or best.plan == present else best
 
 
 def steps_left(total: float, done: int) -> float:
