@@ -109,6 +109,7 @@ class Session:
         self._loss_scale = LossScale(plugin, links.control)
         self._limit = contextlib.ExitStack()
         self._is_early = False  # whether the plan has to wait for the first training batch
+        self._is_accumulating = False  # whether gradients of more batches are to come before the optimizer steps
         self._clippers: list[Clipper] = []
         self._hooks = GradientHooks(self.weights, device=device)
         self._are_gradients_read = False
@@ -270,7 +271,7 @@ class Session:
         present = tuple(tensors) if self._feed.loads else None
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
         first = self._first_steps if method == TRAINING else None
-        if first is not None and first.are_over:
+        if first is not None and first.are_over and not self._is_accumulating:
             self._look_back(first, call)
         recording = None if first is None else first.recording
         turn = RunOptions(
@@ -283,6 +284,8 @@ class Session:
             stop=lambda: private.is_asked_to_end(self._module.trainer),
             confirm=self._feed.confirm,
         )
+        if method == TRAINING:
+            self._is_accumulating = not synchronise
         return self._run(call, turn, recording)
 
     def _run(self, call: StepRequest, turn: RunOptions, recording: Recording | None) -> Any:
@@ -296,6 +299,8 @@ class Session:
     def _look_back(self, first: FirstSteps, call: StepRequest) -> None:
         """Say how the first steps by the plan went; where they show a better one, go on by that."""
         first.tell()
+        if self._keeps_gradients():
+            return
         trainer, passed = self._module.trainer, self._stopwatch.seconds
         steps = steps_left(trainer.estimated_stepping_batches, trainer.global_step)
         change_s = sum(passed.get(phase, 0.0) for phase in ("plan", "stages", "placing"))
@@ -306,6 +311,13 @@ class Session:
             for groups in self.groups:
                 groups.bring(stepped, control=self._links.control)
             self._follow_plan(call)
+
+    def _keeps_gradients(self) -> bool:
+        """Return whether any rank has gradients of batches before this one, which a hook has not zeroed."""
+        here = (p.grad for name, p in self.weights.parameters.items() if self.weights.holds(name))
+        mine = any(gradient is not None and bool(gradient.any()) for gradient in here)
+        found = self._links.control.sum(torch.tensor([float(mine)]), what="whether gradients are kept")
+        return bool(found)
 
     def take_stop(self) -> bool | None:
         """Return, once, whether the results of the last batch said that a rank is asked to stop; None without one."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.strategy.plans import second_plan
 from lightning_pipe.strategy.plans.planning import Planned, propose
 from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import World
-from strategy.fits import Case, Fitted, assert_same, fit, fit_as_pipeline
+from strategy.fits import Case, Fitted, assert_same, fit, fit_as_pipeline, make_trainer
 
 
 @dataclass(frozen=True)
@@ -25,24 +32,37 @@ class Change:
     back: bool = False
 
 
-def changed(change: Change) -> tuple[Fitted, list[Plan], Plan | None]:
-    """Fit, and take another plan after the first steps whatever they took; return what is left, and the plans."""
+@contextlib.contextmanager
+def changing(then: dict[str, Any], *, back: bool = False) -> Iterator[list[Plan]]:
+    """Let another plan be taken after the first steps, whatever they took; yield the plans (rank 0)."""
     seen: list[Planned] = []
+    plans: list[Plan] = []
 
     def choice(self: second_plan.SecondPlan, planned: Planned, comparison: object, **_: object) -> Planned | None:
         seen.append(planned)
+        plans.append(planned.plan)
         if len(seen) > 1:
             self.is_settled = True
-            return seen[0] if change.back else None
-        wanted = replace(planned.wanted, **{"layout": None, "microbatches": None, **change.then})
+            return seen[0] if back else None
+        wanted = replace(planned.wanted, **{"layout": None, "microbatches": None, **then})
         judged = propose(planned.problem, wanted, given=None, may_offload=planned.may_offload)
         return replace(planned, plan=judged[0].plan, cuts=judged[0].cuts, judged=tuple(judged))
 
-    strategy = DappleStrategy(**{"timeline_steps": 1, "planner": "uniform", **change.options})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(second_plan.SecondPlan, "choice", choice)
+        yield plans
+
+
+def strategy_of(options: dict[str, Any]) -> DappleStrategy:
+    return DappleStrategy(**{"timeline_steps": 1, "planner": "uniform", **options})
+
+
+def changed(change: Change) -> tuple[Fitted, list[Plan], Plan | None]:
+    """Fit with a change of plans; return what is left, the plans, and the last one."""
+    strategy = strategy_of(change.options)
+    with changing(change.then, back=change.back) as plans:
         found = fit(change.case, strategy)
-    return found, [planned.plan for planned in seen], strategy.plan
+    return found, plans, strategy.plan
 
 
 def close(found: Fitted, expected: Fitted) -> None:
@@ -95,3 +115,59 @@ def test_a_stage_with_other_buffers_goes_on_with_them():
     for found, plans, _ in World(2).run(changed, change):
         close(found, plain)
         assert not plans or plans[0].stages[1].at != plans[1].stages[1].at
+
+
+class Net(pl.LightningModule):
+    """Three layers; with Adam, whose state has to move where parameters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.double()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch) - batch.flip(1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Hooked(Net):
+    """Gradients are summed after every batch, where a hook changes them, also those that are accumulated further."""
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_hook(lambda g: g / (g.norm() + 1))
+
+
+class Keeping(Net):
+    """Gradients of two optimizer steps are added up, by a hook of the user's."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+KINDS = {"hooked": Hooked, "keeping": Keeping}
+
+
+def trained(kind: str, options: dict[str, Any] | None, then: dict[str, Any], **trainer: Any):
+    """Train one of these modules; return its parameters, and the plans that were taken."""
+    torch.manual_seed(1)
+    module, data = KINDS[kind](), torch.randn(64, 8, dtype=torch.float64)
+    strategy: Any = "auto" if options is None else strategy_of(options)
+    with changing(then) as plans:
+        make_trainer(strategy, max_epochs=1, **trainer).fit(module, DataLoader(data, batch_size=8))
+    return [parameter.detach().clone() for parameter in module.parameters()], plans
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer", "changes"), [("hooked", {"accumulate_grad_batches": 3}, True), ("keeping", {}, False)]
+)
+def test_gradients_that_are_added_to_stay_where_they_are(kind, trainer, changes):
+    expected, _ = trained(kind, None, {}, **trainer)
+    then = {"layout": "1-1", "microbatches": 2, "schedule": "gpipe"}
+    ran = World(2).run(partial(trained, **trainer), kind, DATA, then)
+    for found, _ in ran:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert len(ran[0][1]) == (2 if changes else 0)
