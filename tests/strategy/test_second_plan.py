@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.core.plan import Plan
+from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.strategy.plans import second_plan
 from lightning_pipe.strategy.plans.planning import Planned, propose
 from lightning_pipe.strategy.strategy import DappleStrategy
@@ -32,9 +33,15 @@ class Change:
     back: bool = False
 
 
+def cut_later(planned: Planned) -> Plan:
+    """Return the plan with half of the second stage in the first."""
+    (cut,), nodes, (first, second) = planned.cuts, planned.problem.graph.nodes, planned.plan.stages
+    return replace(planned.plan, stages=(first, replace(second, at=nodes[(cut + len(nodes)) // 2].name)))
+
+
 @contextlib.contextmanager
 def changing(then: dict[str, Any], *, back: bool = False) -> Iterator[list[Plan]]:
-    """Let another plan be taken after the first steps, whatever they took; yield the plans (rank 0)."""
+    """Let a plan with these options, or one that is cut later, be taken after the first steps; yield rank 0's plans."""
     seen: list[Planned] = []
     plans: list[Plan] = []
 
@@ -44,8 +51,11 @@ def changing(then: dict[str, Any], *, back: bool = False) -> Iterator[list[Plan]
         if len(seen) > 1:
             self.is_settled = True
             return seen[0] if back else None
-        wanted = replace(planned.wanted, **{"layout": None, "microbatches": None, **then})
-        judged = propose(planned.problem, wanted, given=None, may_offload=planned.may_offload)
+        if not then:
+            judged = [judge(cut_later(planned), planned.problem)]
+        else:
+            wanted = replace(planned.wanted, **{"layout": None, "microbatches": None, **then})
+            judged = propose(planned.problem, wanted, given=None, may_offload=planned.may_offload)
         return replace(planned, plan=judged[0].plan, cuts=judged[0].cuts, judged=tuple(judged))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -108,13 +118,14 @@ def test_batches_whose_samples_are_mixed_are_cut_as_before(then):
     assert plan.layout.stages == ((0,), (1,)) and plan.microbatches == 4
 
 
-def test_a_stage_with_other_buffers_goes_on_with_them():
-    case = Case("resnet_batchnorm", epochs=3)
+@pytest.mark.parametrize("back", [False, True])
+def test_buffers_move_with_their_stages(back):
+    case = Case("resnet_batchnorm", epochs=4)
     plain = World(2).run(fit_as_pipeline, replace(case, options=PIPE))[0]
-    change = Change(case, {**PIPE, "planner": "auto", "schedule": "gpipe"}, {**PIPE, "schedule": "gpipe"})
-    for found, plans, _ in World(2).run(changed, change):
-        close(found, plain)
-        assert not plans or plans[0].stages[1].at != plans[1].stages[1].at
+    (found, plans, last), (other, _, _) = World(2).run(changed, Change(case, {}, {**PIPE, "warmup": "pa"}, back))
+    close(found, plain)
+    close(other, plain)
+    assert plans[0].stages[1].at != plans[1].stages[1].at and last == plans[not back]
 
 
 class Net(pl.LightningModule):
