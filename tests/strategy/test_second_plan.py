@@ -88,6 +88,7 @@ PIPE = {"layout": "1-1", "microbatches": 4}
     [
         ("gpt_tied", DATA, PIPE, False),
         ("gpt_tied", {**DATA, "shard_optimizer": "on"}, PIPE, True),
+        ("dict_batch", {**DATA, "shard_optimizer": "on"}, PIPE, False),
         ("seq2seq", PIPE, {"layout": "1-1", "microbatches": 2, "schedule": "gpipe"}, False),
         ("parameter_groups", {**PIPE, "capture": "replay"}, {**PIPE, "schedule": "gpipe"}, True),
     ],
