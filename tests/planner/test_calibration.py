@@ -115,3 +115,19 @@ def test_devices_have_less_memory_where_more_was_taken_than_predicted():
     )
     limited = calibrated(problem, judged, comparison).cluster
     assert [limited.device(rank).memory_bytes for rank in range(2)] == [6400, 6400]
+
+
+def test_links_of_a_plan_that_sends_nothing_go_by_its_sums_and_sums_by_links():
+    """Both go over the same wires, of which one kind has been seen."""
+    graph, profile = layers([1.0] * 8, [64] * 8)
+    link, sums = Link(0.0, 200.0), (Reduction((0, 1), 0.0, 40.0),)
+    problem = Problem(graph, profile, replace(cluster(2, link=link), reductions=sums), 16)
+    truth = replace(
+        problem,
+        cluster=replace(cluster(2, link=Link(0.0, 20.0)), reductions=(Reduction((0, 1), 0.0, 4.0),)),
+    )
+    for layout in ((2,), (1, 1)):
+        first = propose(replace(problem, constraints=Constraints(2, layout)), "uniform")[0]
+        found = calibrated(problem, first, ran(problem, truth, first)).cluster
+        assert found.link(0, 1).bytes_per_s == pytest.approx(20.0, rel=0.1), layout
+        assert found.reductions[0].bytes_per_s == pytest.approx(4.0, rel=0.1), layout
