@@ -161,7 +161,8 @@ def _with_sums(cluster: Cluster, groups: dict[tuple[int, ...], int], factor: flo
     for ranks, count in groups.items():
         if count and cluster.reduction(ranks) is None:  # by formula, which is a line for most numbers of bytes
             latency_s = all_reduce_s(cluster, ranks, count=0)
-            known.append(Reduction(ranks, latency_s, count / (all_reduce_s(cluster, ranks, count=count) - latency_s)))
+            bytes_s = all_reduce_s(cluster, ranks, count=count) - latency_s
+            known.append(Reduction(ranks, latency_s, count / bytes_s if bytes_s else math.inf))
 
     def slower(found: Reduction) -> Reduction:
         line = _slower(Link(found.latency_s, found.bytes_per_s), factor)

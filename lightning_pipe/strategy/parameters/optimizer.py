@@ -43,11 +43,14 @@ class Groups:
     def bring(self, before: Mapping[str, tuple[int, ...]], *, control: ControlPlane) -> None:
         """Have the state of parameters that this rank steps now, and others stepped before; on all ranks together.
 
+        What this rank steps no more it gives up before its device gets the rest.
+
         Args:
             before: ranks that stepped a parameter, by its name.
             control: to the other ranks.
         """
         state, device, now = self._optimizer.state, self._weights.device, self._weights.steppers()
+        waiting: dict[torch.Tensor, Any] = {}
         for parameter in self.parameters():
             name = self._weights.name_of(parameter)
             if name is None or {*now[name]} <= {*before[name]}:
@@ -56,7 +59,10 @@ class Groups:
             mine = _sent(state.get(parameter), device) if control.rank == source else None
             brought = control.broadcast(mine, source=source, what=f"the optimizer state of {name}")
             if brought is not None and control.rank in {*now[name]} - {*before[name]}:
-                state[parameter] = _received(brought, device)
+                waiting[parameter] = brought
+        self._forget_elsewhere()
+        for parameter, brought in waiting.items():
+            state[parameter] = _received(brought, device)
 
     def parameters(self) -> list[torch.Tensor]:
         """List all parameters, real ones and stand-ins, in the order of the groups."""

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.config import DappleConfig
-from lightning_pipe.lightning_names import rank_zero_info
+from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.plan_report import findings, write_files
@@ -95,8 +95,12 @@ class FirstSteps:
 
         def choose() -> None:
             nonlocal other
-            if planned is not None and comparison is not None:
+            if planned is None or comparison is None:
+                return
+            try:
                 other = second.choice(planned, comparison, loading=loading, steps=steps, change_s=change_s)
+            except Exception as error:  # for which nobody's training should end
+                rank_zero_warn(f"Planning again failed, so the plan stays: {type(error).__name__}: {error}")
 
         self._control.agreed(choose, source=0, what="whether the plan stays")
         if not self._pipeline.take(other, call):

@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import rank_zero_info
 from lightning_pipe.planner.comparison.calibration import calibrated
-from lightning_pipe.planner.evaluation.evaluate import Judge
+from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy.plans.planning import Planned, propose
 from lightning_pipe.units import format_seconds, format_share
@@ -67,54 +68,82 @@ class SecondPlan:
         if self._first is not None:
             first, first_s = self._first
             self.is_settled = True
-            said = f"The second plan takes {format_seconds(measured_s)} per step, the first took "
             is_slower = measured_s > first_s
-            rank_zero_info(f"{said}{format_seconds(first_s)}{', and is taken again' * is_slower}.")
+            rank_zero_info(
+                f"The second plan takes {format_seconds(measured_s)} per step, the first took "
+                f"{format_seconds(first_s)}{', and is taken again' * is_slower}."
+            )
             return first if is_slower else None
         if abs(comparison.step.ratio - 1) <= OFF:
             return None
-        problem = calibrated(planned.problem, planned.judged[0], comparison)
-        present = Judge(problem).judge(planned.judged[0].plan)
-        if abs(present.step_s / measured_s - 1) > _EXPLAINED:
-            log.info(
-                "What was measured of computes, messages and sums explains %s of the %s that a step takes, so nothing "
-                "is planned with it.",
-                *(format_seconds(present.step_s), format_seconds(measured_s)),
-            )
+        again = _planned_again(planned, comparison)
+        if again is None:
             return None
-        try:
-            found = propose(problem, _wanted(planned), given=None, may_offload=planned.may_offload)
-        except PlanError as error:
-            log.info("With what was measured there is no other plan: %s", error)
-            return None
-        begin = (
-            f"A step takes {format_seconds(measured_s)}, not {format_seconds(comparison.step.predicted)} as predicted."
+        said, other = again.verdict(loading=loading, steps=steps, change_s=change_s)
+        predicted_s = comparison.step.predicted
+        rank_zero_info(
+            f"A step takes {format_seconds(measured_s)}, not {format_seconds(predicted_s)} as predicted. Planned again "
+            f"with what was measured, {said}"
         )
-        again = f"{begin} Planned again with what was measured,"
-        better = [one for one in found if one.plan != planned.plan and one.step_s < (1 - GAIN) * present.step_s]
-        possible = [one for one in better if {*one.plan.layout.stages[0]} <= {*loading}]
-        if not better:
-            rank_zero_info(f"{again} the plan stays the best.")
+        if other is None:
             return None
+        self._first = planned, measured_s
+        judged = (other, *(one for one in again.found if one is not other))
+        return replace(planned, plan=other.plan, cuts=other.cuts, problem=again.problem, judged=judged)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """What planning again has found.
+
+    Attributes:
+        problem: with the costs that were measured.
+        present: the present plan, judged by them.
+        found: plans, the best first.
+    """
+
+    problem: Problem
+    present: Judged
+    found: tuple[Judged, ...]
+
+    def verdict(self, *, loading: Sequence[int], steps: float, change_s: float) -> tuple[str, Judged | None]:
+        """Return what is to be said, and the plan that is to be taken; arguments as of `SecondPlan.choice`."""
+        present_s, plan = self.present.step_s, self.present.plan
+        better = [one for one in self.found if one.plan != plan and one.step_s < (1 - GAIN) * present_s]
+        if not better:
+            return "the plan stays the best.", None
+        possible = [one for one in better if {*one.plan.layout.stages[0]} <= {*loading}]
         best = (possible or better)[0]
-        gain_s = present.step_s - best.step_s
-        share = format_share(gain_s / present.step_s, 0)
+        gain_s = present_s - best.step_s
+        share = format_share(gain_s / present_s, 0)
         if not possible:
             layout = "-".join(str(len(ranks)) for ranks in best.plan.layout.stages)
-            rank_zero_info(
-                f"{again} layout={layout!r} with microbatches={best.plan.microbatches} would take {share} less. It is "
-                "not taken now, as its first stage is on ranks that load no batches; start with these options instead."
-            )
-            return None
+            return (
+                f"layout={layout!r} with microbatches={best.plan.microbatches} would take {share} less. It is not "
+                "taken now, as its first stage is on ranks that load no batches; start with these options instead."
+            ), None
         if steps * gain_s < _WORTH * change_s:
-            rank_zero_info(f"{again} another plan would take {share} less: too little for the steps that are left.")
-            return None
-        rank_zero_info(
-            f"{again} another plan would take {share} less, and is taken from now on (replan=false keeps the first)."
+            return f"another plan would take {share} less: too little for the steps that are left.", None
+        return f"another plan would take {share} less, and is taken from now on (replan=false keeps the first).", best
+
+
+def _planned_again(planned: Planned, comparison: Comparison) -> _Again | None:
+    """Plan by what was measured; None if that does not explain the step, or no plan fits then."""
+    problem = calibrated(planned.problem, planned.judged[0], comparison)
+    present, measured_s = Judge(problem).judge(planned.judged[0].plan), comparison.step.measured
+    if abs(present.step_s / measured_s - 1) > _EXPLAINED:
+        log.info(
+            "What was measured of computes, messages and sums explains %s of the %s that a step takes, so nothing is "
+            "planned with it.",
+            *(format_seconds(present.step_s), format_seconds(measured_s)),
         )
-        self._first = planned, measured_s
-        others = [one for one in found if one is not best]
-        return replace(planned, plan=best.plan, cuts=best.cuts, problem=problem, judged=(best, *others))
+        return None
+    try:
+        found = propose(problem, _wanted(planned), given=None, may_offload=planned.may_offload)
+    except PlanError as error:
+        log.info("With what was measured there is no other plan: %s", error)
+        return None
+    return _Again(problem, present, tuple(found))
 
 
 def _wanted(planned: Planned) -> DappleConfig:
