@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_pipe.config import DappleConfig
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.planner.evaluation.evaluate import judge
@@ -35,7 +36,8 @@ def test_the_comparison_predicts_what_the_planner_did(layout, sharded):
     measured = tuple(RankPeak(curve.peak_bytes, curve.peak_total_bytes) for curve in judged.curves)
     timelines = (judged.timeline,)
     recorded = Recorded(problem.graph.fingerprint, judged.program, timelines, timelines, measured, {})
-    found = findings(Planned(judged.plan, judged.cuts, problem, (judged,), ""), recorded)
+    planned = Planned(judged.plan, judged.cuts, problem, (judged,), "", DappleConfig(), may_offload=True)
+    found = findings(planned, recorded)
     assert found is not None
     for figures in found.comparison.memory:
         assert figures.saved.predicted == figures.saved.measured, "saved tensors"

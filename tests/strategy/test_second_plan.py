@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from lightning_pipe.strategy.plans import second_plan
 from lightning_pipe.strategy.plans.planning import Planned, propose
 from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import World
-from strategy.fits import Case, Fitted, assert_same, fit, fit_as_pipeline, make_trainer
+from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline, make_trainer
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def changing(then: dict[str, Any], *, back: bool = False) -> Iterator[list[Plan]
         if not then:
             judged = [judge(cut_later(planned), planned.problem)]
         else:
-            wanted = replace(planned.wanted, **{"layout": None, "microbatches": None, **then})
+            wanted = replace(planned.wanted, **{"layout": None, "microbatches": None, "warmup": None, **then})
             judged = propose(planned.problem, wanted, given=None, may_offload=planned.may_offload)
         return replace(planned, plan=judged[0].plan, cuts=judged[0].cuts, judged=tuple(judged))
 
@@ -64,7 +65,9 @@ def changing(then: dict[str, Any], *, back: bool = False) -> Iterator[list[Plan]
 
 
 def strategy_of(options: dict[str, Any]) -> DappleStrategy:
-    return DappleStrategy(**{"timeline_steps": 1, "planner": "uniform", **options})
+    """Return a strategy that records one step, with counted costs."""
+    trace = f"{tempfile.mkdtemp()}/trace.json"
+    return dapple(timeline_steps=1, trace=trace, **options)
 
 
 def changed(change: Change) -> tuple[Fitted, list[Plan], Plan | None]:
@@ -123,7 +126,7 @@ def test_batches_whose_samples_are_mixed_are_cut_as_before(then):
 def test_buffers_move_with_their_stages(back):
     case = Case("resnet_batchnorm", epochs=4)
     plain = World(2).run(fit_as_pipeline, replace(case, options=PIPE))[0]
-    (found, plans, last), (other, _, _) = World(2).run(changed, Change(case, {}, {**PIPE, "warmup": "pa"}, back))
+    (found, plans, last), (other, _, _) = World(2).run(changed, Change(case, {}, PIPE, back))
     close(found, plain)
     close(other, plain)
     assert plans[0].stages[1].at != plans[1].stages[1].at and last == plans[not back]

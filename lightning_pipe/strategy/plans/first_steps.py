@@ -95,7 +95,7 @@ class FirstSteps:
 
         def choose() -> None:
             nonlocal other
-            if planned is None or comparison is None:
+            if planned is None:
                 return
             try:
                 other = second.choice(planned, comparison, loading=loading, steps=steps, change_s=change_s)

@@ -49,7 +49,7 @@ class SecondPlan:
     def choice(
         self,
         planned: Planned,
-        comparison: Comparison,
+        comparison: Comparison | None,
         *,
         loading: Sequence[int],
         steps: float,
@@ -59,11 +59,13 @@ class SecondPlan:
 
         Args:
             planned: the present plan.
-            comparison: of its first steps.
+            comparison: of its first steps; None if nothing was predicted that could be compared.
             loading: ranks that load batches.
             steps: that are left.
             change_s: seconds that taking another plan may need.
         """
+        if comparison is None:
+            return None
         measured_s = comparison.step.measured
         if self._first is not None:
             first, first_s = self._first
