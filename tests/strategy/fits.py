@@ -99,12 +99,17 @@ class Losses(pl.Callback):
 def dapple(**options: Any) -> DappleStrategy:
     """Return the strategy with counted costs (plans are the same in every run) and one rank per stage by default.
 
-    No witness runs unless it is asked for: it is a third of what a short fit takes.
+    Neither a witness nor the check before training runs unless asked for: they are half of what a short fit takes.
     """
     decided = {} if "plan" in options else {"planner": "uniform"}
     if not {"plan", "schedule", "planner"} & {*options}:
         decided |= {"warmup": "pa"}
-    return DappleStrategy(**{"costs": "counted", "witness": False, **decided, **options})
+    return DappleStrategy(**{"costs": "counted", "witness": False, "check": False, **decided, **options})
+
+
+def checked(**options: Any) -> DappleStrategy:
+    """Return such a strategy that checks the captured step, and what micro-batches make of it, before it trains."""
+    return dapple(**{"check": True, **options})
 
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 
 SAMPLES, WIDTH, CLASSES, IGNORED = 8, 8, 4, -100
 Loss = Callable[["Module", torch.Tensor, torch.Tensor], torch.Tensor]
@@ -207,7 +207,7 @@ def fit(
 
 def fit_cut(loss: Loss, *, capture: str = "joint", microbatches: int = 4, **options: Any) -> Fitted:
     """Train one batch in micro-batches."""
-    return fit(loss, dapple(capture=capture, microbatches=microbatches), **options)
+    return fit(loss, checked(capture=capture, microbatches=microbatches), **options)
 
 
 def worst(one: Fitted, two: Fitted) -> float:

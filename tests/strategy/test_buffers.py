@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 from strategy.results import CLASSES, FIXED, NUMBERS, TENSORS, Result, each
 
 SAMPLES, WIDTH = 9, 8
@@ -81,7 +81,7 @@ def fit(strategy: Any, kept: Kept, way: str) -> tuple[dict[str, torch.Tensor], s
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_are_those_of_one_device_or_named(kind: str, way: str) -> None:
-    found, told = fit(dapple(capture="joint", microbatches=3, cache="off"), KINDS[kind], way)
+    found, told = fit(checked(capture="joint", microbatches=3, cache="off"), KINDS[kind], way)
     for name, expected in fit("auto", KINDS[kind], way)[0].items():
         if not torch.allclose(found[name], expected, rtol=1e-6, atol=1e-9):
             assert f"{name} " in f"{told} " or f"{name}," in told, (name, found[name], expected)
@@ -92,6 +92,6 @@ def test_buffers_are_those_of_one_device_or_named(kind: str, way: str) -> None:
 )
 def test_sums_means_and_extremes_need_no_word(way: str, name: str) -> None:
     kept: Kept = {"one": (NUMBERS[name], ())}
-    found, told = fit(dapple(capture="joint", microbatches=3, cache="off"), kept, way)
+    found, told = fit(checked(capture="joint", microbatches=3, cache="off"), kept, way)
     torch.testing.assert_close(found, fit("auto", kept, way)[0], rtol=1e-9, atol=1e-12)
     assert "micro-batch" not in told

@@ -26,7 +26,7 @@ from lightning_pipe.strategy.start import mapped, room
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
 from strategy.built_late import Late
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 
 SAMPLES, WIDTH = 4, 6
 
@@ -75,7 +75,7 @@ def fit_wrong(capture: str, **options: Any) -> list[float]:
     torch.manual_seed(0)
     module = Chain(WRONG[capture]())
     batches = DataLoader(torch.randn(8, WIDTH), batch_size=8)
-    trainer = make_trainer(dapple(capture=capture, microbatches=2, **options), max_steps=1)
+    trainer = make_trainer(checked(capture=capture, microbatches=2, **options), max_steps=1)
     trainer.fit(module, batches)
     return [float(p.detach().sum()) for p in module.parameters()]
 
@@ -108,7 +108,7 @@ def fit_wrong_unchecked() -> list[float]:
 
 def test_agreement_is_one_line_of_the_log(caplog):
     with caplog.at_level("INFO", logger="lightning_pipe"):
-        trainer = make_trainer(dapple(microbatches=2, cache="off"), max_steps=1)
+        trainer = make_trainer(checked(microbatches=2, cache="off"), max_steps=1)
         trainer.fit(Chain(), DataLoader(torch.randn(8, WIDTH), batch_size=8))
     assert sum("agrees with the plain step on the first micro-batch of 4 samples" in m for m in caplog.messages) == 1
 
@@ -291,7 +291,7 @@ def fit_late(capture: str, short: bool) -> tuple[list[float], int, list[str]]:
         made = shorten(patch) if short else []
         patch.setattr(check.log, "info", lambda text, *args: said.append(text % args))
         torch.manual_seed(5)
-        trainer = make_trainer(dapple(capture=capture, microbatches=2, cache="off"), max_steps=2)
+        trainer = make_trainer(checked(capture=capture, microbatches=2, cache="off"), max_steps=2)
         module = Late(lambda: make_module(LATE[capture]))
         trainer.fit(module, make_loader(LATE[capture]))
         with trainer.strategy.whole_module():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ranks.world import World
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 
 SAMPLES, WIDTH = 10, 4
 
@@ -113,7 +113,7 @@ def fit(strategy, logs, *, same=False, **options):
 
 def fit_on_ranks(layout):
     """Return the results of a fit on the ranks of this world; a worker function."""
-    return results(fit(dapple(capture="joint", microbatches=3, layout=layout), DERIVED)[0])
+    return results(fit(checked(capture="joint", microbatches=3, layout=layout), DERIVED)[0])
 
 
 def results(seen):
@@ -128,14 +128,14 @@ def assert_same(found, expected):
 
 
 def test_results_made_of_reduced_numbers_are_those_of_the_whole_batch():
-    found, said = fit(dapple(capture="joint", microbatches=3), DERIVED)
+    found, said = fit(checked(capture="joint", microbatches=3), DERIVED)
     assert_same(results(found), results(fit("auto", DERIVED)[0]))
     assert not said
 
 
 @pytest.mark.parametrize("name", NOT_DERIVED)
 def test_others_are_said(name):
-    _, said = fit(dapple(capture="joint", microbatches=3), {name: NOT_DERIVED[name]})
+    _, said = fit(checked(capture="joint", microbatches=3), {name: NOT_DERIVED[name]})
     assert any(f"'{name}' at" in text for text in said), said
 
 
@@ -158,7 +158,7 @@ def differs(one, other) -> bool:
 @pytest.mark.parametrize("name", BENT)
 def test_a_loss_that_bends_for_some_micro_batches_of_a_later_batch_is_said(name, capture):
     (found, said), (expected, _) = (
-        fit(strategy, {}, loss=BENT[name]) for strategy in (dapple(capture=capture, microbatches=5), "auto")
+        fit(strategy, {}, loss=BENT[name]) for strategy in (checked(capture=capture, microbatches=5), "auto")
     )
     assert not differs(found[0], expected[0]), "nothing bends in the first batch"
     assert differs(found[1], expected[1]), "nothing to say"
@@ -170,7 +170,7 @@ def test_a_loss_that_bends_for_some_micro_batches_of_a_later_batch_is_said(name,
 @pytest.mark.parametrize("name", BENT)
 def test_nothing_is_said_of_a_loss_that_bends_for_all_or_for_none(name, capture):
     (found, said), (expected, _) = (
-        fit(strategy, {}, loss=BENT[name], same=True) for strategy in (dapple(capture=capture, microbatches=5), "auto")
+        fit(strategy, {}, loss=BENT[name], same=True) for strategy in (checked(capture=capture, microbatches=5), "auto")
     )
     assert not any(differs(*both) for both in zip(found, expected, strict=True)) and not said
 
@@ -180,7 +180,7 @@ def test_a_question_about_a_mean_is_asked_of_that_of_the_batch():
         loss = each(o, y).mean()
         return loss if loss > 1.45 else 2 * loss
 
-    strategy = dapple(capture="joint", microbatches=5)
+    strategy = checked(capture="joint", microbatches=5)
     (found, _), (expected, _) = (fit(one, {}, loss=asked) for one in (strategy, "auto"))
     assert not any(differs(*both) for both in zip(found, expected, strict=True))
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.strategy import plan_maker
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 
 WIDTH = 6
 
@@ -68,7 +68,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         module, batch = Chain(between), torch.randn(8, WIDTH)
         with torch.no_grad():
             change(module, batch)
-        strategy = dapple(**{"capture": "joint", "microbatches": 2, "seed": 1, "cache": str(tmp_path), **options})
+        strategy = checked(**{"capture": "joint", "microbatches": 2, "seed": 1, "cache": str(tmp_path), **options})
         make_trainer(strategy, max_steps=1).fit(module, DataLoader(batch, batch_size=8))
         return len(compared) - before
 

@@ -18,7 +18,7 @@ from lightning_pipe.strategy.checks import whole_batch
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from ranks.world import World
 from slow import slow_but
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 from strategy.losses import COUNTED, MEANS, MIXED, SAMPLES, SUMS, TERMS, Module, batch, each, fit, fit_cut, worst
 
 ROUNDING = 1e-6  # of float64 sums in another order
@@ -121,7 +121,7 @@ def test_a_loss_that_is_no_number_for_a_micro_batch_is_refused(capture):
 
 
 def test_without_the_check_a_loss_that_is_not_understood_is_said_to_be_taken_for_a_mean():
-    found = fit(MIXED["norm"], dapple(capture="joint", microbatches=4, check=False))
+    found = fit(MIXED["norm"], checked(capture="joint", microbatches=4, check=False))
     assert any("combined as a mean" in text and "losses.py:" in text for text in found.warned)
 
 
@@ -149,7 +149,7 @@ def test_a_loss_that_trains_nothing_is_refused_with_the_line_that_detaches_it(ca
 
 def test_a_replayed_loss_that_begins_to_weigh_wrongly_is_said():
     module = Module(EXACT["ignore_index"]).double()
-    trainer = make_trainer(dapple(capture="replay", microbatches=4), max_epochs=1)
+    trainer = make_trainer(checked(capture="replay", microbatches=4), max_epochs=1)
     batches = DataLoader([*batch(targets="none"), *batch(targets="uneven")], batch_size=SAMPLES)
     with pytest.warns(UserWarning, match=r"divides at .*losses.py:.* not the same for all micro-batches"):
         trainer.fit(module, batches)
@@ -229,7 +229,7 @@ def test_a_language_model_weighs_micro_batches_by_their_tokens():
         make_trainer(strategy, max_epochs=1).fit(module, DataLoader(data, batch_size=8))
         return module.gradients
 
-    expected, found = gradients("auto"), gradients(dapple(microbatches=4, capture="joint"))
+    expected, found = gradients("auto"), gradients(checked(microbatches=4, capture="joint"))
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         scale = float(gradient.abs().max())

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.errors import CaptureError
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, checked, make_trainer
 
 SAMPLES, BATCH, EPOCHS, CLASSES = 21, 8, 3, 4  # batches of 8, 8 and 5
 ROUNDING = 1e-9
@@ -214,7 +214,7 @@ def trained(kind: str, options: dict[str, Any] | None = None) -> tuple[list[floa
     """Return losses and state of a fit on one device, or as a pipeline on the ranks of this world, and warnings."""
     torch.manual_seed(0)
     module, losses = KINDS[kind]().double(), Losses()
-    strategy = "auto" if options is None else dapple(witness=True, cache="off", **options)
+    strategy = "auto" if options is None else checked(witness=True, cache="off", **options)
     callbacks = [losses, *(make() for make in module.CALLBACKS)]
     trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=callbacks)
     with warnings.catch_warnings(record=True) as caught:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import PlanError
 from ranks.world import World
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 from strategy.results import CLASSES, FIXED, NUMBERS, TENSORS, Result, each
 
 KINDS: dict[str, dict[str, Result]] = {"numbers": NUMBERS, "tensors": TENSORS, "fixed": FIXED}
@@ -74,7 +74,7 @@ def seen_and_told(kind: str, options: dict[str, Any] | None, only: str = "") -> 
     torch.manual_seed(0)
     module = Module(kind, only).double()
     trainer = make_trainer(
-        "auto" if options is None else dapple(cache="off", **options), max_epochs=1, num_sanity_val_steps=0
+        "auto" if options is None else checked(cache="off", **options), max_epochs=1, num_sanity_val_steps=0
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -134,4 +134,4 @@ def test_so_are_results_of_one_kind_alone(kind: str, name: str, capture: str) ->
 def test_a_step_that_computes_nothing_has_no_plan_of_its_own() -> None:
     """The planners met a graph without operations; in a fit it runs by the plan of the training step."""
     with pytest.raises(PlanError, match="predict_step computes nothing of its batch"):
-        make_trainer(dapple()).predict(Module("numbers", "epoch"), loader())
+        make_trainer(checked()).predict(Module("numbers", "epoch"), loader())

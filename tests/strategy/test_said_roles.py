@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ranks.world import World
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 
 REPLAYED = {"capture": "replay", "microbatches": 2, "cache": "off"}
 
@@ -69,7 +69,7 @@ def fit(kind: type[Net], options: dict[str, Any] | None) -> tuple[list[dict[str,
         module = kind().double()
         data = [{"x": torch.randn(8, dtype=torch.float64), "y": torch.randint(3, ())} for _ in range(14)]
     seen = Seen()
-    strategy = "auto" if options is None else dapple(**options)
+    strategy = "auto" if options is None else checked(**options)
     trainer = make_trainer(strategy, max_epochs=2, callbacks=[seen], num_sanity_val_steps=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

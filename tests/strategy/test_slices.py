@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe.core.program import Layout
 from lightning_pipe.strategy.steps.step_runtime import pieces
 from ranks.world import World
-from strategy.fits import dapple, make_trainer
+from strategy.fits import checked, make_trainer
 
 NEIGHBOURS = torch.full((4, 4, 3), 1 / 12, dtype=torch.float64)
 
@@ -84,7 +84,7 @@ def train(name: str, strategy) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def train_on_replicas(names: list[str], **options) -> list[tuple[dict[str, Tensor], list[str]]]:
-    return [train(name, dapple(layout="2", capture="joint", **options)) for name in names]
+    return [train(name, checked(layout="2", capture="joint", **options)) for name in names]
 
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ from lightning_pipe.strategy.start import stopwatch
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from models.parity import make_loader, make_module
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, checked, make_trainer
 
 PHASES = ("processes", "module", "values", "capture", "profile", "plan", "check", "stages", "placing", "first step")
 
@@ -40,7 +40,7 @@ def test_laps_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fit_says_once_how_long_its_phases_took(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(dapple(), max_steps=2)
+    trainer = make_trainer(checked(), max_steps=2)
     with caplog.at_level(logging.INFO, logger="lightning_pipe"):
         trainer.fit(make_module("gpt_tied").train(), make_loader("gpt_tied"))
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("From the start")]
@@ -85,7 +85,7 @@ def fit_twice(folder: str) -> tuple[list[list[float]], list[list[str]], list[boo
     for cache in ("off", folder, folder):
         pl.seed_everything(0, verbose=False)
         losses = Losses()
-        strategy = dapple(layout="1-1", microbatches=2, capture="joint", cache=cache)
+        strategy = checked(layout="1-1", microbatches=2, capture="joint", cache=cache)
         as_script = patch.object(sys.modules["__main__"], "__file__", __file__, create=True)
         with as_script, patch.object(plan_maker, "check_captured", wraps=plan_maker.check_captured) as check:
             make_trainer(strategy, max_steps=3, callbacks=[losses]).fit(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ranks.world import Raised, World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, checked, make_trainer
 
 SLOW = """
 hosts:
@@ -65,7 +65,7 @@ def trained(
         x[:8, 0] = torch.tensor([1.0, -1.0] * 4)
     data = TensorDataset(x, torch.randint(4, (24,), generator=draw))
     losses = Losses()
-    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses])
+    trainer = make_trainer("auto" if options is None else checked(**options), max_epochs=2, callbacks=[losses])
     logged = logging.handlers.BufferingHandler(1000)
     log = logging.getLogger("lightning_pipe.strategy.pipeline")
     log.addHandler(logged)
