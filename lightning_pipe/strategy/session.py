@@ -154,7 +154,7 @@ class Session:
                 control=self._links.control,
                 device=self._device,
                 optimizers=optimizers,
-                may_change=self._config.replan and self._config.plan is None and self._later is None,
+                may_change=self._later is None and _plans_again(self._config),
             )
         self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
         for groups in self.groups:
@@ -454,6 +454,11 @@ _PREPARING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_trai
 def _is_last_batch(trainer: pl.Trainer) -> bool:
     """Return whether something else follows than the next training batch: the end of the epoch, or of the training."""
     return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step + 1
+
+
+def _plans_again(config: DappleConfig) -> bool:
+    """Return whether a plan may change for what was measured; not where every run is to do the same to the last bit."""
+    return config.replan and config.plan is None and not torch.are_deterministic_algorithms_enabled()
 
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:

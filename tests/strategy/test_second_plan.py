@@ -186,3 +186,16 @@ def test_gradients_that_are_added_to_stay_where_they_are(kind, trainer, changes)
     for found, _ in ran:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert len(ran[0][1]) == (2 if changes else 0)
+
+
+def changed_exactly(change: Change) -> tuple[Fitted, list[Plan], Plan | None]:
+    """Fit with deterministic algorithms, for which Lightning sets a switch of the process."""
+    try:
+        return changed(replace(change, case=replace(change.case, trainer={"deterministic": True})))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_run_that_is_to_be_the_same_every_time_keeps_its_plan():
+    (_, plans, last), _ = World(2).run(changed_exactly, Change(Case("dict_batch"), PIPE, DATA))
+    assert plans == [] and last is not None and last.layout.stages == ((0, 1),)
