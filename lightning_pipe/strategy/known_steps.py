@@ -20,6 +20,9 @@ class KnownSteps:
         module: the user's module.
         cuts: which batches are cut.
         batch_dim: dimension of the samples in them.
+
+    Attributes:
+        steps: by what they are kept under.
     """
 
     def __init__(self, module: pl.LightningModule, *, cuts: BatchCuts, batch_dim: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -199,3 +200,30 @@ def changed_exactly(change: Change) -> tuple[Fitted, list[Plan], Plan | None]:
 def test_a_run_that_is_to_be_the_same_every_time_keeps_its_plan():
     (_, plans, last), _ = World(2).run(changed_exactly, Change(Case("dict_batch"), PIPE, DATA))
     assert plans == [] and last is not None and last.layout.stages == ((0, 1),)
+
+
+class Normalised(Net):
+    """Batch normalisation in both stages, which changes buffers while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())), nn.Linear(8, 8)
+        )
+        self.double()
+
+
+def averaged(then: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Train with averages of parameters and buffers, which are what the module has after it; change plans, or not."""
+    torch.manual_seed(1)
+    module, data = Normalised(), torch.randn(64, 8, dtype=torch.float64)
+    average = EMAWeightAveraging(decay=0.5, use_buffers=True)
+    with contextlib.nullcontext() if then is None else changing(then):
+        trainer = make_trainer(strategy_of({**PIPE, "schedule": "gpipe"}), max_epochs=2, callbacks=[average])
+        trainer.fit(module, DataLoader(data, batch_size=8))
+    return [tensor.detach().clone() for tensor in module.state_dict().values()]
+
+
+def test_averages_move_with_their_stages():
+    expected = World(2).run(averaged, None)
+    torch.testing.assert_close(World(2).run(averaged, {}), expected, rtol=1e-9, atol=1e-12)

@@ -102,9 +102,8 @@ class Weights:
             device: where this rank computes.
             shard_optimizer: whether ranks that hold the same parameters share their optimizer state.
         """
-        self._share_moving()
-        self.buffers.show()
-        self._moving, self._owners = {}, {}
+        self._gather_buffers()
+        self._owners = {}
         holders: dict[str, set[int]] = {}
         for program in split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:
@@ -143,6 +142,7 @@ class Weights:
 
     def follow(self, other: Weights, *, device: torch.device) -> None:
         """Keep on this rank what it keeps of another module with the same names, on a device."""
+        self._gather_buffers()
         before, self._holders, self._moving = self._holders, dict(other._holders), dict(other._moving)
         self._whole_on, self._device = other._whole_on, device
         self._fetch(before)
@@ -427,6 +427,12 @@ class Weights:
             if rank not in ranks and not self._is_whole:
                 stand_in = absent_buffer(self.buffers[name], name, ranks=ranks, rank=rank, device=self._device)
                 self.buffers.hide(name, stand_in)
+
+    def _gather_buffers(self) -> None:
+        """Have all buffers on every rank, where the ranks that change them may become others."""
+        self._share_moving()
+        self.buffers.show()
+        self._moving = {}
 
     def _share_moving(self) -> None:
         """Give every rank the buffers that training changes."""

@@ -34,7 +34,8 @@ class FirstSteps:
 
     Attributes:
         recording: what the next step is recorded in; None once enough is recorded.
-        comparison: with what was predicted; None elsewhere than on rank 0, and before it is known.
+        comparison: of the last ones that could be compared with what was predicted; None elsewhere than on rank 0, and
+            before it is known.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class FirstSteps:
         self._second = SecondPlan() if may_change else None
         self.recording: Recording | None = Recording(config, device=device, optimizers=optimizers)
         self.comparison: Comparison | None = None
+        self._told: Comparison | None = None  # of those that were told of last
 
     @property
     def are_over(self) -> bool:
@@ -60,17 +62,16 @@ class FirstSteps:
 
     def tell(self) -> None:
         """Compare what was recorded with what was predicted, and say it; on all ranks together."""
-        recording, self.recording = self.recording, None
+        recording, self.recording, self._told = self.recording, None, None
         if recording is None:
             return
         recorded = recording.finish(self._control, host=socket.gethostname())
         planned = self._pipeline.proposal
-        self.comparison = None
         if recorded is None or planned is None:
             return
         found = findings(planned, recorded)
         if found is not None:
-            self.comparison = found.comparison
+            self.comparison = self._told = found.comparison
             rank_zero_info(comparison_table(found.comparison, brief=True))
             forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
         write_files(self._config, planned, recorded, found)
@@ -90,7 +91,7 @@ class FirstSteps:
         second = self._second
         if second is None:
             return False
-        planned, comparison = self._pipeline.proposal, self.comparison
+        planned, told = self._pipeline.proposal, self._told
         other: Planned | None = None
 
         def choose() -> None:
@@ -98,7 +99,7 @@ class FirstSteps:
             if planned is None:
                 return
             try:
-                other = second.choice(planned, comparison, loading=loading, steps=steps, change_s=change_s)
+                other = second.choice(planned, told, loading=loading, steps=steps, change_s=change_s)
             except Exception as error:  # for which nobody's training should end
                 rank_zero_warn(f"Planning again failed, so the plan stays: {type(error).__name__}: {error}")
 
