@@ -84,8 +84,7 @@ def run(options: dict[str, Any]) -> Ran:
 
 
 def _words(plan: Plan) -> str:
-    layout = "-".join(str(len(stage.ranks)) for stage in plan.stages)
-    return f"{layout}, {plan.microbatches} micro-batches"
+    return f"{plan.replicas_text}, {plan.microbatches} micro-batches"
 
 
 def main() -> int:

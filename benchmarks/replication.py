@@ -178,7 +178,7 @@ def planned_by(strategy: DappleStrategy) -> Planned:
     """Return what a strategy has decided; on rank 0 after a fit."""
     plan, found = strategy.plan, strategy.comparison
     assert plan is not None and found is not None, "planned and compared on rank 0"
-    layout = "-".join(str(len(stage.ranks)) for stage in plan.stages)
+    layout = plan.replicas_text
     return Planned(layout, tuple(stage.at for stage in plan.stages[1:]), plan.microbatches, found.step.predicted)
 
 

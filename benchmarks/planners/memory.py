@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             found = best(problem(gigabytes, devices, "recompute"), planner)
             plan = found.judged.plan
             peaks = [max(found.judged.peak_bytes[rank] for rank in stage.ranks) / 1e9 for stage in plan.stages]
-            replicas = "-".join(str(len(stage.ranks)) for stage in plan.stages)
+            replicas = plan.replicas_text
             print(f"\n{gigabytes} GB on {devices} devices, {planner}")
             print(f"  all kept    {verdict(kept)}")
             print(f"  recompute   {verdict(found)}; replicas {replicas}, {plan.microbatches} micro-batches")

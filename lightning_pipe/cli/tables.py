@@ -140,7 +140,7 @@ def _cells(attempt: Attempt, base: Judged | None) -> tuple[str, ...]:
         f"{judged.step_s / base.step_s:.3f}",
         format_share(judged.bubble),
         format_bytes(max(judged.peak_bytes)),
-        "-".join(str(len(stage.ranks)) for stage in judged.plan.stages),
+        judged.plan.replicas_text,
         str(judged.plan.microbatches),
         format_seconds(attempt.seconds),
     )

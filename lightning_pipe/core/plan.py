@@ -82,6 +82,11 @@ class Plan:
         return tuple(stage.beside_copy for stage in self.stages)
 
     @property
+    def replicas_text(self) -> str:
+        """Return the numbers of replicas of the stages: `2-1`."""
+        return "-".join(str(len(stage.ranks)) for stage in self.stages)
+
+    @property
     def layout(self) -> Layout:
         """Return ranks and sharing of the stages."""
         whole = frozenset(s for s, stage in enumerate(self.stages) if stage.share == "microbatches")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
@@ -57,20 +57,6 @@ class _SlicesDiffer(Exception):  # no error: another plan follows
 
 class _StaysWhole(Exception):  # no error: another plan follows
     """Batches are not cut, for a reason that follows "since"."""
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """How a batch is cut: samples of its micro-batches, and of the smallest parts that ranks compute of them."""
-
-    sizes: tuple[int, ...]
-    parts: tuple[int, ...]
-
-    @property
-    def ways(self) -> frozenset[str]:
-        """Return what may make another result of it than the whole batch gives."""
-        ways = {"cut": len(self.parts) > 1, "shared by replicas": self.parts != self.sizes}
-        return frozenset(way for way, is_gone in ways.items() if is_gone)
 
 
 class PlanMaker:
@@ -233,17 +219,17 @@ class PlanMaker:
         if plan is None:
             return False
         samples = self._cuts.samples(call.structure)
-        before = self._parts(captured, samples)
-        self._examined |= before.ways
+        parts = self._cuts.parts(captured.capture, samples)
+        self._examined |= self._cuts.ways(captured.capture, samples)
         restore = self._preparation.snapshot()
         planned = PlannedCuts(plan, graph, resolve(plan, graph, ranks=control.ranks))
         self._preparation.plan_by(planned)
         agree(self._links, {"second plan": to_yaml(plan)})
         try:
-            now = self._parts(captured, samples)
-            if now.parts != before.parts and (graph.coupled or captured.differs):
+            if self._cuts.parts(captured.capture, samples) != parts and (graph.coupled or captured.differs):
                 raise _StaysWhole("it cuts batches otherwise, which changes what is trained")
-            if not now.sizes or not now.ways <= self._examined:
+            is_known = self._cuts.ways(captured.capture, samples) <= self._examined
+            if not self._cuts.sizes(captured.capture, samples) or not is_known:
                 raise _StaysWhole("it cuts batches in a way that was not looked at before the training")
             self._leave_whole_for_replicas(captured, planned.cuts)
             self._preparation.forget_placed()
@@ -256,10 +242,6 @@ class PlanMaker:
         self.foreseen = control.broadcast(mine, source=0, what="the memory that is foreseen")
         self.proposal = other
         return True
-
-    def _parts(self, captured: Captured, samples: int) -> _Parts:
-        capture = captured.capture
-        return _Parts(self._cuts.sizes(capture, samples), self._cuts.parts(capture, samples))
 
     def _make_ready(self, call: StepRequest, captured: Captured, planned: PlannedCuts, samples: int) -> None:
         """Check a captured step by numbers, place parameters, and have it among the steps that run."""

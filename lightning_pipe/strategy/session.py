@@ -299,7 +299,7 @@ class Session:
     def _look_back(self, first: FirstSteps, call: StepRequest) -> None:
         """Say how the first steps by the plan went; where they show a better one, go on by that."""
         first.tell()
-        if self._keeps_gradients():
+        if not first.may_change_plan or self._keeps_gradients():
             return
         trainer, passed = self._module.trainer, self._stopwatch.seconds
         steps = steps_left(trainer.estimated_stepping_batches, trainer.global_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.planner.evaluation.evaluate import judge
@@ -164,13 +165,55 @@ class Keeping(Net):
             optimizer.zero_grad()
 
 
-KINDS = {"hooked": Hooked, "keeping": Keeping}
+class Sparse(Net):
+    """A table with sparse gradients, and an optimizer that takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 8, sparse=True).double()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        rows = self.table((batch[:, 0] > 0).long())
+        return (self.net(batch) * rows).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
 
-def trained(kind: str, options: dict[str, Any] | None, then: dict[str, Any], **trainer: Any):
+class Averaging(Net):
+    """A teacher that a hook averages, whose layers are those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch) - self.teacher(batch.flip(1))).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+
+
+KINDS = {"hooked": Hooked, "keeping": Keeping, "sparse": Sparse, "averaging": Averaging, "plain": Net}
+
+
+class Stream(IterableDataset):
+    """Samples without a number, of which a batch is loaded ahead."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self.rows
+
+
+def trained(kind: str, options: dict[str, Any] | None, then: dict[str, Any], *, stream: bool = False, **trainer: Any):
     """Train one of these modules; return its parameters, and the plans that were taken."""
     torch.manual_seed(1)
     module, data = KINDS[kind](), torch.randn(64, 8, dtype=torch.float64)
+    data = Stream(data) if stream else data
     strategy: Any = "auto" if options is None else strategy_of(options)
     with changing(then) as plans:
         make_trainer(strategy, max_epochs=1, **trainer).fit(module, DataLoader(data, batch_size=8))
@@ -200,6 +243,16 @@ def changed_exactly(change: Change) -> tuple[Fitted, list[Plan], Plan | None]:
 def test_a_run_that_is_to_be_the_same_every_time_keeps_its_plan():
     (_, plans, last), _ = World(2).run(changed_exactly, Change(Case("dict_batch"), PIPE, DATA))
     assert plans == [] and last is not None and last.layout.stages == ((0, 1),)
+
+
+@pytest.mark.parametrize("before", [DATA, {"layout": "1-1", "microbatches": 4, "schedule": "zb_v"}], ids=["data", "v"])
+@pytest.mark.parametrize(("kind", "stream"), [("sparse", False), ("averaging", False), ("plain", True)])
+def test_what_is_unusual_goes_on_too(kind, stream, before):
+    expected, _ = trained(kind, None, {}, stream=stream)
+    ran = World(2).run(partial(trained, stream=stream), kind, before, {"layout": "1-1", "microbatches": 2})
+    for found, _ in ran:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert len(ran[0][1]) == 2
 
 
 class Normalised(Net):

@@ -93,7 +93,7 @@ def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iter
     """Yield the best candidate that cuts the graph elsewhere, or lays it out differently."""
     for other in others:
         if (other.cuts, other.plan.layout) != (best.cuts, best.plan.layout):
-            replicas = "-".join(str(len(stage.ranks)) for stage in other.plan.stages)
+            replicas = other.plan.replicas_text
             cuts = [stage.at for stage in other.plan.stages[1:]]
             starts = "".join(f", cut before {cut}" for cut in cuts[:_MOST_CUTS])
             if len(cuts) > _MOST_CUTS:

@@ -24,12 +24,14 @@ from dataclasses import replace
 from lightning_pipe.core.cluster import Cluster, Host, Link, Reduction
 from lightning_pipe.core.profile import OptimizerProfile, Profile
 from lightning_pipe.core.program import AnyCompute
+from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.comm import all_reduce_s
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import Comparison
 from lightning_pipe.report.account import accounts
 from lightning_pipe.report.comparison import Figure
+from lightning_pipe.schedule.rules import holders
 
 _MOST_DOUBLINGS = 10  # by which links and sums may take longer, or less long, than was thought
 _HALVINGS = 12  # of the range in which their factor lies
@@ -56,12 +58,12 @@ def calibrated(problem: Problem, judged: Judged, comparison: Comparison) -> Prob
     waited_s = sum(stage.transfer.measured for stage in comparison.stages if stage.rank in ranks)
     summed_s = _summed_s([rank.reduction.measured for rank in comparison.ranks], groups)
 
-    def transfer_s(now: Judged) -> float:
-        return sum(gap.transfer for one in accounts(now.timeline) if one.rank in ranks for gap in one.gaps)
+    def transfer_s(now: Timeline) -> float:
+        return sum(gap.transfer for one in accounts(now) if one.rank in ranks for gap in one.gaps)
 
-    def sum_s(now: Judged) -> float:
-        by_rank = {account.rank: account.reduction for account in accounts(now.timeline)}
-        return _summed_s([by_rank[representative] for representative in now.representatives], groups)
+    def sum_s(now: Timeline) -> float:
+        by_rank = {account.rank: account.reduction for account in accounts(now)}
+        return _summed_s([by_rank[representative] for representative in judged.representatives], groups)
 
     def links(problem: Problem, factor: float) -> Problem:
         return _with_links(problem, factor, sums=not groups)
@@ -149,7 +151,7 @@ def _groups(judged: Judged) -> dict[tuple[int, ...], int]:
     """Return the groups of ranks that sum gradients, with the bytes that they sum."""
     found: dict[tuple[int, ...], int] = {}
     for bucket in judged.prices.traffic.buckets:
-        ranks = tuple(sorted({rank for stage in bucket.stages for rank in judged.plan.layout.stages[stage]}))
+        ranks = tuple(sorted(holders(bucket, layout=judged.plan.layout)))
         if len(ranks) > 1:
             found[ranks] = found.get(ranks, 0) + bucket.bytes
     return found
@@ -180,7 +182,7 @@ def _summed_s(by_rank: Sequence[float], groups: Iterable[tuple[int, ...]]) -> fl
 def _until(
     problem: Problem,
     judged: Judged,
-    seconds: Callable[[Judged], float],
+    seconds: Callable[[Timeline], float],
     *,
     target: float,
     scaled: Callable[[Problem, float], Problem],
@@ -199,7 +201,7 @@ def _until(
 
     def missing_s(factor: float) -> float:
         changed = scaled(problem, factor)
-        return target - seconds(Judge(changed).judge(judged.plan))
+        return target - seconds(Judge(changed).retimed(judged))
 
     if abs(missing_s(1.0)) <= least_s:
         return problem

@@ -149,7 +149,7 @@ def _candidates(problem: Problem, best: Judged, others: Sequence[Judged]) -> lis
     found: dict[tuple[str, str, int], JudgedPlan] = {}
     for judged in (best, *others):
         plan = judged.plan
-        ranks = "-".join(str(len(stage.ranks)) for stage in plan.stages)
+        ranks = plan.replicas_text
         layout = ", ".join([ranks, *(f"cut before {stage.at}" for stage in plan.stages[1:3])])
         if len(plan.stages) > 3:
             layout += ", …"

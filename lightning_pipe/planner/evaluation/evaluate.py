@@ -136,6 +136,14 @@ class Judge:
             return self._ordered(plan, cuts, sizes)
         return self._simulated(plan, cuts, sizes, folds=folds)
 
+    def retimed(self, judged: Judged) -> Timeline:
+        """Return when the program of a plan runs that was judged by other costs."""
+        prices = self._priced(judged.plan, judged.cuts)
+        return simulate(judged.program, prices, cards=self._cards(prices))
+
+    def _cards(self, prices: PlanPrices) -> PlanPrices | None:
+        return prices if len(self._problem.cluster.hosts) > 1 else None
+
     def _ordered(self, plan: Plan, cuts: tuple[int, ...], sizes: tuple[int, ...]) -> Judged:
         """Judge a plan whose order is decided by times, again with less room if the first order exceeds memory.
 
@@ -163,7 +171,7 @@ class Judge:
             part = fold(sizes, prices=prices, cluster=self._problem.cluster)
         else:
             part = whole(prices.layout, sizes)
-        cards = prices if len(self._problem.cluster.hosts) > 1 else None
+        cards = self._cards(prices)
         with without_collection():  # programs have no cycles
             program = self._program(plan, part, prices)
             timeline = simulate(program, prices, cards=cards)

@@ -83,6 +83,12 @@ class BatchCuts:
         sizes = self.sizes(capture, samples)
         return pieces(self.planned.layout, sizes) if self.shares_samples and sizes else sizes
 
+    def ways(self, capture: Route, samples: int) -> frozenset[str]:
+        """Return what is done to a batch that may make another result of it than the whole batch gives."""
+        parts = self.parts(capture, samples)
+        ways = {"cut": len(parts) > 1, "shared by replicas": parts != self.sizes(capture, samples)}
+        return frozenset(way for way, is_gone in ways.items() if is_gone)
+
     def largest_slice(self, samples: int) -> int:
         """Return the most samples that a compute has of a batch."""
         plan = self.planned

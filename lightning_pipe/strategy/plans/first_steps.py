@@ -60,6 +60,11 @@ class FirstSteps:
         """Return whether enough is recorded, and nothing was said of it."""
         return self.recording is not None and not self.recording.active
 
+    @property
+    def may_change_plan(self) -> bool:
+        """Return whether another plan may be taken; the same on all ranks."""
+        return self._second is not None
+
     def tell(self) -> None:
         """Compare what was recorded with what was predicted, and say it; on all ranks together."""
         recording, self.recording, self._told = self.recording, None, None
@@ -88,9 +93,8 @@ class FirstSteps:
         Returns:
             Whether another one was taken, whose first steps are recorded then.
         """
+        assert self._second is not None, "asked before"
         second = self._second
-        if second is None:
-            return False
         planned, told = self._pipeline.proposal, self._told
         other: Planned | None = None
 

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import rank_zero_info
 from lightning_pipe.planner.comparison.calibration import calibrated
-from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import Comparison
 from lightning_pipe.strategy.plans.planning import Planned, propose
@@ -119,10 +120,9 @@ class _Again:
         gain_s = present_s - best.step_s
         share = format_share(gain_s / present_s, 0)
         if not possible:
-            layout = "-".join(str(len(ranks)) for ranks in best.plan.layout.stages)
             return (
-                f"layout={layout!r} with microbatches={best.plan.microbatches} would take {share} less. It is not "
-                "taken now, as its first stage is on ranks that load no batches; start with these options instead."
+                f"{_options(best.plan)} would take {share} less. It is not taken now, as its first stage is on ranks "
+                "that load no batches; start with these options instead."
             ), None
         if steps * gain_s < _WORTH * change_s:
             return f"another plan would take {share} less: too little for the steps that are left.", None
@@ -132,7 +132,7 @@ class _Again:
 def _planned_again(planned: Planned, comparison: Comparison) -> _Again | None:
     """Plan by what was measured; None if that does not explain the step, or no plan fits then."""
     problem = calibrated(planned.problem, planned.judged[0], comparison)
-    present, measured_s = Judge(problem).judge(planned.judged[0].plan), comparison.step.measured
+    present, measured_s = judge(planned.judged[0].plan, problem), comparison.step.measured
     if abs(present.step_s / measured_s - 1) > _EXPLAINED:
         log.info(
             "What was measured of computes, messages and sums explains %s of the %s that a step takes, so nothing is "
@@ -146,6 +146,15 @@ def _planned_again(planned: Planned, comparison: Comparison) -> _Again | None:
         log.info("With what was measured there is no other plan: %s", error)
         return None
     return _Again(problem, present, tuple(found))
+
+
+def _options(plan: Plan) -> str:
+    """Return the options with which a planner makes plans of this form."""
+    groups = dict.fromkeys(plan.layout.stages)
+    options = {"layout": "-".join(str(len(ranks)) for ranks in groups), "microbatches": plan.microbatches}
+    if len(groups) < len(plan.stages):
+        options["stages_per_device"] = len(plan.stages) // len(groups)
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _wanted(planned: Planned) -> DappleConfig:
