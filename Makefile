@@ -10,6 +10,8 @@ LINTERS := $(VENV)/linters
 WRITERS := $(VENV)/writers
 
 export OMP_NUM_THREADS := 1
+# processes that tests start find compiled what others have imported
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow lint docs clean
 

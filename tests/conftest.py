@@ -16,6 +16,7 @@ import tempfile
 import pytest
 
 from ranks.world import Crowding
+from slow import leave_out_of_samples
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"
@@ -28,10 +29,11 @@ SHARING = ("zoo", "parity")  # folders of tests that train the same captured ste
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process run the tests of a file, or of a folder whose files share what they capture."""
+    """Let one process run the tests of a file, or of a folder that shares what it captures; leave some to slow runs."""
     for item in items:
         folder = item.path.parent.name
         item.add_marker(pytest.mark.xdist_group(folder if folder in SHARING else item.nodeid.partition("::")[0]))
+    leave_out_of_samples(items)
 
 
 def pytest_collection_finish() -> None:

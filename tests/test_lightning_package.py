@@ -71,7 +71,7 @@ def test_a_file_that_names_none_of_them_leaves_it_to_the_one_that_imports_it(pyt
     assert python(main="import helper\nimport pytorch_lightning", helper=SAY) == "pytorch_lightning\n"
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("package", [pytest.param("lightning.pytorch", marks=pytest.mark.slow), "pytorch_lightning"])
 def test_both_registries_know_the_name_and_both_fabrics_refuse_it(python, package):
     fabric = {"lightning.pytorch": "lightning.fabric"}.get(package, "lightning_fabric")
     main = f"""

@@ -50,6 +50,7 @@ def trained(name: str, layout: str, schedule: str) -> tuple[list[torch.Tensor], 
     return train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
 
 
+@pytest.mark.sampled
 @under_schedules(UNREPLICATED)
 @pytest.mark.parametrize("name", PARITY)
 def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, schedule):
@@ -60,6 +61,7 @@ def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, sch
         assert torch.equal(parameters[parameter], value), parameter
 
 
+@pytest.mark.sampled
 @under_schedules([*UNREPLICATED, *REPLICATED])
 @pytest.mark.parametrize("name", PARITY)
 def test_training_is_that_of_one_device(name, layout, schedule):
@@ -85,7 +87,7 @@ def test_training_with_replicas_in_unequal_parts_is_accumulation(name, layout, w
         close(parameters[parameter], value, parameter)
 
 
-@pytest.mark.parametrize("name", ["gpt_tied", "lstm", "seq2seq"])
+@pytest.mark.parametrize("name", ["gpt_tied", "lstm", pytest.param("seq2seq", marks=pytest.mark.slow)])
 def test_dropout_gives_the_same_losses_under_every_unreplicated_layout(name):
     runs = []
     for layout in UNREPLICATED:

@@ -52,6 +52,7 @@ CASES = [(name, mixture) for name in NAMES for mixture in MIXTURES]
 QUICK = {("gpt_tied", (1.0, 0.0)), ("gpt_tied", (0.0, 1.0)), *((name, (0.5, 0.5)) for name in NAMES)}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("name", "mixture"), slow_but(QUICK, CASES))
 def test_any_mixture_is_keeping_all_and_keeps_what_was_predicted(name, mixture):
     check(name, "1-1", "1f1b", mixture)

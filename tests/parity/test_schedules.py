@@ -30,6 +30,7 @@ def trained(name: str, schedule: str, devices: int) -> tuple[list[torch.Tensor],
     return train(module, name, pipeline(module, name, layout=layout_of(devices), schedule=schedule), steps=STEPS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("schedule", ONE_WAY)
 @pytest.mark.parametrize("name", MODULES)

@@ -61,6 +61,7 @@ def ran(problem: Problem, truth: Problem, judged: Judged) -> Comparison:
     return compare(judged.timeline, [measured], layout=judged.plan.layout)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS], ids="+".join)
 def test_calibrated_costs_predict_the_run_that_they_come_from(kinds, seed):

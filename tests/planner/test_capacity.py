@@ -34,6 +34,7 @@ def test_each_policy_says_what_it_reaches(reached):
         assert one.trial.step_s > 0
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_the_largest_batch_needs_is_not_there_for_one_sample_less_memory(policy, reached):
     """With a limit just below the peak of the largest batch, the largest batch is smaller."""

@@ -28,6 +28,7 @@ def problem(ranks: int, constraints: Constraints, *, samples: int = 16, seconds:
     return Problem(graph, profile, cluster(ranks), samples, constraints=constraints)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("planner", ["uniform", "dapple"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_makes_a_plan_that_can_be_written_and_read(schedule, planner):

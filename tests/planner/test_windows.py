@@ -133,6 +133,7 @@ def check_goes_on(problem: Problem, seed: int) -> None:
     assert len({one.microbatches for one in found}) > 1
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize("depth", [24, pytest.param(48, marks=SLOW), pytest.param(96, marks=SLOW)])
 def test_the_refinement_goes_on_from_cuts_at_any_positions(depth: int, devices: int) -> None:
@@ -145,6 +146,7 @@ def test_the_refinement_of_a_long_chain_goes_on_from_cuts_at_any_positions(lengt
     check_goes_on(chain(length, devices, 0), 0)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("depth", "seeds"),
@@ -169,6 +171,7 @@ def test_chains_of_more_layers_than_a_table_has_positions_have_plans(
     assert len(best.plan.stages) > 1
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 6, 9])
 def test_stages_that_share_samples_differently_never_meet_where_nothing_can_be_sliced(seed: int) -> None:
     """Planners of equal groups cut there, and the search moved on from their cuts with other numbers of replicas.

@@ -33,6 +33,7 @@ def probe_twice(hosts: tuple[int, ...]) -> tuple[LinkFacts, LinkFacts, DeviceFac
     return found[0], found[1], describe_device(CPU, benchmark_s=benchmark(CPU), host=f"host {hosts[dist.get_rank()]}")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 0, 1)], ids=str)
 def test_all_ranks_learn_the_same_links(hosts: tuple[int, ...]) -> None:
     results = World(len(hosts)).run(probe_twice, hosts)

@@ -56,6 +56,7 @@ def gradients_and_loss_of_a_program(case: Case) -> tuple[dict[str, torch.Tensor 
     return {name: p.grad for name, p in module.named_parameters() if name in owned}, collected.values[loss]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_and_loss_over_gloo_equal_those_of_the_batch(case: Case) -> None:
     expected = plain_gradients(case, [(0, sum(case.sizes))])

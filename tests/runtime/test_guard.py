@@ -357,11 +357,14 @@ if what == "has a destructor":
 """
 
 
+AT_EXIT = "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1"
+
+
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
         ("computes", 0, ""),
-        ("computes in a thread", 0, ""),
+        pytest.param("computes in a thread", 0, "", marks=pytest.mark.slow),
         ("fails", 0, ""),
         (
             "waits before it has come",
@@ -373,14 +376,10 @@ if what == "has a destructor":
             1,
             "the preparation of a step, before the first step: its training thread has done nothing for",
         ),
-        ("has a thread", 1, "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1"),
-        (
-            "has an executor",
-            1,
-            "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1",
-        ),
-        ("has a handler", 1, "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at 0F1"),
-        ("has a destructor", -9, "Rank 1 is ended at the exit of its script, before the first step. Rank 1 failed at"),
+        ("has a thread", 1, AT_EXIT),
+        pytest.param("has an executor", 1, AT_EXIT, marks=pytest.mark.slow),
+        pytest.param("has a handler", 1, AT_EXIT, marks=pytest.mark.slow),
+        ("has a destructor", -9, AT_EXIT),
     ],
 )
 def test_a_rank_that_waits_for_ever_ends_without_any_other(what: str, code: int, words: str):

@@ -105,6 +105,7 @@ def before(program, instruction, timeline) -> float:
     return max(when(timeline, 0, x).end for x in line[: line.index(instruction)] if isinstance(x, (Compute, Vacate)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("beside", [(None,), (0,), (2,)])
 @pytest.mark.parametrize(("saved", "kept", "offloaded"), [(10, 4, 6), (10, 4, 10), (10, 12, 3), (10, 0, 0)])

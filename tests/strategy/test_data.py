@@ -160,6 +160,7 @@ def fit(loader: str, options: dict[str, Any] | None, *, seed: int = 1, module: t
     return losses.losses, [p.detach().sum().item() for p in net.parameters()], metrics, list(READ)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("loader", LOADERS)
 def test_batches_are_those_of_one_device(loader: str) -> None:
     expected = fit(loader, None)

@@ -82,6 +82,7 @@ def fit_recipe(kind: str, options: dict[str, Any] | None) -> tuple[list[float], 
     return losses.losses, [str(warning.message) for warning in caught]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["1-1", "2"])
 @pytest.mark.parametrize("kind", ["shuffled", "cut off", "inside", "unrepeated", "wrapped", "own"])
 def test_a_sampler_for_several_ranks_draws_all_samples(kind: str, layout: str) -> None:

@@ -166,6 +166,7 @@ def test_a_loss_that_bends_for_some_micro_batches_of_a_later_batch_is_said(name,
     assert "does something else" in text and "test_derived_results.py:" in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 @pytest.mark.parametrize("name", BENT)
 def test_nothing_is_said_of_a_loss_that_bends_for_all_or_for_none(name, capture):

@@ -82,6 +82,7 @@ def kept(name: str, run: str, options: dict[str, Any] | None) -> tuple[np.ndarra
     return np.array(module.kept), float(trainer.callback_metrics["val_loss"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("run", ["fit", "validate"])
 @pytest.mark.parametrize("name", ["KeepsAPicture", "KeepsATensor"])

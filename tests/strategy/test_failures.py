@@ -49,6 +49,7 @@ class FailsOn(pl.Callback):
             raise ZeroDivisionError("the user's mistake")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step", "on_validation_start"])
 def test_an_error_in_a_hook_of_one_rank_ends_all(rank: int, hook: str) -> None:

@@ -182,6 +182,7 @@ def fitted(name: str, options: dict[str, Any] | None) -> tuple[list[float], dict
     return losses.losses, metrics, {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("route", ["joint", "replay"])
 @pytest.mark.parametrize("name", [*CONTAINERS, *LOSSES])
 def test_habits_train_as_on_one_device(name: str, route: str) -> None:

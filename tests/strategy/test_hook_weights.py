@@ -267,6 +267,7 @@ SETTINGS: dict[str, tuple[int, Options, Options]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_find_what_one_device_has_and_what_they_write_stays(kind: type[Net], setting: str, tmp_path: Any) -> None:

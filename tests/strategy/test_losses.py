@@ -30,6 +30,7 @@ def plain(name: str, targets: str = "uneven"):
     return fit({**EXACT, **MIXED}[name], targets=targets)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", EXACT)
 def test_the_loss_of_a_graph_is_that_of_the_whole_batch(name):
     found = fit_cut(EXACT[name])
@@ -37,6 +38,7 @@ def test_the_loss_of_a_graph_is_that_of_the_whole_batch(name):
     assert not found.warned
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", [*SUMS, *MEANS])
 def test_a_replayed_sum_or_mean_is_that_of_the_whole_batch(name):
     found = fit_cut(EXACT[name], capture="replay")
@@ -60,6 +62,7 @@ def fit_or_refusal(loss, capture: str):
         return None, str(error)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ["python's sum", "uncertainty", "ignore_index", "masked mean, mean and penalty"])
 def test_that_holds_for_any_number_of_micro_batches(name, microbatches):
@@ -89,6 +92,7 @@ def loader(targets: str) -> DataLoader:
     return DataLoader(batch(targets=targets), batch_size=SAMPLES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 @pytest.mark.parametrize("name", MIXED)
 def test_what_micro_batches_change_is_said_with_numbers(name, capture):
@@ -158,6 +162,7 @@ def test_a_replayed_loss_that_begins_to_weigh_wrongly_is_said():
 BECOMING = ("sum", "dot", "ignore_index", "masked mean", "norm", "square of a mean", "contrastive", "flipped")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("capture", ["joint", "replay", "auto"])
 @pytest.mark.parametrize("name", slow_but(BECOMING, {**EXACT, **MIXED}))
 def test_a_mean_that_becomes_another_loss_is_that_of_the_whole_batch_or_its_difference_is_said(name, capture):

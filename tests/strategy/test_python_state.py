@@ -122,6 +122,7 @@ def assert_named(text: str) -> None:
     ), f"names no line and no attribute: {text}"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", STEPS)
 def test_one_graph_trains_as_one_device_or_is_refused_by_name(name: str, microbatches: int) -> None:
@@ -131,6 +132,7 @@ def test_one_graph_trains_as_one_device_or_is_refused_by_name(name: str, microba
         assert_named(text)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay_trains_as_one_device_or_is_refused_by_name(name: str, microbatches: int) -> None:
@@ -140,6 +142,7 @@ def test_replay_trains_as_one_device_or_is_refused_by_name(name: str, microbatch
         assert_named(text)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", [*sorted(REFUSED_BY_JOINT), "Attribute", "LateStep"])  # others go as by joint
 def test_by_default_training_is_that_of_one_device_or_is_refused_by_name(name: str, microbatches: int) -> None:
@@ -165,7 +168,7 @@ def all_trained(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Tr
     return {name: trained(name, options) for name in names}
 
 
-@pytest.mark.parametrize("route", ["auto", "replay"])
+@pytest.mark.parametrize("route", ["auto", pytest.param("replay", marks=pytest.mark.slow)])
 def test_every_rank_of_two_stages_has_what_one_device_has(route: str) -> None:
     options = {"layout": "1-1", "microbatches": 2, "capture": route}
     for found in World(2).run(all_trained, ON_TWO_RANKS, options):

@@ -166,9 +166,9 @@ def fitted(name: str, options: dict[str, Any], steps: int = 5) -> tuple[list[flo
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
-        ("Annealed", 2, {"microbatches": 3}),
+        pytest.param("Annealed", 2, {"microbatches": 3}, marks=pytest.mark.slow),
         ("Annealed", 3, {"microbatches": 2, "layout": "2-1"}),
-        ("Annealed", 2, {"microbatches": 4, "schedule": "interleaved"}),
+        pytest.param("Annealed", 2, {"microbatches": 4, "schedule": "interleaved"}, marks=pytest.mark.slow),
         ("Mixup", 2, {"microbatches": 2, "schedule": "gpipe"}),
         ("Measured", 2, {"microbatches": 2}),
         ("Detaching", 2, {"microbatches": 2, "capture": "replay", "layout": "1-1"}),

@@ -106,6 +106,7 @@ def assert_same_or_named(found: tuple[list[dict[str, Any]], list[str]], expected
         assert not silent
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("microbatches", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,6 +115,7 @@ def test_results_are_those_of_one_device_or_named(kind: str, capture: str, micro
     assert_same_or_named(found, plain(kind))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["1-1", "2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_are_on_all_ranks(kind: str, layout: str) -> None:

@@ -24,7 +24,7 @@ from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipelin
 
 ROUNDING = 1e-9  # float64: sums in another order, over some steps
 OTHERS = [name for name in SCHEDULES if name not in ("gpipe", "1f1b")]  # which are in test_parity
-IN_THE_SUITE = {"interleaved", "zb_v", "dualpipe_v", "chimera", "milp"}  # tests/parity has all
+IN_THE_SUITE = {"interleaved", "zb_v", "chimera"}  # tests/parity has all
 SHORT = {"max_steps": 4, "limit_val_batches": 0}
 DROPOUT = {"gpt_tied": 0.3, "unet_skips": 0.0}
 

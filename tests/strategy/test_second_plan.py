@@ -86,6 +86,7 @@ def close(found: Fitted, expected: Fitted) -> None:
 
 DATA = {"layout": "2", "microbatches": 2}
 PIPE = {"layout": "1-1", "microbatches": 4}
+GPIPE = {"layout": "1-1", "microbatches": 2, "schedule": "gpipe"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,8 @@ PIPE = {"layout": "1-1", "microbatches": 4}
         ("gpt_tied", DATA, PIPE, False),
         ("gpt_tied", {**DATA, "shard_optimizer": "on"}, PIPE, True),
         ("dict_batch", {**DATA, "shard_optimizer": "on"}, PIPE, False),
-        ("seq2seq", PIPE, {"layout": "1-1", "microbatches": 2, "schedule": "gpipe"}, False),
+        pytest.param("seq2seq", PIPE, GPIPE, False, marks=pytest.mark.slow),
+        ("dict_batch", PIPE, GPIPE, False),
         ("parameter_groups", {**PIPE, "capture": "replay"}, {**PIPE, "schedule": "gpipe"}, True),
     ],
 )
@@ -245,6 +247,7 @@ def test_a_run_that_is_to_be_the_same_every_time_keeps_its_plan():
     assert plans == [] and last is not None and last.layout.stages == ((0, 1),)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("before", [DATA, {"layout": "1-1", "microbatches": 4, "schedule": "zb_v"}], ids=["data", "v"])
 @pytest.mark.parametrize(("kind", "stream"), [("sparse", False), ("averaging", False), ("plain", True)])
 def test_what_is_unusual_goes_on_too(kind, stream, before):

@@ -49,6 +49,7 @@ def test_clipping_scales_by_the_very_norm_of_one_device() -> None:
         assert all(torch.equal(found.parameters[name], value) for name, value in expected.parameters.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{"layout": "1-1"}, {"layout": "1-1-1", "schedule": "gpipe"}], ids=str)
 @pytest.mark.parametrize("name", ["custom_function", "unet_skips"])  # the sum of a tied gradient changes its order
 def test_neither_layout_nor_schedule_changes_a_bit_not_even_of_dropout(name: str, options: dict[str, Any]) -> None:
