@@ -7,6 +7,7 @@ first start to the last end over all ranks.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,9 +27,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of all ranks, in order of rank and start."""
+    """Events of all ranks, in order of rank and start.
+
+    Attributes:
+        events: as above.
+        since: end of the step before, where it is known: what ranks begin ahead of it does not make a step longer.
+    """
 
     events: tuple[Event, ...]
+    since: float = -math.inf
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -92,9 +92,12 @@ def step_interval(timeline: Timeline) -> tuple[float, float]:
 
 
 def step_seconds(timeline: Timeline) -> float:
-    """Return the seconds of a step (see `step_interval`)."""
+    """Return the seconds of a step (see `step_interval`), so that steps in a row add up to what they take together.
+
+    A step that a rank begins before the step before has ended on another one counts from that end.
+    """
     start, end = step_interval(timeline)
-    return end - start
+    return end - min(max(start, timeline.since), end)
 
 
 @dataclass(frozen=True)

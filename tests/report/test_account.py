@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -60,6 +61,17 @@ def test_messages_that_take_no_time_are_nobodys_loss():
 def test_receives_posted_before_the_step_do_not_lengthen_it():
     timeline = run_of(LAYOUTS[0], PRICES)
     assert step_interval(as_recorded(timeline, posted=-100.0)) == step_interval(timeline)
+
+
+def test_steps_that_ranks_begin_before_others_have_ended_the_last_one_add_up_to_what_they_take():
+    """Rank 0 of two stages does nothing after its backward, and begins the next step while the optimizer of 1 steps."""
+    one = run_of(((0,), (1,)), UnitPrices(1.0, 1.0, 1.0, step=5.0))
+    ended = max(event.end for event in one.events)
+    again = tuple(replace(event, start=event.start + ended - 3.0, end=event.end + ended - 3.0) for event in one.events)
+    for since, seconds in ((-math.inf, ended), (ended, ended - 3.0), (ended - 4.0, ended)):
+        step = Timeline(again, since)
+        assert step_seconds(step) == pytest.approx(seconds)
+        assert accounts(step) == accounts(Timeline(again)), "each rank did what it did"
 
 
 def test_a_gap_is_late_then_transfer_then_overhead():

@@ -52,6 +52,7 @@ def fitted(options: dict[str, Any] | None, counts: bool = False) -> tuple[list[f
     return losses.losses, module.lengths, len(traced)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [{"capture": "joint"}, {}, {"capture": "replay"}])
 def test_lengths_that_change_train_as_on_one_device(options: dict[str, Any]) -> None:
     expected, lengths, _ = fitted(None)

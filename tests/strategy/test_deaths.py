@@ -146,7 +146,9 @@ def test_an_error_in_a_step_of_one_rank_comes_first_wherever_it_is_captured(wher
     assert isinstance(first, Raised) and "the user's mistake" in first.text and "Rank 1 failed" in first.text, first
 
 
-@pytest.mark.parametrize("what", ["saves", "stops the training", "ends its epoch"])
+@pytest.mark.parametrize(
+    "what", ["saves", "stops the training", pytest.param("ends its epoch", marks=pytest.mark.slow)]
+)
 def test_what_all_ranks_must_do_is_missed_at_once_where_one_does_it(what: str):
     for result in World(2).results(fit_doing, what, 0, {}, deadline_s=SOON):
         assert isinstance(result, Raised)

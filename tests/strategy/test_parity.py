@@ -10,7 +10,7 @@ from strategy.fits import Case, assert_same, fit, fit_as_pipeline
 
 ROUNDING = 1e-9  # float64: sums in another order, over some tens of steps
 
-CASES = [  # the first four in every run
+CASES = [  # the first three in every run
     Case("gpt_tied", {"layout": "1-1", "microbatches": 4}),
     Case("unet_skips", {"layout": "1-1-1", "microbatches": 4}),
     Case("dict_batch", {"layout": "2-1", "microbatches": 3}),
@@ -25,7 +25,7 @@ CASES = [  # the first four in every run
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(CASES[:4], CASES),
+    slow_but(CASES[:3], CASES),
     ids=lambda c: "-".join([c.name, *map(str, c.options.values())]),
 )
 def test_a_pipeline_trains_as_one_device_does(case: Case) -> None:

@@ -129,6 +129,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_steps_that_are_taken_back_and_taken_again_leave_what_waiting_leaves(options):
     run = Run(options={**options, "post_validation": True})

@@ -20,7 +20,7 @@ from lightning_pipe.errors import CaptureError, PipelineError, PlanError, Unsupp
 from slow import slow_but
 from strategy.fits import Losses, dapple, make_trainer
 
-IN_THE_SUITE, ALL = 18, 900
+IN_THE_SUITE, ALL = 12, 900
 FRAGMENTS, BATCHES, SAMPLES, EPOCHS = 2, 3, 4, 2
 ROUNDING = 1e-6
 

@@ -250,7 +250,7 @@ class FixedSizes(SymbolicSizes):
         return loss, {**said, **fixed}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", [FixedSizes, SymbolicSizes])
 @pytest.mark.parametrize("options", [{}, {"layout": "1-1"}, {"layout": "2"}, {"capture": "replay"}], ids=str)
 def test_the_number_of_samples_is_that_of_the_batch_or_results_are_named(

@@ -92,7 +92,7 @@ GPIPE = {"layout": "1-1", "microbatches": 2, "schedule": "gpipe"}
 @pytest.mark.parametrize(
     ("name", "before", "then", "back"),
     [
-        ("gpt_tied", DATA, PIPE, False),
+        pytest.param("gpt_tied", DATA, PIPE, False, marks=pytest.mark.slow),
         ("gpt_tied", {**DATA, "shard_optimizer": "on"}, PIPE, True),
         ("dict_batch", {**DATA, "shard_optimizer": "on"}, PIPE, False),
         pytest.param("seq2seq", PIPE, GPIPE, False, marks=pytest.mark.slow),

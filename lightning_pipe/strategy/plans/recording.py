@@ -10,8 +10,9 @@ The optimizer steps after the program, by Lightning: its time is taken by hooks 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -148,6 +149,16 @@ def _lasting(event: Event, start: float, end: float) -> Event:
     return replace(event, start=start, end=end) if isinstance(event.instruction, Step) else event
 
 
+def _in_a_row(steps: Iterable[Timeline]) -> tuple[Timeline, ...]:
+    """Tell every step when the one before has ended."""
+    found: list[Timeline] = []
+    ended = -math.inf
+    for step in steps:
+        found.append(replace(step, since=ended))
+        ended = max((event.end for event in step.events), default=ended)
+    return tuple(found)
+
+
 def _together(ran: Sequence[StepResult], everyone: Sequence[_OfRank]) -> Recorded:
     hosts = [[one.host for one in everyone].index(one.host) for one in everyone]
     steps = [
@@ -155,7 +166,7 @@ def _together(ran: Sequence[StepResult], everyone: Sequence[_OfRank]) -> Recorde
         for of_ranks in zip(*(one.timelines for one in everyone), strict=True)
     ]
     offsets = clock_offsets(steps, hosts=hosts)
-    timelines = tuple(aligned(timeline, offsets) for timeline in steps)
+    timelines = _in_a_row(aligned(timeline, offsets) for timeline in steps)
     last = ran[-1]
     alike = [k for k, step in enumerate(ran) if step.program == last.program and step.graph == last.graph]
     compared = [k for k in alike if k >= WARM_UP] or alike
