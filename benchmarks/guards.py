@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.shapes import GPT
 from lightning_pipe.capture import Request, capture_step, flatten
-from lightning_pipe.capture.python.number_expressions import Situation
+from lightning_pipe.capture.tracked.number_expressions import Situation
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
 from lightning_pipe.capture.operators import is_random
-from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.loss_calls import loss_calls
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
@@ -45,6 +44,7 @@ from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
 from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
-from lightning_pipe.capture.python.number_expressions import Situation, evaluate
+from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import CaptureError, StepError
 
 BATCH = (torch.randn(6, 4), torch.randn(6))

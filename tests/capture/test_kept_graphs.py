@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pipe.capture import Capture, Request, capture_step, flatten, kept_graphs
 from lightning_pipe.capture.graphs import kept_traces
-from lightning_pipe.capture.python.number_expressions import Situation
+from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.errors import CaptureError
 from ranks.world import World
 

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipe.capture.python.number_expressions import NumberGuards, Situation, Source, evaluate
-from lightning_pipe.capture.python.number_inputs import has_tracked, with_inputs
-from lightning_pipe.capture.python.tracked_number import is_tracked, tracked, tracking_mathematics
+from lightning_pipe.capture.tracked.number_expressions import NumberGuards, Situation, Source, evaluate
+from lightning_pipe.capture.tracked.number_inputs import has_tracked, with_inputs
+from lightning_pipe.capture.tracked.tracked_number import is_tracked, tracked, tracking_mathematics
 
 Number = int | float
 

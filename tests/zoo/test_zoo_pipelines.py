@@ -19,9 +19,9 @@ import torch
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.operators import is_known
-from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.stages.state_once import state_averaged, state_once
 from lightning_pipe.capture.steps.step_function import NUMBERS
+from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import BatchError, CaptureError

@@ -20,6 +20,7 @@ from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, describe
 from lightning_pipe.capture.graphs.kept_traces import KeptTraces, Known, rebuilt
 from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.graphs.sizes_read import SizeDependentError, follow_sizes, sizes_in_texts
 from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
@@ -37,7 +38,6 @@ from lightning_pipe.capture.steps.hazards import (
     random_line,
 )
 from lightning_pipe.capture.steps.module_tables import tables_restored
-from lightning_pipe.capture.steps.numbers import calls_of_samples, of_samples
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import LogCall, MetricCall
 from lightning_pipe.capture.steps.step_function import StepFunction
@@ -90,7 +90,7 @@ def _trace_with(request: Request, answers: tuple[bool, ...]) -> JointGraph:
     try:
         return _export(request, answers)
     except CaptureError as symbolic:
-        hazardous = symbolic.__cause__ is None and not isinstance(symbolic, _SizeDependent)
+        hazardous = symbolic.__cause__ is None and not isinstance(symbolic, SizeDependentError)
         if not request.symbolic or request.lengths or hazardous:
             raise  # a hazard: it would be one with a constant batch size too
         try:
@@ -164,8 +164,8 @@ def _exported(
         try:
             module = private.aot_export_joint_with_descriptors(stack, step, leaves).graph_module
             if step.sizes_read and request.lengths:
-                raise _SizeDependent("The step reads sizes as Python floats.")
-            _follow_sizes(step, leaves, request.count)
+                raise SizeDependentError("The step reads sizes as Python floats.")
+            follow_sizes(step, leaves, request.count)
         except Known as found:
             known = found.kept
         except (CaptureError, Question):
@@ -232,6 +232,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         torch.random.fork_rng(devices=[]),
         no_seeding(),
         no_files(),
+        sizes_in_texts(),
     ):
         step.model._device = device
         try:
@@ -311,39 +312,6 @@ def _parts(request: Request) -> str:
 
 def _observers(step: StepFunction) -> list[Observer]:
     return [*step.observers, *([step.current] if step.current is not None else [])]
-
-
-def _follow_sizes(step: StepFunction, leaves: tuple[torch.Tensor, ...], samples: int) -> None:
-    """Find out what becomes of sizes that the step reads as floats: logged ones become functions of the samples.
-
-    The step is run again on the fake tensors while the tracer pretends one and two samples more.
-
-    Raises:
-        CaptureError: if such a number enters a torch call, or is logged and not linear in the samples.
-    """
-    if not step.sizes_read:
-        return
-    traced = len(step.recordings)
-    for more in (1, 2):
-        step.pretended = samples + more
-        step(*leaves)
-    runs = step.recordings[traced - 1 :]
-    calls = step.observers[traced - 1 :]
-    del step.recordings[traced:], step.observers[traced:]
-    try:
-        compare_calls(calls[0].calls, calls[1].calls)
-    except CaptureError as error:
-        raise _SizeDependent(str(error)) from error
-    counts = (samples, samples + 1, samples + 2)
-    try:
-        runs[0].calls[:] = calls_of_samples([run.calls for run in runs], counts)
-        runs[0].returned = of_samples([run.returned for run in runs], counts, f"What {step.method} returns")
-    except CaptureError as error:
-        raise _SizeDependent(str(error)) from error
-
-
-class _SizeDependent(CaptureError):
-    """The graph of a step holds for one number of samples only."""
 
 
 def _compare_runs(step: StepFunction) -> None:

@@ -1,1 +1,1 @@
-"""What the Python of a step reads and changes: places, snapshots, guards, and numbers that become inputs."""
+"""What the Python of a step reads, changes and says: places, snapshots, guards, and where texts go."""

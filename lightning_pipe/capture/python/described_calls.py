@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.torch_private import has_no_data
+from lightning_pipe.capture.tracked.tracked_number import is_tracked
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.number_expressions import NumberGuards, Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.torch_private import version_of
+from lightning_pipe.capture.tracked.number_expressions import NumberGuards, Situation
 
 
 @dataclass(frozen=True)

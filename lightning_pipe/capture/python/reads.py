@@ -35,7 +35,6 @@ from lightning_pipe.capture.python.state_slots import (
     module_classes,
     owners_of,
 )
-from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.python.users_code import (
     forget_cached,
     functions_in,
@@ -44,6 +43,7 @@ from lightning_pipe.capture.python.users_code import (
     is_users,
     names_in,
 )
+from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 

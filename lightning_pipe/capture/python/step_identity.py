@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.python.guards import settings
-from lightning_pipe.capture.python.number_expressions import Source
+from lightning_pipe.capture.tracked.number_expressions import Source
 from lightning_pipe.lightning_names import pl
 
 _NAMESPACES = frozenset({"aten", "prims"})  # of operators whose derivatives are torch's own

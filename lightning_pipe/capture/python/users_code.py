@@ -21,10 +21,15 @@ _LIBRARIES = ("/torch/", *_LIGHTNING, "/lightning_pipe/", "/torchmetrics/", "/nu
 _STANDARD = (types.__file__ or "").rpartition("/")[0] + "/"
 
 
+def is_frameworks(filename: str) -> bool:
+    """Return whether a file belongs to torch, Lightning, torchmetrics, NumPy or this package."""
+    return any(part in filename for part in _LIBRARIES)
+
+
 @functools.cache
 def is_library(filename: str) -> bool:
     """Return whether a file belongs to Python, torch, Lightning, torchmetrics, NumPy or this package."""
-    if filename.startswith("<frozen") or any(part in filename for part in _LIBRARIES):
+    if filename.startswith("<frozen") or is_frameworks(filename):
         return True
     return filename.startswith(_STANDARD) and "site-packages" not in filename
 
@@ -39,6 +44,16 @@ def is_lightnings(filename: str) -> bool:
 def is_installed(filename: str) -> bool:
     """Return whether a file was not written by the user: of a library or any other installed package."""
     return is_library(filename) or "site-packages" in filename or "dist-packages" in filename
+
+
+def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the innermost frame, from this one on, of a file that belongs to no library; None without one."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith("<") and not is_library(path):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def is_users(cls: type) -> bool:

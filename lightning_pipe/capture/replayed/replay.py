@@ -25,7 +25,6 @@ import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.value_roles import Role
-from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import Said
@@ -42,6 +41,7 @@ from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_state import ModuleState
+from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.tracked_number import is_tracked
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, TracedNumber, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call
 from lightning_pipe.capture.steps.numbers import sized
@@ -31,6 +30,7 @@ from lightning_pipe.capture.steps.record import (
 )
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
+from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
 
 _RECORDED = ("update", "forward", "compute", "reset")  # of them

@@ -2,7 +2,7 @@
 
 A graph repeats what the step did once. Anything that Python decides again on every call must therefore be seen:
 
-* Python values that change: counters and learning rates are tracked (`capture.python.tracked_number`), everything else
+* Python values that change: counters and learning rates are tracked (`capture.tracked.tracked_number`), everything else
   that the step reads is guarded (`capture.python.reads`). Besides, the tracer runs the step twice, and the two
   sequences of torch calls must be equal, numbers included.
 * Python and NumPy random numbers: both generators' states before and after the step.
@@ -31,9 +31,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.python.described_calls import described
-from lightning_pipe.capture.python.number_inputs import has_tracked, with_inputs
-from lightning_pipe.capture.python.users_code import is_library
+from lightning_pipe.capture.python.said_texts import use_of_text
+from lightning_pipe.capture.python.users_code import is_library, users_frame
 from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
+from lightning_pipe.capture.tracked.number_inputs import has_tracked, with_inputs
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 
@@ -56,13 +57,8 @@ def at(line: str) -> str:
 
 def user_line(skip: int = 1) -> str:
     """Return `file:line in function` of the innermost frame that belongs to no library."""
-    frame = sys._getframe(skip)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith("<") and not is_library(path):
-            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    frame = users_frame(sys._getframe(skip))
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 class Question(Exception):
@@ -76,17 +72,39 @@ class Question(Exception):
 UNKNOWN_TEXT = "nan\u2060"  # with a character that is not seen, so that texts with it are found
 
 
+def unknown_text() -> str:
+    """Return what stands for the text of a value.
+
+    Raises:
+        CaptureError: if it is not only said.
+    """
+    if use_of_text(sys._getframe(1)) == "used":
+        raise hazard("a tensor's value is made a text, and that is more than printed", user_line(2))
+    return UNKNOWN_TEXT
+
+
 class TracedNumber:
-    """Stand for `tensor.item()` while tracing: it can be logged, kept and printed, and nothing else."""
+    """Stand for `tensor.item()` while tracing: it can be logged, kept and printed, and nothing else.
+
+    It claims to be the number that it would be when the step asks (`isinstance`).
+    """
 
     def __init__(self, tensor: torch.Tensor, line: str) -> None:
         self.tensor = tensor
         self.line = line
 
-    def __format__(self, spec: str) -> str:
-        return UNKNOWN_TEXT
+    def _kind(self) -> type:
+        return complex if self.tensor.is_complex() else float if self.tensor.is_floating_point() else int
 
-    __repr__ = __str__ = lambda self: UNKNOWN_TEXT
+    __class__ = property(_kind)
+
+    def __format__(self, spec: str) -> str:
+        return unknown_text()
+
+    def __repr__(self) -> str:
+        return unknown_text()
+
+    __str__ = __repr__
 
     def _refuse(self, *_: Any) -> Any:
         raise hazard("a tensor's value is read into Python by .item() and then used", self.line)
@@ -103,6 +121,7 @@ _UNCOUNTED = (  # tracing, and what watches the step, may call them once more or
     torch.Tensor.is_inference,
 )
 _CLOSE = (torch.allclose, torch.Tensor.allclose)
+_TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__)
 _OF_NUMBER = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
@@ -151,8 +170,8 @@ class Observer(TorchFunctionMode):
             if args[0].dtype == torch.bool:
                 return self._ask(args[0], line)
             return TracedNumber(args[0], line)
-        if func is torch.Tensor.__format__ and has_no_data(args[0]):
-            return format(TracedNumber(args[0], line))
+        if func in _TEXTS and has_no_data(args[0]):
+            return unknown_text()
         if func in _READS and has_no_data(args[0]):
             raise hazard(f"a tensor's value is read into Python ({_READS[func]})", line, self.module_path())
         if kwargs.get("generator") is not None:

@@ -45,7 +45,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Computed:
-    """Stand for a Python number that the step computes from counters and the like (`capture.python.tracked_number`)."""
+    """Stand for a Python number that the step computes from counters and such (`capture.tracked.tracked_number`)."""
 
     expression: Any
 

@@ -2,7 +2,7 @@
 
 `StepFunction` calls the user's method while everything that is not tensor arithmetic is lifted out: `self.log` and
 torchmetrics calls are recorded (`call_recording`), counters, learning rates and other numbers that change are
-tracked (`capture.python.tracked_number`), what the step's Python reads is noted (`capture.python.reads`), what it
+tracked (`capture.tracked.tracked_number`), what the step's Python reads is noted (`capture.python.reads`), what it
 leaves on the module is recorded and undone (`step_state`), and values read into Python become guards (`hazards`).
 Its outputs are the loss, if there is one, and one detached tensor per recorded value.
 """
@@ -20,12 +20,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.state_slots import optimizer_slots
 from lightning_pipe.capture.python.step_identity import StepIdentity
-from lightning_pipe.capture.python.tracked_number import tracked, tracking_mathematics
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import Observer, assignment_line, hazard, user_line
@@ -33,6 +31,8 @@ from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
 from lightning_pipe.capture.steps.step_state import StepState
 from lightning_pipe.capture.torch_private import keeping_version
+from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
+from lightning_pipe.capture.tracked.tracked_number import tracked, tracking_mathematics
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 

@@ -28,7 +28,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, Totals
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
@@ -37,6 +36,7 @@ from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, re
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.torch_private import argument_names, is_backward
+from lightning_pipe.capture.weighing.insert import insert
 from lightning_pipe.errors import CaptureError
 
 _aten = torch.ops.aten

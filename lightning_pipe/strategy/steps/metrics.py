@@ -18,7 +18,6 @@ from typing_extensions import assert_never
 
 from lightning_pipe.capture import Route
 from lightning_pipe.capture.python.inner_states import set_state
-from lightning_pipe.capture.python.number_expressions import Situation, evaluate
 from lightning_pipe.capture.python.places import ABSENT, follow
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
@@ -36,6 +35,7 @@ from lightning_pipe.capture.steps.record import (
 )
 from lightning_pipe.capture.steps.trees import found_in, mapped
 from lightning_pipe.capture.torchmetrics_objects import is_metric
+from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.runtime.exchanges.slicing import Content

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture import Request, Structure, real_answers
-from lightning_pipe.capture.python.number_expressions import Situation
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.record import StepRecord
+from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.lightning_names import Precision

@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.number_expressions import MOST_INPUTS
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.stages.split import check_slices
 from lightning_pipe.capture.steps.batch import contents
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
+from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import AnyCompute, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError, PlanError

@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from lightning_pipe.capture.python.number_expressions import Expression, NumberGuards
+from lightning_pipe.capture.tracked.number_expressions import Expression, NumberGuards
 
 
 class TrackedNumber:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.python.number_expressions import MOST_INPUTS, Number
-from lightning_pipe.capture.python.tracked_number import TrackedNumber
+from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS, Number
+from lightning_pipe.capture.tracked.tracked_number import TrackedNumber
 
 _ARITHMETIC = frozenset(
     "mul __mul__ __rmul__ multiply add __add__ __radd__ sub __sub__ __rsub__ rsub subtract div __div__ __rdiv__ "

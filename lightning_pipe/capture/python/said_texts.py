@@ -1,0 +1,129 @@
+"""Texts that are only said: printed, told to a logger or raised, so that nothing is decided by them.
+
+A trace knows no values, and no sizes that vary, so the texts that it makes of them are not those of a run. That does no
+harm in what a step says. Wherever else a text goes (a comparison, a look-up, an attribute), the graph would be wrong.
+
+    print(f"loss {loss:.3f}")                              said
+    text = str(loss.item()), read in such lines alone      said
+    return f"{loss:.3f}"                                   as what the caller does with it
+    if f"{n:.0f}" == "0", table.get(str(n), 1.0), ...      not
+
+The statement is told by its place (in Python 3.10 by its line), and what it calls by its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import re
+import sys
+import types
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+from lightning_pipe.capture.python.users_code import is_frameworks, is_installed, users_frame
+
+TextUse: TypeAlias = Literal["internal", "said", "used"]
+
+_SAYING = re.compile("print|warn|info|debug|error|critical|exception|rank_zero|set_description|set_postfix|echo")
+_OF_TENSORS = ("/capture/steps/hazards.py", "/torch/_tensor.py", "/torch/overrides.py", "/functional_tensor.py")
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def use_of_text(frame: types.FrameType | None) -> TextUse:
+    """Return what is done with a text that is made in a frame.
+
+    Args:
+        frame: in which a tensor or number is asked for its text.
+
+    Returns:
+        "internal" where torch or another framework makes it, such as for its own log; "said" where the user's code only
+        says it; else, also where its source is not known, "used".
+    """
+    while frame is not None and frame.f_code.co_filename.endswith(_OF_TENSORS):
+        frame = frame.f_back
+    if frame is not None and is_frameworks(frame.f_code.co_filename):
+        return "internal"
+    return "said" if _is_only_said(frame) else "used"
+
+
+def _is_only_said(frame: types.FrameType | None) -> bool:
+    while (frame := users_frame(frame)) is not None:
+        tree = _parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+        found = [] if tree is None else list(_statements_at(tree, *_place(frame)))
+        says = bool(found) and all(_says(statement, scope) for statement, scope in found)
+        returns = bool(found) and all(isinstance(statement, ast.Return) for statement, _ in found)
+        if says or not (returns or is_installed(frame.f_code.co_filename)):
+            return says
+        frame = frame.f_back  # what the caller does with it; or a logger's handler, say, which is told as its caller
+    return False
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except SyntaxError:  # of something that is no Python of this version
+        return None
+
+
+def _place(frame: types.FrameType) -> tuple[int, int | None]:
+    """Return line and column (of its bytes) of what a frame is at; None where Python does not keep columns."""
+    if sys.version_info < (3, 11):
+        return frame.f_lineno, None
+    line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return (frame.f_lineno, None) if line is None else (line, column)
+
+
+def _statements_at(tree: ast.Module, line: int, column: int | None) -> Iterator[tuple[ast.stmt, ast.AST]]:
+    """Yield the statements at a place, each with its function (or the module), but for definitions around it."""
+    waiting: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
+    while waiting:
+        node, scope = waiting.pop()
+        is_definition = isinstance(node, (*_Function, ast.ClassDef))
+        if isinstance(node, ast.stmt) and not is_definition and _is_at(node, line, column):
+            yield node, scope
+        inside = node if isinstance(node, _Function) else scope
+        waiting.extend((child, inside) for child in ast.iter_child_nodes(node))
+
+
+def _is_at(statement: ast.stmt, line: int, column: int | None) -> bool:
+    """Return whether a place is in a statement; of one with others inside, in what it evaluates itself."""
+    inner: list[ast.stmt] = getattr(statement, "body", None) or []
+    start, end = (statement.lineno, statement.col_offset), (statement.end_lineno, statement.end_col_offset)
+    if column is None:
+        last = max(statement.lineno, inner[0].lineno - 1) if inner else statement.end_lineno
+        return last is not None and statement.lineno <= line <= last
+    return start <= (line, column) < ((inner[0].lineno, inner[0].col_offset) if inner else end)
+
+
+def _says(statement: ast.stmt, scope: ast.AST) -> bool:
+    if any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
+        return False
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        return len(names) == len(targets) and all(_is_read_to_be_said(name, scope) for name in names)
+    return _is_said_at_once(statement)
+
+
+def _is_said_at_once(statement: ast.AST) -> bool:
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return isinstance(statement, ast.Raise)
+    called = statement.value.func
+    name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+    return _SAYING.match(name) is not None
+
+
+def _is_read_to_be_said(name: str, scope: ast.AST) -> bool:
+    """Return whether a variable is local to a function, and nothing is done with it but that it is said."""
+    nodes = list(ast.walk(scope))
+    if not isinstance(scope, _Function) or any(
+        isinstance(node, ast.Global | ast.Nonlocal) and name in node.names for node in nodes
+    ):
+        return False
+    said = {id(part) for node in nodes if _is_said_at_once(node) for part in ast.walk(node)}
+    reads = (n for n in nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load))
+    return all(id(read) in said for read in reads)
