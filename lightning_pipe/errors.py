@@ -1,11 +1,49 @@
 """Name every mistake a user can make, so that programs and tests can tell them apart.
 
 Every text says what was found, what was expected and what to do. `assert` is kept for what cannot happen.
+
+An error that is raised inside the user's step must end it, although the step may catch exceptions of all kinds: on one
+device there would have been none, so what the step does then is not what it does there.
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+_MADE: ContextVar[list[Exception] | None] = ContextVar("errors that were made inside the user's step", default=None)
+
+
+def remember(error: Exception) -> None:
+    """Keep an error that must end the user's step, if it is made inside one."""
+    if (made := _MADE.get()) is not None:
+        made.append(error)
+
+
+@contextlib.contextmanager
+def none_caught() -> Iterator[None]:
+    """Run the user's step inside; raise the first error of this package that was made there, should it be caught."""
+    made: list[Exception] = []
+    token = _MADE.set(made)
+    try:
+        yield
+    except Exception:
+        if made:
+            raise made[0]  # noqa: B904 - with the cause that it has
+        raise
+    finally:
+        _MADE.reset(token)
+    if made:
+        raise made[0]
 
 
 class PipeError(Exception):
     """Base of every error that this package raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        remember(self)
 
 
 class ConfigError(PipeError, ValueError):

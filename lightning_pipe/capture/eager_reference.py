@@ -27,6 +27,7 @@ from lightning_pipe.capture.steps.other_ranks import no_collectives
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_function import loss_of
 from lightning_pipe.capture.torch_private import TorchDispatchMode
+from lightning_pipe.errors import none_caught
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def run_plainly(
         stack.enter_context(request.context())
         stack.enter_context(exactness)
         unmatched = stack.enter_context(captured.matched_draws(request, key))
+        stack.enter_context(none_caught())
         output = getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
         output = with_loss(request.method, output)
     loss = loss_of(module, request.method, output)

@@ -410,6 +410,12 @@ def test_symbols_are_computed_as_ever_afterwards():
     assert vars(private.FunctionalTensor)["__new__"] is make
 
 
+def test_an_assertion_on_a_value_raises_where_it_does_not_hold():
+    private.assert_async(torch.tensor(True))
+    with pytest.raises(RuntimeError):
+        private.assert_async(torch.tensor(False))
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_norms_of_several_tensors_are_those_of_each(norm_type):
     tensors = [torch.randn(3, 4), torch.randn(7), torch.randn(2, dtype=torch.float64)]

@@ -31,6 +31,7 @@ from lightning_pipe.capture.steps.hazards import (
     Question,
     at,
     compare_calls,
+    depends_on_data,
     hazard,
     no_files,
     no_random_numbers,
@@ -43,7 +44,7 @@ from lightning_pipe.capture.steps.record import LogCall, MetricCall
 from lightning_pipe.capture.steps.step_function import StepFunction
 from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.collection import without_collection
-from lightning_pipe.errors import BatchError, CaptureError, StepError
+from lightning_pipe.errors import BatchError, CaptureError, StepError, none_caught
 
 _MAX_TRIES = 64
 _Prepared = tuple[StepFunction, dict[str, Any], tuple[torch.Tensor, ...], Any]
@@ -226,7 +227,6 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.compiling_state(),
         private.fused_recurrent_kernels(),
         private.quick_symbols(),
-        private.unchecked_distributions(),
         private.parameters_in_new_lists(),
         private.numbered_checkpoints(),
         torch.random.fork_rng(devices=[]),
@@ -285,16 +285,8 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
     line = next((o.calls[-1][1] for o in reversed(_observers(step)) if o.calls), "")
     kind = type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
-    data = (
-        "DataDependent",
-        "DynamicOutputShape",
-        "PendingUnbacked",
-        "UnbackedSymInt",
-        "FunctionalTensor",
-        "FakeTensor",
-    )
-    if any(word in kind or word in str(error) for word in data):
-        return hazard(f"a shape or a branch depends on the values of tensors (data-dependent: {kind})", line)
+    if data := depends_on_data(error):
+        return hazard(data, line)
     return StepError(f"{request.method} raises {kind}{at(line)}: {first}. {_parts(request)}".strip())
 
 
@@ -359,6 +351,7 @@ def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, .
         no_collectives(),
         no_training_state(),
         answerer,
+        none_caught(),
     ):
         getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
     with torch.no_grad():

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 import types
 import weakref
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, TypeAlias
+
+from torch import nn
 
 Code: TypeAlias = tuple[types.CodeType, dict[str, Any]]  # with the globals that it sees
 _MOST_FUNCTIONS = 2000  # whose globals are looked for
@@ -62,6 +65,25 @@ def is_users(cls: type) -> bool:
     if file is None:  # of a notebook, or written in C
         return cls.__module__.partition(".")[0] not in sys.stdlib_module_names or cls.__module__ == "__main__"
     return not is_installed(file)
+
+
+def assignment_line(module: nn.Module, attribute: str) -> str:
+    """Return the line of the module's source that assigns `self.<name>`, "" if it cannot be found."""
+    path, _, name = attribute.rpartition(".")
+    try:
+        part = module.get_submodule(path)
+    except AttributeError:  # an attribute of something that is no module
+        return ""
+    for owner in type(part).__mro__:
+        try:
+            source, start = inspect.getsourcelines(owner)
+            file = inspect.getsourcefile(owner)
+        except (OSError, TypeError):
+            continue
+        lines = [i for i, text in enumerate(source) if "=" in text.partition(f"self.{name}")[2]]
+        if lines:
+            return f"{file}:{start + lines[-1]} in {owner.__name__}"
+    return ""
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

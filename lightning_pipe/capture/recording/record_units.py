@@ -29,7 +29,7 @@ from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import loss_of
 from lightning_pipe.capture.torch_private import checkpoints_replaced
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, none_caught
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,8 @@ class UnitRecorder:
 
     def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
         step: Callable[..., Any] = getattr(self.request.module, self.request.method)
-        return with_loss(self.request.method, step(self.request.structure.fill(leaves), *self.request.arguments))
+        with none_caught():
+            return with_loss(self.request.method, step(self.request.structure.fill(leaves), *self.request.arguments))
 
     def _count(self, other: int) -> int:
         """Return the number of samples: one less than wanted, or one more where that would leave a single one."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
 from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.capture.recording.unit_choice import call_paths
@@ -20,7 +21,6 @@ from lightning_pipe.capture.recording.unit_flow import Follower
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
-from lightning_pipe.capture.steps.hazards import assignment_line
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, by_p
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_loss import combine_of
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
-from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
+from lightning_pipe.capture.recording.units import Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
@@ -161,6 +161,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
     mutated = (names for one in runs for names in one.mutated.values())
     written = {*itertools.chain.from_iterable(mutated), *(change.name for change in run.changes)}
     escapes = dict.fromkeys(escape for one in runs for escape in one.escapes)
+    tail = frozenset[Source]().union(*(one.tail for one in runs))
     units = tuple(
         replace(_unit(request, k, runs), forward_s=s, backward_s=run.backward_s * s / total)
         for k, s in enumerate(seconds)
@@ -172,10 +173,11 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         replace(unit, is_repeatable=k in repeatable and written.isdisjoint(unit.buffers))
         for k, unit in enumerate(units)
     )
+    reads = [unit.reads for unit in units] + [one.reads for one in escapes] + [one.reads for one in run.changes]
     return UnitTrace(
         units=units,
         samples=request.count,
-        tail=frozenset().union(*(one.tail for one in runs)),
+        tail=tail | _unread(request, [tail, *reads]),
         escapes=tuple(sorted(escapes, key=lambda escape: escape.before)),
         changes=run.changes,
         trained=run.trained | _trainable(request.module, units) if run.loss is not None else run.trained,
@@ -189,6 +191,11 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         keeping=keeping,
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
+
+
+def _unread(request: Request, reads: Iterable[Sources]) -> Sources:
+    """Return the tensors of the batch that nothing has read: what becomes of another batch may be made of them."""
+    return frozenset(("leaf", i) for i in range(len(request.structure.leaves))).difference(*reads)
 
 
 def _trainable(module: nn.Module, units: Sequence[Unit]) -> frozenset[str]:

@@ -129,7 +129,8 @@ class UnitTrace:
     Attributes:
         units: the calls in their order.
         samples: samples of the traced run.
-        tail: sources of the loss, and of all that is logged, given to metrics or returned.
+        tail: sources of the loss, and of all that is logged, given to metrics or returned; with tensors of the batch
+            that the traced run does not read.
         escapes: in their order.
         changes: in their order.
         trained: canonical names of the parameters that got a gradient, and of those of units, which a batch may train.

@@ -38,7 +38,7 @@ from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import FakeTensor, answered_calls, checkpoints_replaced
-from lightning_pipe.errors import PipelineError
+from lightning_pipe.errors import PipelineError, none_caught
 
 _HANDLES = itertools.count()
 
@@ -135,6 +135,7 @@ class StageReplayer:
         if self._part.is_last:
             recording.is_whole, recording.answers = True, answerer.answers
             finish(recording, output, loss)
+            self._refuse_absent([*recording.results, *([] if loss is None else [loss])])
         if self._part.is_last or recording.kept:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in run.sent.items()}
@@ -198,6 +199,14 @@ class StageReplayer:
                 "Differentiate it in every batch, multiplied by zero where that is not wanted, or in none."
             )
 
+    def _refuse_absent(self, results: Iterable[torch.Tensor]) -> None:
+        if any(isinstance(result, FakeTensor) for result in results):
+            raise PipelineError(
+                f"What {self._step.method} returns or logs for this batch is made of what had no part in it when the "
+                "step was traced, such as a tensor of the batch, so its stage was not given it. Use it in every batch, "
+                "multiplied by zero where it is not wanted."
+            )
+
     def _refuse_spare(self, names: Iterable[str]) -> None:
         for name in names:
             raise PipelineError(
@@ -222,7 +231,8 @@ class StageReplayer:
             [leaves[i].clone() if i in leaves else self._others.leaf(i, samples) for i in every]
         )
         step = getattr(self._step.module, self._step.method)
-        return with_loss(self._step.method, step(batch, *self._now.arguments))
+        with none_caught():
+            return with_loss(self._step.method, step(batch, *self._now.arguments))
 
     def _keep(self, run: StepRun, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
         handle = next(_HANDLES)

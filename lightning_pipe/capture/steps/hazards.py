@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import inspect
 import io
 import pathlib
 import random
@@ -33,10 +32,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipe.capture.python.described_calls import described
 from lightning_pipe.capture.python.said_texts import use_of_text
 from lightning_pipe.capture.python.users_code import is_library, users_frame
-from lightning_pipe.capture.torch_private import has_no_data, is_real, tag_nodes
+from lightning_pipe.capture.torch_private import assert_async, has_no_data, is_real, tag_nodes
 from lightning_pipe.capture.tracked.number_inputs import has_tracked, with_inputs
-from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import pl
+from lightning_pipe.errors import CaptureError, remember
 
 _HELP = (
     "A pipeline repeats one captured graph, so this would be frozen. Move it out of the step, or pass it as a tensor "
@@ -67,6 +65,18 @@ class Question(Exception):
     def __init__(self, line: str) -> None:
         super().__init__(line)
         self.line = line
+        remember(self)
+
+
+_DATA = ("DataDependent", "DynamicOutputShape", "PendingUnbacked", "UnbackedSymInt", "FunctionalTensor", "FakeTensor")
+
+
+def depends_on_data(error: Exception) -> str:
+    """Return what a step does that only a trace cannot, as torch has raised this; "" if it raises that in any run."""
+    kind = type(error).__name__
+    if any(word in kind or word in str(error) for word in _DATA):
+        return f"a shape or a branch depends on the values of tensors (data-dependent: {kind})"
+    return ""
 
 
 UNKNOWN_TEXT = "nan\u2060"  # with a character that is not seen, so that texts with it are found
@@ -122,6 +132,17 @@ _UNCOUNTED = (  # tracing, and what watches the step, may call them once more or
 )
 _CLOSE = (torch.allclose, torch.Tensor.allclose)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__)
+
+
+def _classes_hold(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor | None:
+    """Return whether `one_hot` takes a tensor; None if it looks for the number of classes itself."""
+    return None if num_classes < 0 else ((input >= 0) & (input < num_classes)).all()
+
+
+_REQUIRED: dict[Any, Callable[..., torch.Tensor | None]] = {
+    torch.nn.functional.one_hot: _classes_hold,
+    assert_async: lambda tensor, *_: tensor,
+}
 _OF_NUMBER = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
@@ -172,6 +193,10 @@ class Observer(TorchFunctionMode):
             return TracedNumber(args[0], line)
         if func in _TEXTS and has_no_data(args[0]):
             return unknown_text()
+        if func in _REQUIRED and has_no_data(args[0]):
+            self._require(_REQUIRED[func](*args, **kwargs), RuntimeError(f"{func.__name__} refuses such values"), line)
+        if func is torch._assert:
+            return self._require(args[0], AssertionError(*args[1:]), line)
         if func in _READS and has_no_data(args[0]):
             raise hazard(f"a tensor's value is read into Python ({_READS[func]})", line, self.module_path())
         if kwargs.get("generator") is not None:
@@ -188,6 +213,10 @@ class Observer(TorchFunctionMode):
         sys.settrace(None)  # no code of the user's runs in here; following torch's own would double the time
         try:
             return func(*args, **kwargs)
+        except Exception as error:
+            if data := depends_on_data(error):
+                raise hazard(data, line, self.module_path()) from error
+            raise
         finally:
             sys.settrace(tracer)
 
@@ -203,6 +232,11 @@ class Observer(TorchFunctionMode):
                     if place == 0 and _writes(name):
                         raise hazard("it writes to a tensor that is no buffer of the module", line, self.module_path())
                     self.constants.setdefault(id(tensor), (tensor, line))
+
+    def _require(self, holds: torch.Tensor | None, error: Exception, line: str) -> None:
+        """Ask for what an operation checks of the values that it gets, which a graph would not; raise as it does."""
+        if holds is not None and not self._ask(holds, line):
+            raise error
 
     def _ask(self, tensor: torch.Tensor, line: str) -> bool:
         asked = len(self.guards)
@@ -236,6 +270,8 @@ class Answerer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call; remember what it says if it is a question."""
         result = func(*args, **(kwargs or {}))
+        if func in _REQUIRED and _REQUIRED[func](*args, **(kwargs or {})) is not None:
+            self.answers.append(True)  # else it had raised
         asks = func in _TRUTH or func in _CLOSE or (func is torch.Tensor.item and isinstance(result, bool))
         if asks or (func in _EQUAL and args[0].shape == args[1].shape):
             self.answers.append(bool(result))
@@ -372,22 +408,3 @@ def random_line(found: list[str]) -> Iterator[None]:
             sys.settrace(before)
             if drawn() and not found:
                 found.append(current)
-
-
-def assignment_line(module: pl.LightningModule, attribute: str) -> str:
-    """Return the line of the module's source that assigns `self.<name>`, "" if it cannot be found."""
-    path, _, name = attribute.rpartition(".")
-    try:
-        part = module.get_submodule(path)
-    except AttributeError:  # an attribute of something that is no module
-        return ""
-    for owner in type(part).__mro__:
-        try:
-            source, start = inspect.getsourcelines(owner)
-            file = inspect.getsourcefile(owner)
-        except (OSError, TypeError):
-            continue
-        lines = [i for i, text in enumerate(source) if "=" in text.partition(f"self.{name}")[2]]
-        if lines:
-            return f"{file}:{start + lines[-1]} in {owner.__name__}"
-    return ""

@@ -24,16 +24,17 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.state_slots import optimizer_slots
 from lightning_pipe.capture.python.step_identity import StepIdentity
+from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
-from lightning_pipe.capture.steps.hazards import Observer, assignment_line, hazard, user_line
+from lightning_pipe.capture.steps.hazards import Observer, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
 from lightning_pipe.capture.steps.step_state import StepState
 from lightning_pipe.capture.torch_private import keeping_version
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
 from lightning_pipe.capture.tracked.tracked_number import tracked, tracking_mathematics
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, none_caught
 from lightning_pipe.lightning_names import pl
 
 NUMBERS = "(tracked numbers)"  # a buffer of the step function that no module can have
@@ -139,6 +140,7 @@ class StepFunction(nn.Module):
             self.context(),
             observer,
             contextlib.nullcontext() if identity is None else identity,
+            none_caught(),
         ):
             output = getattr(module, self.method)(self._batch(leaves), *self._arguments())
             output = with_loss(self.method, output)

@@ -27,7 +27,8 @@ from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.snapshot_parts import StateChange
 from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.python.state_slots import attribute_slots, shared_slots
-from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, assignment_line, hazard
+from lightning_pipe.capture.python.users_code import assignment_line
+from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard
 from lightning_pipe.capture.steps.metric_result import MetricResult
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import mapped
