@@ -17,7 +17,6 @@
 * `OpOverload` with `_opname` and `_schema`: name and arguments of an operator, and which of them its result is a view
   of; `_is_functional_tensor`.
 * `ParameterDict._key_to_attr`, `ParameterList._get_abs_string_index`: where these keep a parameter.
-* `Distribution._validate_args`: argument checks of distributions ask for truth values; they are off while tracing.
 * `OpOverload.py_kernels`: Python decompositions of recurrent layers, removed while tracing because they drop
   inter-layer dropout (torch 2.13 `_rnn_helper`).
 * `_get_current_function_mode`: the function mode that was entered last.
@@ -152,7 +151,6 @@ __all__ = [
     "set_whether_overflowed",
     "swap_contents",
     "tag_nodes",
-    "unchecked_distributions",
     "unguarded",
     "whether_overflowed",
     "without_modes",
@@ -489,18 +487,6 @@ def _remembering_number(compute: Callable[[SymNode], int | None]) -> Callable[[S
         return known[key]
 
     return number
-
-
-@contextlib.contextmanager
-def unchecked_distributions() -> Iterator[None]:
-    """Switch the argument checks of torch.distributions off."""
-    distribution = torch.distributions.Distribution
-    before = distribution._validate_args
-    distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        distribution.set_default_validate_args(before)
 
 
 def whether_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

@@ -37,10 +37,12 @@ from lightning_pipe.strategy.gradients.clipping import Clipper
 from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
 from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
+from lightning_pipe.strategy.gradients.unsummed import sum_gradients
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
 from lightning_pipe.strategy.parameters.optimizer import Groups
+from lightning_pipe.strategy.parameters.replaced import ParameterWatch
 from lightning_pipe.strategy.parameters.restoring import whole_ranks
 from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
@@ -116,6 +118,7 @@ class Session:
         self._are_gradients_read_at_once = False  # after every batch, also where gradients are accumulated further
         setup = RankSetup(module, config, links, self.weights, self._contexts, device)
         self._pipeline = Pipeline(setup, later=self._later, stopwatch=stopwatch)
+        self._watch: ParameterWatch | None = None  # of a plan
         self._planned: Plan | None = None
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)
@@ -267,7 +270,8 @@ class Session:
                 "The tensors of the batch have other shapes or types in the step than after the transfer to the "
                 "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
             )
-        assert self._planned is not None, "planned above"
+        assert self._planned is not None and self._watch is not None, "planned above"
+        self._watch.refuse_others()
         present = tuple(tensors) if self._feed.loads else None
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
         first = self._first_steps if method == TRAINING else None
@@ -329,8 +333,11 @@ class Session:
         at_once = self._are_gradients_read_at_once or self._hooks.is_needed
         turn = replace(turn, synchronise=turn.synchronise or at_once)
         state = self._pipeline.runner
-        with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=state.reduced):
+        summed = state.reduced
+        with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=summed):
             ran = self._pipeline.run(call, turn)
+        if ran.is_skipped and turn.synchronise and not summed:  # the batches of the window before it count
+            sum_gradients(self.weights)
         if self._are_gradients_read and self._clippers and turn.synchronise and self._links.control.ranks > 1:
             clipper = self._clippers[0]
             self.weights.show_gradients(dict(zip(clipper.parameters(), clipper.norms().of_each(), strict=True)))
@@ -384,6 +391,7 @@ class Session:
         with self._hooks.taken_off():
             self._pipeline.plan_for(call, optimizers=self._optimizers)
         plan, graph = self._follow_plan(call)
+        self._watch = ParameterWatch(self._module)
         self._hold()
         private.optimizers_to_device(self._optimizers, self._device)
         self._feed.structures.is_plain = self._links.control.ranks > 1 and self._moves_plainly()

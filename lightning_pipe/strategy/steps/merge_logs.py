@@ -10,7 +10,7 @@ are combined:
                                        (it is told which of these differ)
     number in proportion to samples    sum (a size: of the traced runs, with several numbers of samples)
     other numbers                      as they are if they agree, else as floating ones
-    batch_size of a log                sum
+    batch_size of a log                sum, if it counts samples
 
 Legend: a piece is what one play of the last stage said.
 """
@@ -160,7 +160,7 @@ class _Merger:
             how = first.kwargs.get("reduce_fx", "mean")
             kwargs = {
                 name: (
-                    sum(int(call.kwargs[name]) for call in logs)
+                    self._batch_size([int(call.kwargs[name]) for call in logs], speaking, (*key, name))
                     if name == "batch_size" and isinstance(value, int)
                     else self.value([call.kwargs.get(name) for call in logs], speaking, (*key, name))
                 )
@@ -173,6 +173,11 @@ class _Merger:
         named = {name: [call.kwargs[name] for call in metrics] for name in first.kwargs}
         kwargs = {name: self.value(values, speaking, (*key, name)) for name, values in named.items()}
         return replace(first, args=args, kwargs=kwargs)
+
+    def _batch_size(self, found: Sequence[int], pieces: Sequence[_Piece], place: Place) -> int:
+        """Return the weight of a batch in the mean of an epoch: a number that is no size weighs every batch alike."""
+        counts = place in self._proportional or all(n == piece.samples for n, piece in zip(found, pieces, strict=True))
+        return found[0] if len({*found}) == 1 and not counts else sum(found)
 
     def value(self, found: Sequence[Any], pieces: Sequence[_Piece], place: Place, *, how: Any = "mean") -> Any:
         """Return one value of all pieces."""
