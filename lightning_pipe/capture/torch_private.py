@@ -29,7 +29,7 @@
 * `checkpoint._checkpoint_without_reentrant_generator`, `CheckpointFunction`: what `torch.utils.checkpoint.checkpoint`
   looks up when it is called.
 * `profile.kineto_results`: every allocation and release on the host, of which public events tell sums per operation.
-* `torch._assert_async`: an assertion on a value that a device computes later; a graph of other operations drops it.
+* `torch._assert_async`, `torch._assert`: assertions on values, when a device comes to them or at once.
 * `TorchDispatchMode`: see every operation that runs, whoever calls it; `_schema` says which arguments it writes to.
 * `_top_saved_tensors_default_hooks`: whether somebody (a checkpoint) decides what autograd keeps.
 * `grad_mode._unsafe_preserve_version_counter`: write to a tensor that autograd has saved.
@@ -118,6 +118,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "argument_names",
     "assert_async",
+    "assert_now",
     "checkpoint_only",
     "checkpoints_replaced",
     "compiling_state",
@@ -341,7 +342,7 @@ def is_foreign_backward(node: Any) -> bool:
     return any(kind in node.name() for kind in ("CppNode", "DifferentiableGraph"))
 
 
-assert_async = torch._assert_async
+assert_async, assert_now = torch._assert_async, torch._assert
 _UNDECLARED_WRITES = frozenset({torch.ops.aten.native_batch_norm.default, torch.ops.aten.cudnn_batch_norm.default})
 
 

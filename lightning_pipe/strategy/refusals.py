@@ -174,6 +174,13 @@ def refuse_optimizers(optimizers: list[torch.optim.Optimizer], plugin: Precision
     """
     is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
     for optimizer in optimizers:
+        try:
+            optimizer.register_step_post_hook(lambda *_: None).remove()
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.__init__ does not call that of torch.optim.Optimizer, so nobody can "
+                "follow its steps. Call super().__init__(parameters, defaults) there."
+            ) from error
         if is_scaled and looks_for_overflow(optimizer):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}(fused=True) looks itself whether gradients are finite, with "

@@ -7,6 +7,7 @@ the first batch; elsewhere by the first batch itself, which every rank loads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -272,6 +273,8 @@ class Session:
             )
         assert self._planned is not None and self._watch is not None, "planned above"
         self._watch.refuse_others()
+        if method == TRAINING:
+            self._refuse_other_optimizers()
         present = tuple(tensors) if self._feed.loads else None
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
         first = self._first_steps if method == TRAINING else None
@@ -299,6 +302,14 @@ class Session:
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
+
+    def _refuse_other_optimizers(self) -> None:
+        """Raise if a hook has given the trainer other optimizers: checkpoints have those of the fit."""
+        if any(one is not two for one, two in itertools.zip_longest(self._module.trainer.optimizers, self._optimizers)):
+            raise UnsupportedError(
+                "A hook has set `trainer.optimizers`; checkpoints, and ranks that share optimizer state, have those "
+                "that `configure_optimizers` returned. Change their `param_groups`, or return the optimizer from there."
+            )
 
     def _look_back(self, first: FirstSteps, call: StepRequest) -> None:
         """Say how the first steps by the plan went; where they show a better one, go on by that."""

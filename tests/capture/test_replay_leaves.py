@@ -1,4 +1,4 @@
-"""Tensors of the batch travel to the stages that read them, and to no other."""
+"""Tensors of the batch travel to the stages that read them, and to no other; what none reads yet to the last."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def received(module: pl.LightningModule) -> list[set[str]]:
     ("kind", "expected"),
     [
         (Layers, [{"mask"}, set(), {"labels"}]),
-        (Noisy, [{"images"}, {"images"}, {"images", "labels"}]),
+        (Noisy, [{"images"}, {"images"}, {"images", "labels", "mask"}]),
         (Asking, [{"mask"}, {"mask"}, {"mask", "images", "labels"}]),
     ],
 )

@@ -411,9 +411,10 @@ def test_symbols_are_computed_as_ever_afterwards():
 
 
 def test_an_assertion_on_a_value_raises_where_it_does_not_hold():
-    private.assert_async(torch.tensor(True))
-    with pytest.raises(RuntimeError):
-        private.assert_async(torch.tensor(False))
+    for function, error in ((private.assert_async, RuntimeError), (private.assert_now, AssertionError)):
+        function(torch.tensor(True), "it is false")
+        with pytest.raises(error):
+            function(torch.tensor(False), "it is false")
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])

@@ -59,7 +59,9 @@ def of_a_condition(labels: torch.Tensor) -> torch.Tensor:
 
 
 def of_a_distribution(labels: torch.Tensor) -> torch.Tensor:
-    return torch.distributions.Normal(torch.zeros(()), 2.5 - labels[:, None]).log_prob(torch.ones(3))
+    return torch.distributions.Normal(torch.zeros(()), 2.5 - labels[:, None], validate_args=True).log_prob(
+        torch.ones(3)
+    )
 
 
 def of_a_decomposition(labels: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,26 @@ class Prunes(Net):
         nn.utils.prune.l1_unstructured(self.one, "weight", 0.5)
 
 
+class SetsOptimizers(Net):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class Bare(torch.optim.Optimizer):
+    """An optimizer around another one that leaves out its base."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class HasBareOptimizer(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Bare(super().configure_optimizers())
+
+
 class ReplacesActivation(Net):
     """What has no parameters may be replaced."""
 
@@ -135,6 +155,15 @@ def test_parameters_that_a_hook_replaces_are_named_on_all_ranks(kind: type[Net])
     for found in World(2).results(fit, kind, {"layout": "1-1", "microbatches": 2}, {}):
         assert isinstance(found, Raised), found
         assert "has replaced, added or removed the parameter" in found.text, found.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(SetsOptimizers, "trainer.optimizers"), (HasBareOptimizer, "Bare.__init__")]
+)
+def test_optimizers_that_cannot_be_followed_are_named_on_all_ranks(kind: type[Net], words: str) -> None:
+    for found in World(2).results(fit, kind, {"layout": "1-1", "microbatches": 2}, {}):
+        assert isinstance(found, Raised), found
+        assert "UnsupportedError" in found.kind and words in found.text, found
 
 
 def test_what_has_no_parameters_may_be_replaced() -> None:

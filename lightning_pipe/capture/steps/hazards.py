@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipe.capture.python.described_calls import described
 from lightning_pipe.capture.python.said_texts import use_of_text
 from lightning_pipe.capture.python.users_code import is_library, users_frame
-from lightning_pipe.capture.torch_private import assert_async, has_no_data, is_real, tag_nodes
+from lightning_pipe.capture.torch_private import assert_async, assert_now, has_no_data, is_real, tag_nodes
 from lightning_pipe.capture.tracked.number_inputs import has_tracked, with_inputs
 from lightning_pipe.errors import CaptureError, remember
 
@@ -195,7 +195,7 @@ class Observer(TorchFunctionMode):
             return unknown_text()
         if func in _REQUIRED and has_no_data(args[0]):
             self._require(_REQUIRED[func](*args, **kwargs), RuntimeError(f"{func.__name__} refuses such values"), line)
-        if func is torch._assert:
+        if func is assert_now:
             return self._require(args[0], AssertionError(*args[1:]), line)
         if func in _READS and has_no_data(args[0]):
             raise hazard(f"a tensor's value is read into Python ({_READS[func]})", line, self.module_path())
