@@ -28,6 +28,7 @@ from lightning_pipe.capture.steps.numbers import Place, numbers_said
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import loss_of
+from lightning_pipe.capture.steps.step_state import DataWriter
 from lightning_pipe.capture.torch_private import checkpoints_replaced
 from lightning_pipe.errors import CaptureError, none_caught
 
@@ -289,6 +290,7 @@ class UnitRecorder:
             recording_calls(self.request.module, recording),
             torch.set_grad_enabled(self.request.method == "training_step"),
             self.request.context(),
+            DataWriter(),
         ):
             yield
 

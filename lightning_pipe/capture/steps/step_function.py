@@ -30,7 +30,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording, recording
 from lightning_pipe.capture.steps.hazards import Observer, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
-from lightning_pipe.capture.steps.step_state import StepState
+from lightning_pipe.capture.steps.step_state import DataWriter, StepState
 from lightning_pipe.capture.torch_private import keeping_version
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
 from lightning_pipe.capture.tracked.tracked_number import tracked, tracking_mathematics
@@ -140,6 +140,7 @@ class StepFunction(nn.Module):
             self.context(),
             observer,
             contextlib.nullcontext() if identity is None else identity,
+            DataWriter(),
             none_caught(),
         ):
             output = getattr(module, self.method)(self._batch(leaves), *self._arguments())

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.python.inner_states import state_of
 from lightning_pipe.capture.python.kept_collections import KeptDict, KeptList, kept_collections
@@ -28,7 +29,7 @@ from lightning_pipe.capture.python.snapshot_parts import StateChange
 from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.python.state_slots import attribute_slots, shared_slots
 from lightning_pipe.capture.python.users_code import assignment_line
-from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard
+from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import MetricResult
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import mapped
@@ -107,6 +108,26 @@ class StepState:
     def _refuse(self, slot: Place) -> None:
         line = assignment_line(self.module, slot.name.removeprefix("self."))
         raise hazard(f"it changes {slot.name} and reads it again in the next call (state)", line)
+
+
+class DataWriter(TorchFunctionMode):
+    """Let `tensor.data = value` write to the tensor, which can be followed; entered after what follows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the call, or what writes the same.
+
+        Raises:
+            CaptureError: if the tensor has another form then.
+        """
+        if func == _DATA.__set__:
+            tensor, value = args
+            if tensor.shape != value.shape or tensor.dtype != value.dtype:
+                raise hazard("it gives a tensor another shape or type by `.data`", user_line(2))
+            return tensor.data.copy_(value)
+        return func(*args, **(kwargs or {}))
+
+
+_DATA: Any = torch.Tensor.data  # a property, which types take for what it returns
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,82 @@
+"""What a step gives a parameter or buffer by `.data = value` is there afterwards, as if it had written it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe.errors import CaptureError
+from ranks.world import World
+from strategy.fits import Losses, dapple, make_trainer
+
+ROUNDING = 1e-9
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 8).double(), nn.Linear(8, 8).double()
+        self.teacher = copy.deepcopy(self.one).requires_grad_(False)
+        self.register_buffer("average", torch.zeros(8, dtype=torch.float64))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfTeacher(Net):
+    """As in MoCo."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for taught, own in zip(self.teacher.parameters(), self.one.parameters(), strict=True):
+            taught.data = taught.data * 0.9 + own.data * 0.1
+        hidden = self.one(batch)
+        return self.two(torch.tanh(hidden)).square().mean() + (hidden - self.teacher(batch)).square().mean()
+
+
+class OfBuffer(Net):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.one(batch)
+        self.average.data = self.average.data * 0.9 + 0.1 * hidden.detach().mean(0)
+        return (self.two(torch.tanh(hidden)) - self.average).square().mean()
+
+
+class OfAnotherForm(Net):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.average.data = self.average.data.float()
+        return self.two(torch.tanh(self.one(batch))).square().mean()
+
+
+def fit(kind: type[Net], options: dict[str, Any] | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    module, seen = kind(), Losses()
+    data = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    strategy = "auto" if options is None else dapple(**options)
+    make_trainer(strategy, max_epochs=2, callbacks=[seen]).fit(module, DataLoader(data, batch_size=4))
+    return seen.losses, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+@pytest.mark.parametrize("kind", [OfTeacher, OfBuffer])
+def test_assigned_data_is_that_of_one_device(kind: type[Net], capture: str) -> None:
+    expected = fit(kind, None)
+    for found in World(2).run(fit, kind, {"layout": "1-1", "microbatches": 1, "capture": capture}):
+        torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize(("kind", "capture"), [(OfTeacher, "joint"), (OfTeacher, "replay"), (OfBuffer, "replay")])
+def test_it_is_assigned_once_per_batch(kind: type[Net], capture: str) -> None:
+    """A replayed step that keeps what depends on the samples takes whole batches; it assigned once per micro-batch."""
+    expected = fit(kind, None)
+    found = fit(kind, {"layout": "1", "microbatches": 4, "capture": capture})
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_data_of_another_form_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"another shape or type by `.data` at .*test_assigned_data\.py"):
+        fit(OfAnotherForm, {"capture": "joint"})
