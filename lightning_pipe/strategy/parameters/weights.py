@@ -140,6 +140,30 @@ class Weights:
         self._holders = {name: holders[name] for name in self._real if name in holders}
         self._vacate(name for name in self._elsewhere() if name in found)
 
+    @contextlib.contextmanager
+    def buffers_known(self, split: Split, layout: Layout) -> Iterator[None]:
+        """Run stages inside that may write to buffers on other ranks than the stages that were placed; on all ranks.
+
+        A step that was captured later may change a buffer that none did before, or in another stage. All ranks have its
+        value before, and what became of it afterwards.
+        """
+        written = {
+            name: ranks
+            for program in split.stages
+            for name in program.mutations
+            if name in self.buffers and self._moving.get(name) != (ranks := tuple(sorted(layout.stages[program.stage])))
+        }
+        self._spread({name: self._moving[name][0] for name in written if name in self._moving})
+        yield
+        self._spread({name: ranks[0] for name, ranks in written.items()})
+
+    def _spread(self, sources: Mapping[str, int]) -> None:
+        """Give every rank the values that buffers have on one."""
+        if self._control.ranks > 1:
+            for name, source in sources.items():
+                value = _on_host(self.buffers[name])
+                _assign(self.buffers[name], self._control.copy(value, source=source, what=f"the value of {name}"))
+
     def follow(self, other: Weights, *, device: torch.device) -> None:
         """Keep on this rank what it keeps of another module with the same names, on a device."""
         self._gather_buffers()
