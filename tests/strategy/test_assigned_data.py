@@ -61,7 +61,8 @@ def fit(kind: type[Net], options: dict[str, Any] | None) -> tuple[list[float], d
     return seen.losses, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("capture", ["joint", "replay"])
+@pytest.mark.sampled
+@pytest.mark.parametrize("capture", ["replay", "joint"])
 @pytest.mark.parametrize("kind", [OfTeacher, OfBuffer])
 def test_assigned_data_is_that_of_one_device(kind: type[Net], capture: str) -> None:
     expected = fit(kind, None)

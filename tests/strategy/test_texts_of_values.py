@@ -238,6 +238,7 @@ def test_what_is_only_said_is_no_part_of_the_graph(name: str) -> None:
     assert losses(SAYS[name], {"capture": "joint"}) == pytest.approx(losses(SAYS[name], None), rel=ROUNDING)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", DECIDES)
 def test_a_step_that_decides_by_the_text_of_a_value_is_replayed(name: str) -> None:
     """The text of a trace was "nan" for every value: such a step trained by another number, without a word."""

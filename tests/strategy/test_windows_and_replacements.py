@@ -72,9 +72,10 @@ def fit(kind: type[Net], options: dict[str, Any] | None, trainer: dict[str, Any]
 
 
 REPLICAS = {"layout": "2", "microbatches": 2}
-SETTINGS = [REPLICAS, {**REPLICAS, "shard_optimizer": "on"}, {**REPLICAS, "capture": "replay"}, {"layout": "1-1"}]
+SETTINGS = [REPLICAS, {**REPLICAS, "shard_optimizer": "on"}, {"layout": "1-1"}, {**REPLICAS, "capture": "replay"}]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_a_window_that_ends_with_a_skipped_batch_has_the_gradients_of_all_replicas(options: dict[str, Any]) -> None:
     """Each replica stepped with its own gradients, and had weights of its own from then on."""
@@ -149,6 +150,7 @@ class ReplacesActivation(Net):
         return self.two(self.between(self.one(batch))).square().mean()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", [ReplacesLayer, ReplacesParameter, AddsLayer, Prunes])
 def test_parameters_that_a_hook_replaces_are_named_on_all_ranks(kind: type[Net]) -> None:
     """Ranks went on with the old ones."""
