@@ -149,6 +149,7 @@ _ROWS: dict[str, Operator] = {
     "amin": Operator(reduces="min"),
     "min": Operator(reduces="min"),
     "all": Operator(reduces="min"),
+    "_is_all_true": Operator(reduces="min"),
     # products, and what else computes much
     "mm": Operator(Trait.HEAVY | Trait.LINEAR | Trait.SUMS, reduces="sum"),
     "bmm": Operator(Trait.HEAVY | Trait.LINEAR | Trait.SUMS, reduces="sum"),

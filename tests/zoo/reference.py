@@ -51,10 +51,11 @@ def accumulate(
     """Return the losses of the micro-batches and the accumulated gradients of a copy of the module."""
     module = copy.deepcopy(module)
     losses = []
-    before = {name: module.get_buffer(name).clone() for name in once}
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    before = {name: state[name].detach().clone() for name in once}
     for m, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
         for name, content in before.items():  # changes once per batch
-            module.get_buffer(name).copy_(content)
+            state[name].data.copy_(content)
         with (
             undisturbed(CPU),
             mock.patch("torch.nn.functional.dropout", fused_dropout),

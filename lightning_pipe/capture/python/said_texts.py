@@ -28,7 +28,10 @@ from lightning_pipe.capture.python.users_code import is_frameworks, is_installed
 TextUse: TypeAlias = Literal["internal", "said", "used"]
 
 _SAYING = re.compile("print|warn|info|debug|error|critical|exception|rank_zero|set_description|set_postfix|echo")
-_OF_TENSORS = ("/capture/steps/hazards.py", "/torch/_tensor.py", "/torch/overrides.py", "/functional_tensor.py")
+_OF_TENSORS = (
+    *("/capture/steps/hazards.py", "/capture/steps/step_state.py"),
+    *("/torch/_tensor.py", "/torch/overrides.py", "/functional_tensor.py"),
+)
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
