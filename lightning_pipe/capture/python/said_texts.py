@@ -23,15 +23,12 @@ import types
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from lightning_pipe.capture.python.users_code import is_frameworks, is_installed, users_frame
+from lightning_pipe.capture.python.users_code import is_frameworks, is_installed, is_ours, users_frame
 
 TextUse: TypeAlias = Literal["internal", "said", "used"]
 
 _SAYING = re.compile("print|warn|info|debug|error|critical|exception|rank_zero|set_description|set_postfix|echo")
-_OF_TENSORS = (
-    *("/capture/steps/hazards.py", "/capture/steps/step_state.py"),
-    *("/torch/_tensor.py", "/torch/overrides.py", "/functional_tensor.py"),
-)
+_OF_TENSORS = ("/torch/_tensor.py", "/torch/overrides.py", "/functional_tensor.py")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -45,11 +42,16 @@ def use_of_text(frame: types.FrameType | None) -> TextUse:
         "internal" where torch or another framework makes it, such as for its own log; "said" where the user's code only
         says it; else, also where its source is not known, "used".
     """
-    while frame is not None and frame.f_code.co_filename.endswith(_OF_TENSORS):
+    while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is not None and is_frameworks(frame.f_code.co_filename):
         return "internal"
     return "said" if _is_only_said(frame) else "used"
+
+
+def _is_between(filename: str) -> bool:
+    """Return whether a file belongs to what is between who asks for a text and the answer."""
+    return is_ours(filename) or filename.endswith(_OF_TENSORS)
 
 
 def _is_only_said(frame: types.FrameType | None) -> bool:

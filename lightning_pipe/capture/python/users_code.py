@@ -21,7 +21,13 @@ Code: TypeAlias = tuple[types.CodeType, dict[str, Any]]  # with the globals that
 _MOST_FUNCTIONS = 2000  # whose globals are looked for
 _LIGHTNING = ("/lightning/pytorch/", "/lightning/fabric/", "/pytorch_lightning/", "/lightning_fabric/")
 _LIBRARIES = ("/torch/", *_LIGHTNING, "/lightning_pipe/", "/torchmetrics/", "/numpy/")
+_OURS = __file__.removesuffix("capture/python/users_code.py")
 _STANDARD = (types.__file__ or "").rpartition("/")[0] + "/"
+
+
+def is_ours(filename: str) -> bool:
+    """Return whether a file belongs to this package."""
+    return filename.startswith(_OURS)
 
 
 def is_frameworks(filename: str) -> bool:

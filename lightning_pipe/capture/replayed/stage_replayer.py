@@ -203,8 +203,8 @@ class StageReplayer:
         if any(isinstance(result, FakeTensor) for result in results):
             raise PipelineError(
                 f"What {self._step.method} returns or logs for this batch is made of what had no part in it when the "
-                "step was traced, such as a tensor of the batch, so its stage was not given it. Use it in every batch, "
-                "multiplied by zero where it is not wanted."
+                "step was traced, so its stage was not given it. Use it in every batch, multiplied by zero where it is "
+                "not wanted."
             )
 
     def _refuse_spare(self, names: Iterable[str]) -> None:

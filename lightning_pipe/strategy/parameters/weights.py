@@ -147,12 +147,11 @@ class Weights:
         A step that was captured later may change a buffer that none did before, or in another stage. All ranks have its
         value before, and what became of it afterwards.
         """
-        written = {
-            name: ranks
-            for program in split.stages
-            for name in program.mutations
-            if name in self.buffers and self._moving.get(name) != (ranks := tuple(sorted(layout.stages[program.stage])))
-        }
+        written: dict[str, tuple[int, ...]] = {}
+        for program in split.stages:
+            ranks = tuple(sorted(layout.stages[program.stage]))
+            names = (name for name in program.mutations if self._moving.get(name) != ranks and name in self.buffers)
+            written.update(dict.fromkeys(names, ranks))
         self._spread({name: self._moving[name][0] for name in written if name in self._moving})
         yield
         self._spread({name: ranks[0] for name, ranks in written.items()})
@@ -460,9 +459,7 @@ class Weights:
 
     def _share_moving(self) -> None:
         """Give every rank the buffers that training changes."""
-        if self._control.ranks > 1:
-            for name in self._moving:
-                _assign(self.buffers[name], self.copied(name))
+        self._spread({name: ranks[0] for name, ranks in self._moving.items()})
 
     def _brought(self, name: str, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Bring a value to rank 0; elsewhere return what is there."""
@@ -484,6 +481,9 @@ class _Buffers(Mapping[str, torch.Tensor]):
         buffer = slot.owner._buffers[slot.attribute]
         assert buffer is not None, f"{name} was a buffer when the module was set up"
         return buffer
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)

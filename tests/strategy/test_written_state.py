@@ -1,4 +1,4 @@
-"""What a step gives a parameter or buffer by `.data = value` is there afterwards, as if it had written it."""
+"""What a step writes to its parameters and buffers, in any way and in any batch, is there on every rank afterwards."""
 
 from __future__ import annotations
 
@@ -53,9 +53,29 @@ class OfAnotherForm(Net):
         return self.two(torch.tanh(self.one(batch))).square().mean()
 
 
+class ReadBehind(Net):
+    """The first stage writes it in some batches, and the last one reads it in all."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.one(batch)
+        if batch_idx % 2:
+            with torch.no_grad():
+                self.average.copy_(hidden.mean(0))
+        return (self.two(torch.tanh(hidden)) - self.average).square().mean()
+
+
+class Counted(Net):
+    """Nothing reads it."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx % 2:
+            self.average += 1
+        return self.two(torch.tanh(self.one(batch))).square().mean()
+
+
 def fit(kind: type[Net], options: dict[str, Any] | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     module, seen = kind(), Losses()
-    data = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(20, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     strategy = "auto" if options is None else dapple(**options)
     make_trainer(strategy, max_epochs=2, callbacks=[seen]).fit(module, DataLoader(data, batch_size=4))
     return seen.losses, {name: value.clone() for name, value in module.state_dict().items()}
@@ -79,5 +99,13 @@ def test_it_is_assigned_once_per_batch(kind: type[Net], capture: str) -> None:
 
 
 def test_data_of_another_form_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"another shape or type by `.data` at .*test_assigned_data\.py"):
+    with pytest.raises(CaptureError, match=r"another shape or type by `.data` at .*test_written_state\.py"):
         fit(OfAnotherForm, {"capture": "joint"})
+
+
+@pytest.mark.parametrize("kind", [ReadBehind, Counted])
+def test_every_rank_has_what_a_later_graph_has_written(kind: type[Net]) -> None:
+    """Ranks of other stages went on with the value that they had, and ended with it."""
+    expected = fit(kind, None)
+    for found in World(2).run(fit, kind, {"layout": "1-1", "microbatches": 1}):
+        torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
