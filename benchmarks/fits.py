@@ -11,11 +11,24 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from benchmarks.models import MODELS, loader
 from lightning_pipe import DappleStrategy
+
+
+class SharedGpu(CUDAAccelerator):
+    """One GPU for all ranks of a host: gloo does not mind, NCCL would."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return [0] * int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("cuda", device) for device in devices]
 
 
 def fit(
@@ -43,7 +56,6 @@ def fit_module(
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     trainer = pl.Trainer(
-        accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy,
         plugins=[TorchElasticEnvironment()],
@@ -53,6 +65,6 @@ def fit_module(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"accelerator": "cpu", **options},
     )
     trainer.fit(module, data)

@@ -62,7 +62,7 @@ from lightning_pipe.strategy.steps.step_calls import (
     RunOptions,
     StepRequest,
     StepResult,
-    answers_on_host,
+    answers_of,
     step_contexts,
 )
 from lightning_pipe.strategy.steps.step_capture import RankSetup
@@ -228,9 +228,7 @@ class Session:
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             arguments = (0,) if takes_index else ()
             try:
-                self._plan(
-                    StepRequest(TRAINING, structure, arguments, answers_on_host(tensors), tuple(tensors) or None)
-                )
+                self._plan(StepRequest(TRAINING, structure, arguments, answers_of(tensors), tuple(tensors) or None))
             except Exception as error:
                 if not _may_be_early(error, trainer, self._module) or not self._all_come_to(
                     "the preparation of the first step"
@@ -265,7 +263,7 @@ class Session:
         structure = self._structure(batch)
         tensors, now = flatten(batch)
         if self._planned is None:
-            self._plan(StepRequest(method, structure, arguments, answers_on_host(tensors), tuple(tensors)))
+            self._plan(StepRequest(method, structure, arguments, answers_of(tensors), tuple(tensors)))
         if self._feed.loads and now.leaves != structure.leaves:
             raise BatchError(
                 "The tensors of the batch have other shapes or types in the step than after the transfer to the "

@@ -1,22 +1,29 @@
-"""Fit the parity modules on one device and on ranks of a test world, and keep everything that must be equal."""
+"""Fit the parity modules on one device and on ranks of a test world, and keep everything that must be equal.
+
+With `LIGHTNING_PIPE_TESTS_ON=cuda` in the environment everything is fitted on the first GPU, which all ranks share.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
+from benchmarks.fits import SharedGpu
 from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 
+ON = os.environ.get("LIGHTNING_PIPE_TESTS_ON", "cpu")
 QUIET = {
-    "accelerator": "cpu",
+    "accelerator": ON,
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -60,6 +67,14 @@ class WorldEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return 0
+
+
+def on_host(reason: str) -> pytest.MarkDecorator:
+    """Leave a test out on a GPU, for this reason."""
+    return pytest.mark.skipif(ON != "cpu", reason=reason)
+
+
+drawn_on_host = on_host("Lightning draws initial values on the GPU of one device, ranks on their hosts")
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,9 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     warnings.simplefilter("ignore")
     here = [WorldEnvironment()] if dist.is_initialized() and isinstance(strategy, DappleStrategy) else []
     devices, plugins = dist.get_world_size() if here else 1, [*here, *options.pop("plugins", [])]
-    return pl.Trainer(**{**QUIET, "devices": devices, "strategy": strategy, "plugins": plugins, **options})
+    shared = {"accelerator": SharedGpu()} if here and ON == "cuda" else {}
+    own = {"devices": devices, "strategy": strategy, "plugins": plugins}
+    return pl.Trainer(**{**QUIET, **shared, **own, **options})
 
 
 def fit(case: Case, strategy: Any = "auto") -> Fitted:

@@ -125,7 +125,7 @@ COUNTED: dict[str, Loss] = {
     "positive weight": lambda m, o, y: F.binary_cross_entropy_with_logits(
         o[:, 0], (y == 1).float(), pos_weight=(y != 1).sum() / (y == 1).sum().clamp(min=1)
     ),
-    "standardised targets": lambda m, o, y: F.mse_loss(o[:, 0], (y - y.float().mean()) / y.float().std()),
+    "standardised targets": lambda m, o, y: F.mse_loss(o[:, 0], (y - y.double().mean()) / y.double().std()),
 }
 
 MEANS: dict[str, Loss] = {
@@ -151,7 +151,7 @@ MIXED: dict[str, Loss] = {
     "square of a mean": lambda m, o, y: (lambda s: s * s)(each(o, y).mean()),
     "variance": lambda m, o, y: o.var(0).mean(),
     "batch statistics": lambda m, o, y: each(m.norm(o), y).mean(),
-    "contrastive": lambda m, o, y: F.cross_entropy(o @ o.t(), torch.arange(len(y))),
+    "contrastive": lambda m, o, y: F.cross_entropy(o @ o.t(), torch.arange(len(y), device=y.device)),
     "ranks": lambda m, o, y: (o[:, 0] - torch.logcumsumexp(o[:, 0], 0)).mean(),
     "hardest": lambda m, o, y: each(o, y).topk(2)[0].mean(),
     "first sample": lambda m, o, y: o[0].pow(2).sum(),

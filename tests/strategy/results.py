@@ -67,18 +67,18 @@ NUMBERS: dict[str, Result] = {
     "first target": lambda m, o, y: y[0],
     "commonest": lambda m, o, y: y.mode()[0],
     "hardest": lambda m, o, y: each(o, y).topk(2)[0].mean(),
-    "numbered": lambda m, o, y: (torch.arange(len(y)) * o[:, 0]).mean(),
+    "numbered": lambda m, o, y: (torch.arange(len(y), device=y.device) * o[:, 0]).mean(),
 }
 TENSORS: dict[str, Result] = {
     "means": lambda m, o, y: o.mean(0),
-    "by class": lambda m, o, y: torch.zeros(CLASSES, dtype=o.dtype).index_add(0, y, each(o, y)),
+    "by class": lambda m, o, y: o.new_zeros(CLASSES).index_add(0, y, each(o, y)),
     "mean by class": lambda m, o, y: (
-        torch.zeros(CLASSES, dtype=o.dtype).index_add(0, y, each(o, y)) / F.one_hot(y, CLASSES).sum(0).clamp(min=1)
+        o.new_zeros(CLASSES).index_add(0, y, each(o, y)) / F.one_hot(y, CLASSES).sum(0).clamp(min=1)
     ),
-    "scattered": lambda m, o, y: torch.zeros(CLASSES, dtype=torch.long).scatter_add(0, y, torch.ones_like(y)),
-    "largest by class": lambda m, o, y: torch.full((CLASSES,), -9.0, dtype=o.dtype).scatter_reduce(
-        0, y, each(o, y), "amax"
+    "scattered": lambda m, o, y: torch.zeros(CLASSES, dtype=torch.long, device=y.device).scatter_add(
+        0, y, torch.ones_like(y)
     ),
+    "largest by class": lambda m, o, y: o.new_full((CLASSES,), -9.0).scatter_reduce(0, y, each(o, y), "amax"),
     "largest of each": lambda m, o, y: o.max(0)[0],
     "where they are": lambda m, o, y: o.max(0)[1],
     "any of each": lambda m, o, y: (o > 0.4).any(0),
@@ -108,7 +108,7 @@ TENSORS: dict[str, Result] = {
     "rolled": lambda m, o, y: o.roll(1, 0),
     "ranks": lambda m, o, y: o[:, 0].argsort().argsort(),
     "sums so far": lambda m, o, y: o.cumsum(0),
-    "their numbers": lambda m, o, y: torch.arange(len(y)),
+    "their numbers": lambda m, o, y: torch.arange(len(y), device=y.device),
 }
 FIXED: dict[str, Result] = {  # of which a graph holds for one number of samples
     "hits by float": lambda m, o, y: hits(o, y).sum() / float(len(y)),
@@ -120,7 +120,7 @@ FIXED: dict[str, Result] = {  # of which a graph holds for one number of samples
     "counts and float": lambda m, o, y: F.one_hot(y, CLASSES).sum(0) * (1 + 0 * int(float(len(y)))),
     "sizes": lambda m, o, y: torch.tensor([len(y), 2]),
     "rows by float": lambda m, o, y: o / float(len(y)),
-    "rows": lambda m, o, y: o * torch.tensor([1.0 + 0 * float(len(y))] * CLASSES, dtype=o.dtype),
+    "rows": lambda m, o, y: o * o.new_tensor([1.0 + 0 * float(len(y))] * CLASSES),
     "first half": lambda m, o, y: o[: max(1, int(0.5 * len(y)))].mean(),
     "hardest half": lambda m, o, y: each(o, y).topk(max(1, int(0.5 * len(y))))[0].mean(),
     "root by float": lambda m, o, y: (o.pow(2).sum() / float(len(y))).sqrt(),

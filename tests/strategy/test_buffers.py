@@ -58,7 +58,7 @@ class Keeping(pl.LightningModule):
         o = self.layers(x)
         with torch.no_grad():
             for name, (made, _) in self.kept[0].items():
-                WAYS[self.way](self.get_buffer(name), made(self, o, y).double())
+                WAYS[self.way](self.get_buffer(name), made(self, o, y).to(self.get_buffer(name)))
         return each(o, y).mean()
 
     def configure_optimizers(self):

@@ -26,7 +26,7 @@ from lightning_pipe.strategy.start import mapped, room
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
 from strategy.built_late import Late
-from strategy.fits import checked, make_trainer
+from strategy.fits import checked, make_trainer, on_host
 
 SAMPLES, WIDTH = 4, 6
 
@@ -298,6 +298,7 @@ def fit_late(capture: str, short: bool) -> tuple[list[float], int, list[str]]:
             return [float(p.detach().double().norm()) for p in module.parameters()], len(made), said
 
 
+@on_host("room is that of the host")
 @pytest.mark.parametrize("capture", LATE)
 def test_a_module_that_no_rank_has_room_for_is_checked_all_the_same(capture):
     usual = World(2).run(fit_late, capture, False)

@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, dapple, make_trainer, on_host
+
+pytestmark = on_host("what fails on a GPU ends all use of it by its process")
 
 ROUNDING = 1e-9
 Check = Callable[[torch.Tensor], torch.Tensor]

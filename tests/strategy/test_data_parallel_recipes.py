@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.loading.samplers import gather_shards
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, dapple, drawn_on_host, make_trainer
 
 SAMPLES = 13
 
@@ -147,6 +147,7 @@ def test_throughput_is_that_of_the_batch(tmp_path: Any) -> None:
     assert first == expected and any("samples_per_sec" in key for key in first)
 
 
+@drawn_on_host
 def test_an_empty_module_is_initialised_all_the_same() -> None:
     trainer = make_trainer(dapple())
     torch.manual_seed(1)

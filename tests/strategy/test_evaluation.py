@@ -79,7 +79,7 @@ def kept(name: str, run: str, options: dict[str, Any] | None) -> tuple[np.ndarra
         trainer.fit(module, loader(), loader())
     else:
         trainer.validate(module, loader(), verbose=False)
-    return np.array(module.kept), float(trainer.callback_metrics["val_loss"])
+    return np.array([torch.as_tensor(one).cpu() for one in module.kept]), float(trainer.callback_metrics["val_loss"])
 
 
 @pytest.mark.sampled

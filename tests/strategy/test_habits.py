@@ -17,7 +17,7 @@ from capture.traces import traced_inside
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.errors import CaptureError
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import ON, Losses, dapple, make_trainer
 
 WIDTH, SAMPLES = 8, 24
 ROUNDING = 1e-9
@@ -146,8 +146,8 @@ class CollectsInAHelper(Regressor):
 
 
 @functools.cache
-def slope(width: int, height: int) -> torch.Tensor:
-    return torch.arange(width, dtype=torch.float64) * height / width
+def slope(width: int, height: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(width, dtype=torch.float64, device=device) * height / width
 
 
 class CachedTensor(Regressor):
@@ -155,7 +155,7 @@ class CachedTensor(Regressor):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        return self.loss(self(x + slope(WIDTH, batch_idx % 2)), y)
+        return self.loss(self(x + slope(WIDTH, batch_idx % 2, x.device)), y)
 
 
 CONTAINERS = {cls.__name__: cls for cls in (SliceOfAParameterList, CopyOfAParameterDict, SliceOfAModuleList)}
@@ -217,7 +217,7 @@ def test_caches_of_functions_keep_no_tensors_of_a_trace(route: str) -> None:
     losses, _, _ = fitted("CachedTensor", None)
     found, _, _ = fitted("CachedTensor", {"layout": "1", "microbatches": 2, "capture": route})
     assert found == pytest.approx(losses, rel=ROUNDING)
-    assert slope(WIDTH, 1).sum() == WIDTH / 2 - 0.5
+    assert slope(WIDTH, 1, torch.device(ON)).sum() == WIDTH / 2 - 0.5
 
 
 class CountsInAHelper(Regressor):

@@ -78,7 +78,9 @@ class Measured(Net):
         self.note(nn.utils.parameters_to_vector(self.net.parameters()))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.note(*(p.norm() for p in self.net.parameters()), torch.from_numpy(self.net[4].weight.detach().numpy()))
+        self.note(
+            *(p.norm() for p in self.net.parameters()), torch.from_numpy(self.net[4].weight.detach().cpu().numpy())
+        )
 
 
 class Clamped(Net):
@@ -89,7 +91,7 @@ class Clamped(Net):
 
 class Sampled(Net):
     def on_validation_epoch_end(self) -> None:
-        self.note(self(torch.ones(2, 6, dtype=torch.float64)))
+        self.note(self(torch.ones(2, 6, dtype=torch.float64, device=self.device)))
 
 
 class Kept(Net):

@@ -21,7 +21,7 @@ from lightning_pipe.strategy.refusals import refuse_parts
 from models.parity import PARITY, make_loader, make_module
 from ranks.world import Raised, World
 from strategy.built_late import Construction, Late, Start
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, dapple, drawn_on_host, make_trainer
 from zoo import ZOO
 
 F64 = {"dtype": torch.float64}
@@ -132,6 +132,7 @@ def drawn(name: str) -> pl.LightningModule:
     return PARITY[name].module(dropout=0.0).double().train()
 
 
+@drawn_on_host
 @pytest.mark.parametrize("in_context", [False, True], ids=["configure_model", "init_module"])
 def test_ranks_make_what_they_hold_and_train_as_one_device(in_context: bool) -> None:
     expected = train("gpt_tied", None, in_context)
@@ -173,6 +174,7 @@ class _Samples(torch.utils.data.Dataset[Any]):
         return self._batch
 
 
+@drawn_on_host
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", BUILT)
@@ -224,6 +226,7 @@ def fit_test_fit(options: dict[str, Any] | None, path: str) -> list[Any]:
         return [here, losses.losses, tested, {n: p.detach().clone() for n, p in module.named_parameters()}]
 
 
+@drawn_on_host
 @pytest.mark.parametrize("restore", ["none", "first"])
 def test_a_module_that_stays_apart_can_be_saved_tested_and_trained_further(restore: str, tmp_path: Path) -> None:
     count, *expected = fit_test_fit(None, str(tmp_path / "one.ckpt"))

@@ -18,7 +18,7 @@ from lightning_pipe.strategy.checks import whole_batch
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from ranks.world import World
 from slow import slow_but
-from strategy.fits import checked, make_trainer
+from strategy.fits import checked, make_trainer, on_host
 from strategy.losses import COUNTED, MEANS, MIXED, SAMPLES, SUMS, TERMS, Module, batch, each, fit, fit_cut, worst
 
 ROUNDING = 1e-6  # of float64 sums in another order
@@ -74,6 +74,7 @@ def test_a_batch_without_a_target_does_what_it_does_on_one_device(name):
     assert worst(fit_cut(EXACT[name], targets="all"), plain(name, "all")) == 0.0
 
 
+@on_host("bits are those of the host")
 def test_without_ignored_targets_gradients_are_those_of_accumulation_to_the_last_bit():
     def accumulated() -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

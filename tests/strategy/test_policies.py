@@ -20,7 +20,7 @@ from lightning_pipe.planner.registry import propose
 from lightning_pipe.runtime.stage import Stage
 from parity.policies import mixed, plan_of, swapping_problem, tight
 from ranks.world import World
-from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline, make_trainer
+from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline, make_trainer, on_host
 
 SHORT = {"max_steps": 3, "limit_val_batches": 1}
 PARTS = 4
@@ -55,6 +55,7 @@ def fit_counting(case: Case) -> tuple[Fitted, int]:
         pytest.param("gpt_tied", "2-1", 0.0, marks=pytest.mark.slow),  # replicas draw other dropout than one device
     ],
 )
+@on_host("the plan is made for the operators of the host")
 def test_a_plan_that_recomputes_and_offloads_trains_as_one_device_does(name, layout, dropout, tmp_path: Path):
     plan = plan_for(name, layout, dropout=dropout)
     save_yaml(plan, tmp_path / "plan.yaml")

@@ -110,7 +110,7 @@ def test_a_list_with_an_item_per_sample_is_refused_where_the_batch_is_cut(captur
             self.line = nn.Linear(3, 1)
 
         def training_step(self, batch: Any) -> torch.Tensor:
-            return (self.line(batch["x"])[:, 0] * torch.tensor(batch["weights"])).mean()
+            return (self.line(batch["x"])[:, 0] * torch.tensor(batch["weights"], device=batch["x"].device)).mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ from lightning_pipe.strategy.checkpoints import commit
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.built_late import Late
-from strategy.fits import Losses, assert_same, dapple, fitted, make_trainer
+from strategy.fits import Losses, assert_same, dapple, drawn_on_host, fitted, make_trainer
 
 F64 = {"dtype": torch.float64}
 SHARDED = {"microbatches": 2, "save_distributed_checkpoint": True}
@@ -53,6 +53,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@drawn_on_host
 def test_training_goes_on_under_another_layout(directory: Path) -> None:
     expected = train("gpt_tied", None, epochs=2)
     expected.losses = expected.losses[3:]
@@ -71,6 +72,7 @@ def test_every_tensor_is_written_once(directory: Path) -> None:
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
+@drawn_on_host
 def test_it_becomes_the_plain_file(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, out = tmp_path / "plain.ckpt", tmp_path / "out.ckpt"
     train("gpt_tied", None, epochs=1, save=str(plain))

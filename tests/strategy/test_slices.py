@@ -37,17 +37,17 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "neighbours": lambda p, y: (p[1:] - p[:-1]).square().mean() + mse(p, y),
 }
 MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "convolution along the samples": lambda h: F.conv1d(h.t()[None], NEIGHBOURS, padding=1)[0].t(),
+    "convolution along the samples": lambda h: F.conv1d(h.t()[None], NEIGHBOURS.to(h), padding=1)[0].t(),
     "layer norm over the samples": lambda h: F.layer_norm(h.t(), (h.size(0),)).t(),
-    "samples by index": lambda h: h[(torch.arange(h.size(0)) + 1) % h.size(0)],
-    "place in the batch": lambda h: h * (torch.arange(h.size(0)) % 2)[:, None].to(h.dtype),
+    "samples by index": lambda h: h[(torch.arange(h.size(0), device=h.device) + 1) % h.size(0)],
+    "place in the batch": lambda h: h * (torch.arange(h.size(0), device=h.device) % 2)[:, None].to(h.dtype),
     "attention between samples": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
 }
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": same,
     "dropout of nothing": lambda h: F.dropout(h, 0.0),
     "layer norm": lambda h: F.layer_norm(h, (4,)),
-    "own rows": lambda h: h[torch.arange(h.size(0)), :2].repeat(1, 2),
+    "own rows": lambda h: h[torch.arange(h.size(0), device=h.device), :2].repeat(1, 2),
 }
 CASES = {
     **{name: (same, loss) for name, loss in LOSSES.items()},

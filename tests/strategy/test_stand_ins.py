@@ -169,10 +169,10 @@ class Averaged(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with whole(self.trainer), torch.no_grad():
             for name, parameter in self.net.named_parameters():
-                self.average[name].mul_(0.9).add_(parameter, alpha=0.1)
+                self.average[name] = self.average[name].to(parameter.device).mul_(0.9).add_(parameter, alpha=0.1)
             for parameter, slow in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
                 slow.data.lerp_(parameter.data, 0.2)
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64, device=self.mine[0].device)
             for parameter in self.mine:
                 total += parameter.pow(2).sum()
             self.noted.append(float(total))
@@ -238,14 +238,16 @@ class Careless(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert not self.asks or self.global_rank >= 0
         habits: dict[str, Callable[[], Any]] = {
-            "average": lambda: [torch.zeros(p.shape, dtype=p.dtype).mul_(0.9).add_(p) for p in self.net.parameters()],
+            "average": lambda: [
+                torch.zeros(p.shape, dtype=p.dtype, device=p.device).mul_(0.9).add_(p) for p in self.net.parameters()
+            ],
             "own list": lambda: sum(float(p.pow(2).sum()) for p in self.mine),
             "norm": lambda: torch.stack([p.norm() for p in self.net.parameters()]).norm(),
             "gradient norms": lambda: sum(float(p.grad.abs().sum()) for p in self.net.parameters()),
             "save": lambda: torch.save(self.state_dict(), io.BytesIO()),
             "copy": lambda: copy.deepcopy(self.net),
             "clamp": lambda: [p.data.clamp_(-1, 1) for p in self.net.parameters()],
-            "forward": lambda: self.net(torch.ones(1, 4, dtype=torch.float64)),
+            "forward": lambda: self.net(torch.ones(1, 4, dtype=torch.float64, device=self.device)),
             "batch": lambda: batch[0].mean(),
             "batch in place": lambda: torch.zeros(()).add_(batch[0].sum()),
         }

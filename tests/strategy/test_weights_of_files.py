@@ -22,7 +22,7 @@ from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.start.unread import Unread
 from models.parity import make_loader, make_module
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, dapple, drawn_on_host, make_trainer
 
 F64 = {"dtype": torch.float64}
 
@@ -195,6 +195,7 @@ def adapt(directory: str, out: str, options: dict[str, Any] | None) -> Any:
     return sum(read), losses.losses
 
 
+@drawn_on_host
 def test_lora_on_a_sharded_directory_reads_shares_and_saves_what_is_merged(tmp_path: Path) -> None:
     """The directory, of several files, is larger than what a rank reads; merged weights are those of one device."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -9,7 +9,7 @@ which the step raises or returns no loss is wrong); the answer is a guard of the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -333,7 +333,7 @@ def _name(call: LogCall | MetricCall) -> str:
     return call.name if isinstance(call, LogCall) else f"{call.path}.{call.method}"
 
 
-def real_answers(request: Request, tensors: list[torch.Tensor]) -> tuple[bool, ...]:
+def real_answers(request: Request, tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
     """Run the step on real tensors (no backward) and return the truth values it asked for; leave no trace.
 
     The module, its buffers and torch's random state are as before afterwards.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipe.capture.torch_private import has_no_data
+from lightning_pipe.capture.torch_private import has_no_data, has_storage, without_modes
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 
 
@@ -49,13 +49,20 @@ def described(name: str, args: Any, kwargs: Any) -> Any:
     return (name, _describe(args), _describe(kwargs))
 
 
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a number that changes with the content of a tensor, wherever it is."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        with without_modes():
+            tensor = tensor.detach().cpu().contiguous()
+    return zlib.crc32(ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+
+
 def _describe(value: Any) -> Any:
     """Return something comparable that changes when a number, or a constant tensor's content, changes."""
     if isinstance(value, torch.Tensor):
-        if has_no_data(value) or value.device.type != "cpu" or not value.is_contiguous():
+        if has_no_data(value) or value.is_meta or not has_storage(value):
             return ("tensor", str(value.dtype), value.ndim)
-        data = ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
-        return ("constant", str(value.dtype), tuple(value.shape), zlib.crc32(data))
+        return ("constant", str(value.dtype), tuple(value.shape), _checksum(value))
     if isinstance(value, np.ndarray):
         return ("array", str(value.dtype), value.shape, zlib.crc32(value.tobytes()))
     if isinstance(value, (tuple, list)):

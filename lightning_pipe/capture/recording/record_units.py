@@ -13,7 +13,7 @@ import torch
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
-from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls
+from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls, generator_states
 from lightning_pipe.capture.recording.unit_choice import UnitCall, recording_tree
 from lightning_pipe.capture.recording.unit_flow import EscapeReader
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
@@ -116,7 +116,7 @@ class UnitRecorder:
             CaptureError: if it raises an error that the whole batch does not raise.
         """
         try:
-            with self._scene(StepRecording()), recording_tree(self.request.module) as tree:
+            with self._scene(StepRecording()), recording_tree(self.request.module, self._settle) as tree:
                 self._call(self._leaves(0))
         except CaptureError:
             raise
@@ -207,7 +207,7 @@ class UnitRecorder:
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
             if self._cut[number]:
                 follower.of_samples.add(leaf, frozenset({("leaf", number)}))
-        before, reader = torch.get_rng_state(), EscapeReader(follower)
+        before, reader = generator_states(), EscapeReader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)
             once = checkpoints_replaced(units.checkpoints.entered, where=lambda: follower.inside is not None)
@@ -218,7 +218,7 @@ class UnitRecorder:
             raise
         except Exception as error:
             raise CaptureError(self._why_it_failed(error, other)) from error
-        is_random = not torch.equal(before, torch.get_rng_state())
+        is_random = not all(map(torch.equal, before, generator_states()))
         return _Play(units, recording, output, reader.detached, is_random, bool(seeded))
 
     def _why_it_failed(self, error: Exception, other: int) -> str:
@@ -274,13 +274,20 @@ class UnitRecorder:
 
         named = dict(self.request.module.named_parameters())
         hooks = [p.register_post_accumulate_grad_hook(note) for p in named.values() if p.requires_grad]
+        self._settle()
         begin = time.perf_counter()
         try:
             loss.backward()
         finally:
             for hook in hooks:
                 hook.remove()
+        self._settle()
         return time.perf_counter() - begin, frozenset(name for name, p in named.items() if id(p) in trained)
+
+    def _settle(self) -> None:
+        """Wait until the device has done what it was told."""
+        if self.request.device.type == "cuda":
+            torch.cuda.synchronize(self.request.device)
 
     @contextlib.contextmanager
     def _scene(self, recording: StepRecording) -> Iterator[None]:

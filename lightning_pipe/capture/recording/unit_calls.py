@@ -121,7 +121,7 @@ class UnitCalls:
         if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
             args, kwargs = mapped((args, kwargs), torch.Tensor, torch.Tensor.clone)
             given = list(tensors_in((args, kwargs), objects=True))
-        own, generators = {follower.made_of.memory(tensor) for tensor in given}, _generators()
+        own, generators = {follower.made_of.memory(tensor) for tensor in given}, generator_states()
         try:
             with contextlib.ExitStack() as stack:
                 if not self.checkpoints.count and not has_hooks_on_saved_tensors():  # else nothing of the unit is kept
@@ -236,7 +236,7 @@ def _hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
-def _generators() -> tuple[torch.Tensor, ...]:
+def generator_states() -> tuple[torch.Tensor, ...]:
     """Return the state of torch's generators: of the host, and of the present accelerator."""
     host = torch.get_rng_state()
     return (host, torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else (host,)

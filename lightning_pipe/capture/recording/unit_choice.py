@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -70,8 +70,13 @@ def call_paths(module: pl.LightningModule) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def recording_tree(module: pl.LightningModule) -> Iterator[UnitCall]:
-    """Record the tree of the calls that are made inside."""
+def recording_tree(module: pl.LightningModule, settle: Callable[[], object]) -> Iterator[UnitCall]:
+    """Record the tree of the calls that are made inside.
+
+    Args:
+        module: whose sub-modules are called.
+        settle: waits until the device has done what it was told, so that times are its own.
+    """
     paths = call_paths(module)
     sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in module.modules()}
     root = UnitCall("", sizes[id(module)])
@@ -85,16 +90,19 @@ def recording_tree(module: pl.LightningModule) -> Iterator[UnitCall]:
         call = UnitCall(path, sizes[id(called)])
         open_calls[-1].inner.append(call)
         open_calls.append(call)
+        settle()
         begin = time.perf_counter()
         try:
             return original(called, *args, **kwargs)
         finally:
+            settle()
             call.seconds = time.perf_counter() - begin
             open_calls.pop()
 
     begin = time.perf_counter()
     with mock.patch.object(nn.Module, "__call__", record):
         yield root
+    settle()
     root.seconds = time.perf_counter() - begin
 
 

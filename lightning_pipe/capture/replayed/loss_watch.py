@@ -122,7 +122,8 @@ def _side(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torc
     given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
     if any(one.ndim > 0 for one in given):
         return None
-    return torch.stack([one.sign() if one.dtype == torch.bool else (result - one).sign() for one in given]).detach()
+    sides = [one.sign() if one.dtype == torch.bool else (result - one).sign() for one in given]
+    return torch.stack([side.to(result.device) for side in sides]).detach()
 
 
 def _is_trained(result: Any) -> bool:

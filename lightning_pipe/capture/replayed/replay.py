@@ -184,7 +184,9 @@ class Replay:
     @cached_property
     def profile(self) -> Profile:
         """Return the seconds of the traced run."""
-        found = profile_of(self._layers, fingerprint=self.graph.fingerprint, device="host", optimizer_state=0.0)
+        found = profile_of(
+            self._layers, fingerprint=self.graph.fingerprint, device=self.request.device.type, optimizer_state=0.0
+        )
         return replace(found, source="measured")
 
     @cached_property

@@ -99,17 +99,19 @@ def value_of_call(metric: torch.nn.Module, own: Mapping[str, Any], args: Any, kw
         raise hazard(
             "the value of several torchmetrics objects is used by the step (it can only be logged)", user_line(2)
         )
+    device = next((one.device for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), metric.device)
     with _apart(metric, own):
-        metric._defaults = {name: _made_again(default) for name, default in metric._defaults.items()}
+        metric._defaults = {name: _made_again(default, device) for name, default in metric._defaults.items()}
+        vars(metric).update({name: one for name, one in metric._defaults.items() if isinstance(one, torch.Tensor)})
         metric.reset()
         return metric.forward(*args, **kwargs)
 
 
-def _made_again(default: Any) -> Any:
+def _made_again(default: Any, device: torch.device) -> Any:
     """Return a tensor that was made in the step: in a trace, copies of a constant could not be written to."""
     if not isinstance(default, torch.Tensor):
         return default
-    return torch.zeros(default.shape, dtype=default.dtype, device=default.device).copy_(default)
+    return torch.zeros(default.shape, dtype=default.dtype, device=device).copy_(default)
 
 
 @contextlib.contextmanager

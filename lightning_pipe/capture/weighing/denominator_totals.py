@@ -133,7 +133,7 @@ def totals_of(
     with torch.no_grad():
         found = cast("tuple[torch.Tensor, ...]", half.run(samples, None, *given))  # it counts; sizes it has none
         number = torch.full((1,), samples, dtype=totals.dtype, device=leaves[0].device)  # no copy from the host
-        return torch.cat([number, *(value.reshape(-1).to(totals.dtype) for value in found)])
+        return torch.cat([number, *(value.reshape(-1).to(number) for value in found)])
 
 
 def combined_totals(totals: Totals, pieces: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:

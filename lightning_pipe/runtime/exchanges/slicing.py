@@ -84,8 +84,10 @@ def weighted_mean(contents: Sequence[torch.Tensor], weights: Sequence[int]) -> t
 
 
 def to_tensor(content: Content, *, device: torch.device) -> torch.Tensor:
-    """Return what travels for a content: itself, or a 0-dim int64 tensor for a Python integer."""
-    return content if isinstance(content, torch.Tensor) else torch.tensor(content, dtype=torch.int64, device=device)
+    """Return what travels for a content, on the device: itself, or a 0-dim int64 tensor for a Python integer."""
+    if isinstance(content, torch.Tensor):
+        return content.to(device)  # a step may make numbers on the host, as `torch.tensor(len(y))` does
+    return torch.tensor(content, dtype=torch.int64, device=device)
 
 
 def from_tensor(tensor: torch.Tensor, value: Value) -> Content:

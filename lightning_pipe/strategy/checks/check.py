@@ -34,12 +34,12 @@ from lightning_pipe.capture.recording.unit_state import left_as_it_was
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.checks.captured_run import advice, run_captured
 from lightning_pipe.strategy.checks.differences import Difference, compared
 from lightning_pipe.strategy.lightning_private import located
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.start.mapped import MappedTensors
+from lightning_pipe.strategy.start.on_device import move_module
 from lightning_pipe.strategy.start.room import room_for_runs
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.metrics import wrong_answer
@@ -182,7 +182,7 @@ def on_one_device(
 
         def prepare(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             kept.restore()
-            _move(module, device)
+            move_module(module, device)
             for p in module.parameters():
                 p.grad = files.zeros_if_possible(p) if files is not None and p.requires_grad else None
             return [tensor.detach().to(device, copy=True) for tensor in tensors]
@@ -257,15 +257,6 @@ def plain_run(
     if matched and plain.unmatched:
         raise Incomparable(f"their random numbers cannot be made the same ({plain.unmatched})")
     return plain
-
-
-def _move(module: pl.LightningModule, device: torch.device) -> None:
-    """Move parameters and buffers to a device; `left_as_it_was` brings them back."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(device)
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            owner._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def _refusal(captured: Route, request: Request, samples: int, *, loss: Difference, worst: Difference) -> str:

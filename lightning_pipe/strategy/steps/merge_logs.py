@@ -271,6 +271,7 @@ def _joined(tensors: Sequence[torch.Tensor], samples: Sequence[int], how: Any) -
             return stacked.amin(0)
     if not first.is_floating_point() and bool((stacked == first).all()):
         return first
-    weights = torch.tensor(samples, dtype=torch.float64).reshape(-1, *[1] * first.ndim) / sum(samples)
+    shares = torch.tensor(samples, dtype=torch.float64, device=stacked.device) / sum(samples)
+    weights = shares.reshape(-1, *[1] * first.ndim)
     mean = (stacked.to(torch.float64) * weights).sum(0)
     return mean.to(first.dtype if first.is_floating_point() else torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.lightning_names import Precision
 from lightning_pipe.runtime.exchanges.slicing import Content
-from lightning_pipe.strategy.lightning_private import on_host
+from lightning_pipe.strategy.start.on_device import run_on_device
 
 TRAINING = "training_step"
 
@@ -131,11 +131,6 @@ def step_contexts(plugin: Precision) -> Mapping[str, Callable[[], AbstractContex
     }
 
 
-def answers_on_host(tensors: list[torch.Tensor]) -> Callable[[Request], tuple[bool, ...]]:
-    """Answer the questions of a step by running it on this batch, on the host where the whole module still is."""
-
-    def answers(request: Request) -> tuple[bool, ...]:
-        with on_host(request.module):
-            return real_answers(request, [tensor.cpu() for tensor in tensors])
-
-    return answers
+def answers_of(tensors: Sequence[torch.Tensor]) -> Callable[[Request], tuple[bool, ...]]:
+    """Answer the questions of a step by running it on this batch, where the whole module is."""
+    return lambda request: run_on_device(real_answers, request, tensors)

@@ -18,9 +18,9 @@ from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.lightning_names import pl
-from lightning_pipe.strategy.lightning_private import on_host
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.start.on_device import run_on_device
 from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import StepRequest
@@ -147,8 +147,7 @@ class StepCapture:
 
         def trace() -> UnitTrace:
             assert tensors is not None, "rank 0 was sent the batch"
-            with on_host(request.module):
-                return trace_units(request, tensors, parts=control.ranks)
+            return run_on_device(partial(trace_units, parts=control.ranks), request, tensors)
 
         weights = self._setup.weights
         with weights.whole(placed=weights.room().placed):
