@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -94,18 +95,22 @@ class Net(pl.LightningModule):
         return self.last(torch.tanh(self.first(batch))).square().mean()
 
 
-@pytest.fixture(scope="module")
-def stage():
-    """Return one stage, and what its F reads."""
+def stage_of(context):
+    """Return one stage that is captured in a context, and what its F reads."""
     torch.manual_seed(0)
     module, (tensors, structure) = Net(), flatten(torch.randn(SAMPLES, WIDTH))
-    capture = capture_step(Request(module, "training_step", structure, samples=SAMPLES))
+    capture = capture_step(Request(module, "training_step", structure, samples=SAMPLES, context=context))
     split = capture.split(())
     (program,) = split.stages
     leaves, _ = capture.with_totals(tensors, cut=(False,), sizes=(SAMPLES,), buffers={})
     given = {name: leaves[index] for name, index in program.leaves.items()}
     given |= {name: module.get_parameter(own) for name, own in program.parameters.items()}
     return split, [given[name] for name in program.forward.inputs]
+
+
+@pytest.fixture(scope="module")
+def stage():
+    return stage_of(contextlib.nullcontext)
 
 
 def run(stages: CompiledStages, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -139,6 +144,17 @@ def test_a_function_that_compiles_wrongly_runs_as_it_is_and_the_log_says_why(sta
     (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert said.startswith("F of stage 0 runs uncompiled for 4 samples: ")
     assert why in said
+
+
+@pytest.mark.parametrize(("cast", "is_kept"), [(True, True), (False, False)], ids=["bfloat16", "float32"])
+def test_numbers_are_compared_as_coarsely_as_they_are_computed(cast: bool, is_kept: bool, caplog):
+    """Gradients and losses in single precision that are made of others were held to single precision."""
+    split, inputs = stage_of(lambda: torch.autocast("cpu", torch.bfloat16, enabled=cast))
+    stages = CompiledStages(split, CPU, trials=True)
+    with mock.patch.object(compiling, "inductor", lambda module, *_: lambda *t: [v * (1 + 2**-8) for v in module(*t)]):
+        stages.compile(0, "F", SAMPLES)
+    run(stages, inputs)
+    assert is_kept == (not [one for one in caplog.records if one.levelno >= logging.WARNING])
 
 
 def test_a_kernel_gets_its_inputs_as_they_were_foreseen(stage):

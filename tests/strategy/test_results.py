@@ -92,7 +92,9 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-6, atol=1e-9)
+        return one.shape == other.shape and torch.allclose(
+            one.double().cpu(), other.double().cpu(), rtol=1e-6, atol=1e-9
+        )
     return one == pytest.approx(other, rel=1e-9) if isinstance(one, float) else one == other
 
 

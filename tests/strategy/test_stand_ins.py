@@ -249,7 +249,7 @@ class Careless(Net):
             "clamp": lambda: [p.data.clamp_(-1, 1) for p in self.net.parameters()],
             "forward": lambda: self.net(torch.ones(1, 4, dtype=torch.float64, device=self.device)),
             "batch": lambda: batch[0].mean(),
-            "batch in place": lambda: torch.zeros(()).add_(batch[0].sum()),
+            "batch in place": lambda: torch.zeros((), device=self.device).add_(batch[0].sum()),
         }
         for name, habit in habits.items():
             try:

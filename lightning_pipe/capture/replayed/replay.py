@@ -185,7 +185,7 @@ class Replay:
     def profile(self) -> Profile:
         """Return the seconds of the traced run."""
         found = profile_of(
-            self._layers, fingerprint=self.graph.fingerprint, device=self.request.device.type, optimizer_state=0.0
+            self._layers, fingerprint=self.graph.fingerprint, device=self._request.device.type, optimizer_state=0.0
         )
         return replace(found, source="measured")
 

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_pipe.capture.graphs.value_sizes import TensorSpec
 from lightning_pipe.capture.stages.compiling import compile_code
-from lightning_pipe.capture.steps.stage_program import Half, RandomKey, Split, StageProgram
+from lightning_pipe.capture.steps.stage_program import Code, Half, RandomKey, Split, StageProgram
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class _Trial:
         wanted, gifts = self._run(runs.plain, key, inputs)
         try:
             found, found_gifts = self._run(self._compiled, key, inputs)
-            wrong = _difference([*_values(found), *_given(found_gifts)], [*_values(wanted), *_given(gifts)])
+            values = [*_values(found), *_given(found_gifts)], [*_values(wanted), *_given(gifts)]
+            wrong = _difference(*values, coarsest=_coarsest(runs.code, self._samples))
         except Exception as error:  # whatever a kernel may raise
             wrong = _first_line(error)
         if wrong:
@@ -146,11 +148,22 @@ def _values(results: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in results if isinstance(value, torch.Tensor)]
 
 
-def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
+def _coarsest(code: Code, samples: int) -> float:
+    """Return the precision of the coarsest type in which a function computes: a compiled one may round to it less."""
+    forms = (code.form(node, samples) for node in code.module.graph.nodes)
+    types = {form.dtype for form in forms if isinstance(form, TensorSpec) and form.dtype.is_floating_point}
+    return max((torch.finfo(dtype).eps for dtype in types), default=0.0)
+
+
+def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], *, coarsest: float) -> str:
     """Return "" if values are the same up to rounding, else how they differ.
 
-    A value may differ by the square root of the precision of its type, of its largest element; or by little of the
-    largest element of all, as of a sum of which nothing is left but rounding.
+    A value may differ by the square root of the precision with which it was computed, of its largest element; or by
+    little of the largest element of all, as of a sum of which nothing is left but rounding.
+
+    Args:
+        found, wanted: the values.
+        coarsest: precision of the coarsest type that they were made in.
     """
     largest = max((_largest(_real(value)) for value in wanted), default=0.0)
     for number, (one, two) in enumerate(zip(found, wanted, strict=True)):
@@ -161,7 +174,7 @@ def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -
             if two.numel() and float((one != two).double().mean()) > _FEW:
                 return f"result {number} differs"
             continue
-        precision = torch.finfo(two.dtype).eps
+        precision = max(torch.finfo(two.dtype).eps, coarsest)
         allowed = max(precision**0.5 * _largest(two), 64 * precision * largest)
         if not torch.allclose(one, two, rtol=0.0, atol=allowed, equal_nan=True):
             return f"result {number} differs by {_largest(one - two):.3g}, more than {allowed:.3g}"

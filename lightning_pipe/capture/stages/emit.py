@@ -179,7 +179,7 @@ def gives(node: fx.Node) -> bool:
 
 
 def undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
-    """Run a function that draws from the device's generator, and give the generator its state back."""
+    """Run a function that draws random numbers, and give the generators their states back."""
     with undisturbed(device):
         return run(*args)
 

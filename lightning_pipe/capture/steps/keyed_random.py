@@ -1,7 +1,8 @@
 """Keyed random numbers: every random node draws by its key, so that draws do not depend on the layout.
 
 The key is (seed, step, micro-batch, first sample of the slice, number of the node among the graph's random nodes), so
-stages, schedule and recomputation do not change what is drawn, and the surrounding random stream stays as it was.
+stages, schedule and recomputation do not change what is drawn, and the surrounding random stream stays as it was. A step
+on a device may draw on the host, too (`torch.rand(()).item()`, indices), so there are two generators then.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ def seed_of(key: RandomKey, node: int) -> int:
 
 
 def keyed(operation: Callable[..., Any], node: int, device: torch.device) -> Callable[..., Any]:
-    """Return the operation with the key as its first argument, drawing from the device's generator seeded for it."""
+    """Return the operation with the key as its first argument, drawing from generators that are seeded for it."""
 
     def draw(key: RandomKey, *args: Any, **kwargs: Any) -> Any:
-        _generator(device).manual_seed(seed_of(key, node))
+        seed = seed_of(key, node)
+        for generator in _generators(device):
+            generator.manual_seed(seed)
         return operation(*args, **kwargs)
 
     draw.operation = operation  # type: ignore[attr-defined]
@@ -40,18 +43,20 @@ def drawn_operation(function: Any) -> Any:
     return getattr(function, "operation", None) if getattr(function, "__name__", "").startswith("keyed_") else None
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator
+def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Return the generators of a device and of the host."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.default_generator, torch.cuda.default_generators[index]
 
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Give the device's generator its state back."""
-    generator = _generator(device)
-    state = generator.get_state()
+    """Give the generators of a device and of the host their states back."""
+    before = [(generator, generator.get_state()) for generator in _generators(device)]
     try:
         yield
     finally:
-        generator.set_state(state)
+        for generator, state in before:
+            generator.set_state(state)

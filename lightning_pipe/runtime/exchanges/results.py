@@ -12,12 +12,17 @@ the split. Then every rank combines the same pieces in the same order, in the ty
 
     results = Results(split, layout, transport=transport, device=device)
     collected = drive(results.collect(program, outcome.results, names, votes={"stop": 0.0}), wait=watch.wait)
+
+Where scalars travel over the host and stages run on a device, they are copied to the host between what the device does
+before and after, and the host waits for the copy when it puts results together: not for the backward behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -30,7 +35,7 @@ from lightning_pipe.runtime.exchanges.slicing import Content, combine, from_tens
 from lightning_pipe.runtime.job import ResultSlice
 from lightning_pipe.runtime.transport.collectives import as_bytes
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Done, Wait, Walk
+from lightning_pipe.runtime.waiting import Done, Handle, Independent, Wait, Walk
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,45 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Letter:
-    """Contents under way: those of `places`, in their order, in one tensor."""
+    """Contents of `places`, in their order, in one tensor, and what posts it.
+
+    Attributes:
+        fill: writes what was copied from a device, once that has arrived.
+    """
 
     places: tuple[_Place, ...]
     content: torch.Tensor
-    wait: Wait
+    what: str
+    post: Callable[[], Handle]
+    fill: Callable[[], object] = lambda: None
+
+    def posted(self) -> Wait:
+        """Post it, and return what its end is waited for by."""
+        self.fill()
+        return Wait(self.post(), self.what)
+
+
+@dataclass(frozen=True)
+class _Reached(Independent):
+    """The handle of all that a device was told before an event."""
+
+    event: torch.cuda.Event
+
+    def wait(self, timeout_s: float) -> bool:
+        """Let the host wait at most so long until the device is there."""
+        end = time.monotonic() + timeout_s
+        while not self.event.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def landed(self) -> bool:
+        """Return whether the device is there."""
+        return bool(self.event.query())
+
+
+_LOOK_S = 5e-5  # between two looks at a device
 
 
 class Results:
@@ -99,6 +138,7 @@ class Results:
         transport: the group of all ranks must be open.
         device: where values live.
         carrier: the device from which the transport takes values; by default the same.
+        sums: what scalars travel by from the host, if that is another transport.
     """
 
     def __init__(
@@ -109,12 +149,14 @@ class Results:
         transport: Transport,
         device: torch.device,
         carrier: torch.device | None = None,
+        sums: Transport | None = None,
     ) -> None:
         self._split = split
         self._layout = layout
-        self._transport = transport
+        self._transport, self._sums = transport, sums or transport
         self._device = device
         self._carrier = carrier or device
+        self._sums_on = self._carrier if sums is None else torch.device("cpu")
         self._group = everyone(layout)
 
     def collect(
@@ -126,6 +168,8 @@ class Results:
         votes: Mapping[str, float] | None = None,
     ) -> Walk[Collected]:
         """Post what this rank has, and return the coroutine that gives all pieces of the outputs and their combination.
+
+        What must be copied to the host first is posted by the coroutine.
 
         Args:
             program: the program that was run.
@@ -140,16 +184,31 @@ class Results:
         places = [place for name in dict.fromkeys(names) for place in self._places(name, program)]
         sums = self._sum([place for place in places if place.is_scalar], own, votes or {})
         sent = self._sent([place for place in places if not place.is_scalar], own)
-        return self._collected(program, places, sums, sent, sorted(votes or {}))
+        if self._sums_on == self._device or self._device.type != "cuda":
+            under_way: Handle | list[Wait] = [letter.posted() for letter in (sums, *sent)]
+        else:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            under_way = _Reached(event)
+        return self._collected(program, places, sums, sent, sorted(votes or {}), under_way)
 
     def _collected(
-        self, program: Program, places: Sequence[_Place], sums: _Letter, sent: Sequence[_Letter], votes: Sequence[str]
+        self,
+        program: Program,
+        places: Sequence[_Place],
+        sums: _Letter,
+        sent: Sequence[_Letter],
+        votes: Sequence[str],
+        under_way: Handle | list[Wait],
     ) -> Walk[Collected]:
-        yield sums.wait
+        if not isinstance(under_way, list):
+            yield Wait(under_way, "the results of this rank")
+            under_way = [letter.posted() for letter in (sums, *sent)]
+        yield under_way[0]
         numbers = sums.content.cpu()
         found = {place: from_tensor(numbers[i].to(place.dtype), place.value) for i, place in enumerate(sums.places)}
-        for letter in sent:
-            yield letter.wait
+        for letter, end in zip(sent, under_way[1:], strict=True):
+            yield end
             counts = [place.byte_count for place in letter.places]
             for place, content in zip(letter.places, torch.split(letter.content, counts), strict=True):
                 found[place] = content.clone().view(place.dtype).view(place.shape)  # a clone: bytes may lie askew
@@ -171,15 +230,20 @@ class Results:
 
     def _sum(self, places: Sequence[_Place], own: Mapping[_Slice, Content], votes: Mapping[str, float]) -> _Letter:
         """Post one sum of the slots of scalars and of votes."""
-        slots = torch.zeros(len(places) + len(votes), dtype=torch.float64, device=self._carrier)
-        mine = [slot for slot, place in enumerate(places) if place.rank == self._transport.rank]
-        if mine:
-            numbers = [to_tensor(own[places[slot].slice], device=self._device).double() for slot in mine]
-            slots[mine] = torch.stack(numbers).to(self._carrier)
+        slots = torch.zeros(len(places) + len(votes), dtype=torch.float64, device=self._sums_on)
         for slot, name in enumerate(sorted(votes), start=len(places)):
             slots[slot] = votes[name]
-        handle = self._transport.all_reduce(slots, group=self._group) if len(self._group) > 1 else Done()
-        return _Letter(tuple(places), slots, Wait(handle, "the results of the step"))
+        mine = [slot for slot, place in enumerate(places) if place.rank == self._transport.rank]
+        numbers = [to_tensor(own[places[slot].slice], device=self._device).double() for slot in mine]
+        copied = _carried(torch.stack(numbers), self._sums_on) if numbers else None
+
+        def fill() -> None:
+            if copied is not None:
+                slots[mine] = copied
+
+        alone = len(self._group) == 1
+        post = Done if alone else partial(self._sums.all_reduce, slots, group=self._group)
+        return _Letter(tuple(places), slots, "the results of the step", post, fill)
 
     def _sent(self, places: Sequence[_Place], own: Mapping[_Slice, Content]) -> tuple[_Letter, ...]:
         """Post the bytes of other tensors, one broadcast per rank that has some."""
@@ -193,8 +257,8 @@ class Results:
                 count = sum(place.byte_count for place in theirs)
                 packed = torch.empty(count, dtype=torch.uint8, device=self._carrier)
             alone = len(self._group) == 1
-            handle = Done() if alone else self._transport.broadcast(packed, source=rank, group=self._group)
-            letters.append(_Letter(theirs, packed, Wait(handle, f"the results of rank {rank}")))
+            post = Done if alone else partial(self._transport.broadcast, packed, source=rank, group=self._group)
+            letters.append(_Letter(theirs, packed, f"the results of rank {rank}", post))
         return tuple(letters)
 
     def _combined(self, value: Value, pieces: Sequence[ResultSlice], program: Program) -> Content:
@@ -213,4 +277,11 @@ class Results:
             for piece, content in zip(pieces, contents, strict=True)
             if isinstance(content, torch.Tensor)
         ]
-        return combine(parts, value, how=value.combine).to(self._device)
+        return combine(parts, value, how=value.combine).to(self._device, non_blocking=True)
+
+
+def _carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on another device; one of the host is filled when the device of the tensor comes to that."""
+    if tensor.device.type != "cuda" or device.type != "cpu":
+        return tensor.to(device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

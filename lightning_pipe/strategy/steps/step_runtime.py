@@ -101,11 +101,16 @@ class RankStep:
         transport = links.transport
         loss = self.capture.record.loss
         self.executor = Executor(split, plan.layout, state=state, transport=transport, loss=loss, host=host)
-        # Beside the program, on the host; of a device they would have to be copied, for which the host would wait.
-        self.shares_early = early or device.type == "cpu"
-        beside = links.control.transport if self.shares_early else None
-        carrier = torch.device("cpu") if beside is not None else device
-        self.results = Results(split, plan.layout, transport=beside or transport, device=device, carrier=carrier)
+        # Scalars travel beside the program, on the host; tensors of a device behind it.
+        beside, is_on_host = links.control.transport, early or device.type == "cpu"
+        self.results = Results(
+            split,
+            plan.layout,
+            transport=(beside if is_on_host else None) or transport,
+            device=device,
+            carrier=torch.device("cpu") if is_on_host and beside is not None else device,
+            sums=None if is_on_host else beside or transport,
+        )
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
 
     def misfit(self, call: StepRequest) -> str:
@@ -150,7 +155,7 @@ class RankStep:
     def prepare(self, call: StepRequest) -> None:
         """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything."""
         if numbers := self.capture.begin(call.arguments, call.structure.template):
-            self._numbers[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+            self._numbers[: len(numbers)].copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
 
     def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:
         """Return the proved program for micro-batches of these sizes, agreed on and connected."""
@@ -184,7 +189,7 @@ class RankStep:
                 join=join,
                 beside=self._plan.beside_copies,
                 confirms=self.early and training,
-                publishes=self.shares_early,
+                publishes=True,
             )
         )
 
