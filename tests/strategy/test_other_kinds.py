@@ -310,6 +310,7 @@ def test_whether_samples_meet_in_an_operation_of_several_results_depends_on_wher
     assert capture.mixes_samples == expected
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 has no operation that checks, in a graph")
 def test_an_operation_that_does_more_than_compute_is_no_part_of_a_graph():
     def step(self, batch):
         h = self.one(batch["x"])
