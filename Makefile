@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 # processes that tests start find compiled what others have imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow lint docs clean
+.PHONY: demo test test-slow test-gpu lint docs clean
 
 demo: $(INSTALLED) ## Train a small GPT on two ranks; then measure a pipeline and data parallel training beside it.
 	$(BIN)/python -m benchmarks.demo
@@ -23,6 +23,10 @@ test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow
 
 test-slow: $(INSTALLED) ## Run the slow tests: planning and fits of long models, more random steps.
 	$(BIN)/python -m pytest -m "slow and not gpu" -n $(WORKERS) --timeout 900 $(ARGS)
+
+test-gpu: $(INSTALLED) ## Run the tests that need a GPU, and the fits of the others on ranks that share the first one.
+	LIGHTNING_PIPE_TESTS_ON=cuda $(BIN)/python -m pytest tests/gpu tests/strategy tests/runtime tests/profiler \
+	  -m "not slow" -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(LINTERS) ## Check format, style and types.
 	$(BIN)/ruff format --check .
