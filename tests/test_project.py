@@ -265,7 +265,7 @@ def test_the_gpt_example_trains_on_one_device(tmp_path):
 
 
 def test_the_gpt_example_trains_as_a_pipeline(tmp_path):
-    pipeline = ["--strategy", "dapple", "--devices", "2", "--timeline", "runs/new/timeline.json"]
+    pipeline = ["--strategy", "dapple", "--devices", "2", "--timeline", "runs/new/timeline.json", "--batch-size", "8"]
     found = run_of_the_gpt_example(tmp_path, *pipeline)
     events = json.loads((tmp_path / "runs" / "new" / "timeline.json").read_text())
     assert events, "the timeline is empty"

@@ -128,7 +128,7 @@ def outcome(capture: Capture, module: Net, batch: torch.Tensor) -> tuple[Any, ..
     return results[capture.record.loss], gradients, said
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", slow_but(MIXES.keys() - {"recurrent"}, MIXES))
 def test_a_trace_with_symbols_is_the_step_at_every_length_that_it_holds_for(name: str) -> None:
     module = Net(MIXES[name])

@@ -50,7 +50,7 @@ def trained(name: str, layout: str, schedule: str) -> tuple[list[torch.Tensor], 
     return train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @under_schedules(UNREPLICATED)
 @pytest.mark.parametrize("name", PARITY)
 def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, schedule):

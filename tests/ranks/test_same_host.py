@@ -239,6 +239,7 @@ def term(size: int, rank: int, *, seed: int, dtype: torch.dtype) -> torch.Tensor
     return torch.randn((size,), generator=torch.Generator().manual_seed(100 * rank + seed)).mul(50).to(dtype)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("ranks", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
 def test_large_sums_are_bit_equal_on_all_members(ranks: int, dtype: torch.dtype) -> None:
     (first, made), *others = World(ranks).run(many_large_sums, dtype)

@@ -376,7 +376,7 @@ AT_EXIT = "Rank 1 is ended at the exit of its script, before the first step. Ran
             1,
             "the preparation of a step, before the first step: its training thread has done nothing for",
         ),
-        ("has a thread", 1, AT_EXIT),
+        pytest.param("has a thread", 1, AT_EXIT, marks=pytest.mark.slow),
         pytest.param("has an executor", 1, AT_EXIT, marks=pytest.mark.slow),
         pytest.param("has a handler", 1, AT_EXIT, marks=pytest.mark.slow),
         ("has a destructor", -9, AT_EXIT),

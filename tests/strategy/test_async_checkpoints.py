@@ -145,6 +145,7 @@ def fails_on(rank: int, room: int, folder: str) -> list[str]:
     return names(folder)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("rank", "room"), [(0, 1), (1, 1), (1, STEPS - 1)])
 def test_a_rank_that_cannot_write_is_named_and_the_one_before_stays(rank: int, room: int, tmp_path: Path) -> None:
     """The last one is waited for when the fit ends."""

@@ -78,7 +78,7 @@ def fit(strategy: Any, kept: Kept, way: str) -> tuple[dict[str, torch.Tensor], s
     return {n: b.clone() for n, b in module.named_buffers()}, " ".join(str(w.message) for w in caught)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_are_those_of_one_device_or_named(kind: str, way: str) -> None:

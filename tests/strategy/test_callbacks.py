@@ -148,6 +148,7 @@ class Temperature(pl.Callback):
         module.temperature = 1.0 + trainer.current_epoch
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("callback", ["early stopping", "accumulation", "summary", "unfreezing", "temperature", "stop"])
 def test_callbacks_have_the_same_effect(callback: str) -> None:
     expected = train_with(None, callback)

@@ -298,6 +298,7 @@ def fit_late(capture: str, short: bool) -> tuple[list[float], int, list[str]]:
             return [float(p.detach().double().norm()) for p in module.parameters()], len(made), said
 
 
+@pytest.mark.sampled(every=2)
 @on_host("room is that of the host")
 @pytest.mark.parametrize("capture", LATE)
 def test_a_module_that_no_rank_has_room_for_is_checked_all_the_same(capture):

@@ -59,7 +59,9 @@ def content(root: Path) -> dict[str, Any]:
     return {key: found[key] for key in ("state_dict", "optimizer_states", "loops")}
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["", "the disk is full"])
+@pytest.mark.parametrize(
+    "full", [pytest.param(False, marks=pytest.mark.slow, id=""), pytest.param(True, id="the disk is full")]
+)
 def test_what_is_collected_in_files_is_what_is_collected_in_memory(full: bool, tmp_path: Path) -> None:
     usual, short = tmp_path / "usual", tmp_path / "short"
     assert [count for count, _ in World(3).run(saved, str(usual), None, False)] == [0, 0, 0]

@@ -188,6 +188,7 @@ def fit_unseeded(loader: str) -> tuple[Any, ...]:
     return fit(loader, {"layout": "2-1", "microbatches": 2}, seed=torch.distributed.get_rank())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("loader", ["shuffled", "shuffled stream", "sized stream", "disturbed"])
 def test_replicas_load_the_same_without_the_same_seed(loader: str) -> None:
     expected = fit(loader, None, seed=0)

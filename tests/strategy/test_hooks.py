@@ -229,6 +229,7 @@ class Gathering(Net):
 KINDS |= {"module hooks": ModuleHooked, "tensor hooks": TensorHooked, "gathering": Gathering}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("kind", "route", "layout"),
     [

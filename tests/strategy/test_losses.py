@@ -30,7 +30,7 @@ def plain(name: str, targets: str = "uneven"):
     return fit({**EXACT, **MIXED}[name], targets=targets)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", EXACT)
 def test_the_loss_of_a_graph_is_that_of_the_whole_batch(name):
     found = fit_cut(EXACT[name])
@@ -38,7 +38,7 @@ def test_the_loss_of_a_graph_is_that_of_the_whole_batch(name):
     assert not found.warned
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", [*SUMS, *MEANS])
 def test_a_replayed_sum_or_mean_is_that_of_the_whole_batch(name):
     found = fit_cut(EXACT[name], capture="replay")

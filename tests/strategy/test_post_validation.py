@@ -139,7 +139,7 @@ def test_steps_that_are_taken_back_and_taken_again_leave_what_waiting_leaves(opt
     assert_equal(found, expected)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("run", "takes_back"),
     [

@@ -122,7 +122,7 @@ def assert_named(text: str) -> None:
     ), f"names no line and no attribute: {text}"
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", STEPS)
 def test_one_graph_trains_as_one_device_or_is_refused_by_name(name: str, microbatches: int) -> None:
@@ -132,7 +132,7 @@ def test_one_graph_trains_as_one_device_or_is_refused_by_name(name: str, microba
         assert_named(text)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay_trains_as_one_device_or_is_refused_by_name(name: str, microbatches: int) -> None:
@@ -142,7 +142,7 @@ def test_replay_trains_as_one_device_or_is_refused_by_name(name: str, microbatch
         assert_named(text)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", [*sorted(REFUSED_BY_JOINT), "Attribute", "LateStep"])  # others go as by joint
 def test_by_default_training_is_that_of_one_device_or_is_refused_by_name(name: str, microbatches: int) -> None:

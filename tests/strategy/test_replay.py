@@ -163,6 +163,7 @@ def fitted(name: str, options: dict[str, Any], steps: int = 5) -> tuple[list[flo
     )
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [

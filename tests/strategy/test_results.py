@@ -117,7 +117,7 @@ def test_results_are_those_of_one_device_or_named(kind: str, capture: str, micro
     assert_same_or_named(found, plain(kind))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("layout", ["1-1", "2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_are_on_all_ranks(kind: str, layout: str) -> None:

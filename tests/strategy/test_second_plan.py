@@ -89,6 +89,7 @@ PIPE = {"layout": "1-1", "microbatches": 4}
 GPIPE = {"layout": "1-1", "microbatches": 2, "schedule": "gpipe"}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("name", "before", "then", "back"),
     [
@@ -126,6 +127,7 @@ def test_batches_whose_samples_are_mixed_are_cut_as_before(then):
     assert plan.layout.stages == ((0,), (1,)) and plan.microbatches == 4
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("back", [False, True])
 def test_buffers_move_with_their_stages(back):
     case = Case("resnet_batchnorm", epochs=4)

@@ -148,6 +148,32 @@ def test_training_and_checkpoints_are_those_of_unshared_state_to_the_last_bit(na
             assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(found_in[index][n])) for n, x in state.items())
 
 
+class Keeping(Unhooked):
+    """Gradients of every second batch stay, and those of the next are added to them."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+def kept(options: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Fit on all ranks of this world, or plainly; return parameters."""
+    module = Keeping().double()
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randint(13, (30, 6)), torch.randint(13, (30,)))
+    trainer = make_trainer("auto" if options is None else dapple(microbatches=2, **options), max_epochs=1)
+    trainer.fit(module, DataLoader(data, 6))
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("sharded", ["off", "on"])
+def test_gradients_that_are_kept_over_a_step_are_added_once(sharded: str) -> None:
+    """With shared state, owners that are not the first of their group lost what they had kept."""
+    expected = kept(None)
+    for found in World(3).run(kept, {"layout": "2-1", "shard_optimizer": sharded}):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_two_replicas_have_half_of_the_state_each():
     found = World(2).run(both, CASES["2, foreach"])
     whole = found[0][0].state_bytes

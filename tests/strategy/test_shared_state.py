@@ -183,7 +183,7 @@ def trained(name: str, options: dict[str, Any] | None) -> tuple[list[float], flo
     return losses.losses, float(trainer.callback_metrics["val_loss"]), state
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("route", ["joint", "replay"])
 @pytest.mark.parametrize("name", MODULES)
 def test_what_is_shared_trains_as_on_one_device(name: str, route: str) -> None:

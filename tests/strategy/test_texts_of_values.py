@@ -233,6 +233,7 @@ def losses(factor: Factor, options: dict[str, Any] | None) -> list[float]:
     return seen.losses
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", SAYS)
 def test_what_is_only_said_is_no_part_of_the_graph(name: str) -> None:
     assert losses(SAYS[name], {"capture": "joint"}) == pytest.approx(losses(SAYS[name], None), rel=ROUNDING)

@@ -17,6 +17,7 @@ ROUNDING = 1e-9
 TWO = {"layout": "1-1", "microbatches": 2}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("layout", "trainer"),
     [

@@ -68,6 +68,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_all_kinds_of_files_give_their_values(kind: str, tmp_path: Path) -> None:
     source = plain()

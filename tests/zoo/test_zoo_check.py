@@ -35,7 +35,7 @@ def assert_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", JOINT)
 def test_the_graph_of_a_module_of_the_zoo_agrees_with_its_step(name):
     found = of_zoo(name)

@@ -189,6 +189,7 @@ def test_the_operators_of_a_module_of_the_zoo_are_in_the_registry(name):
     assert not unknown, f"give them rows in lightning_pipe/capture/operators.py: {', '.join(sorted(unknown))}"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_module_of_the_zoo_is_refused_with_its_hazard(name):
     module, batch = made(name)

@@ -194,10 +194,12 @@ class RankStep:
         )
 
     def keep_sums_once(self) -> None:
-        """Forget gradients that are sums over ranks already, except on the first rank of each sum."""
+        """Forget gradients that are sums over ranks already, except on one rank of each sum: one that has kept it."""
+        rank, shared = self._links.control.rank, self._weights.sharing()
         for bucket, names in zip(self.split.traffic.buckets, self.split.bucket_parameters, strict=True):
-            if self._links.control.rank in bucket_group(bucket, self._plan.layout)[1:]:
-                for name in names:
+            group = bucket_group(bucket, self._plan.layout)
+            for name in names if rank in group else ():
+                if rank != (self._weights.owner(name) if name in shared else group[0]):
                     self._weights.parameters[name].grad = None
 
     def refuse_borrowed(self) -> None:
