@@ -29,10 +29,14 @@ SHARING = ("zoo", "parity")  # folders of tests that train the same captured ste
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process run the tests of a file, or of a folder that shares what it captures; leave some to slow runs."""
+    """Let one process run the tests of a file, or of a folder that shares what it captures; leave some to slow runs.
+
+    Folders come first: what takes longest must not begin when the other processes have nothing left to do.
+    """
     for item in items:
         folder = item.path.parent.name
         item.add_marker(pytest.mark.xdist_group(folder if folder in SHARING else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.path.parent.name not in SHARING)
     leave_out_of_samples(items)
 
 

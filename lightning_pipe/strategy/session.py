@@ -374,8 +374,8 @@ class Session:
             self.weights.restore(ranks)
             self._averages.restore(ranks)
         else:
-            self.weights.forget()
-            self._averages.forget()
+            self.weights.leave()
+            self._averages.leave()
         for groups in self.groups:
             groups.follow()
         self._module.example_input_array = self._example

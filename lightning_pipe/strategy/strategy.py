@@ -69,7 +69,7 @@ from lightning_pipe.strategy.parameters.meta_modules import adopt
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.pending import converting
 from lightning_pipe.strategy.parameters.separable import check_separable
-from lightning_pipe.strategy.parameters.stand_ins import bare
+from lightning_pipe.strategy.parameters.stand_ins import movable
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plans.plan_report import make_room
 from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks, unconnected
@@ -777,7 +777,7 @@ class DappleStrategy(ParallelStrategy):
                 self._telling(self._settle_saves)
         impossible = (NotImplementedError,) if self._failed else ()  # moving parameters that have no values
         module = self.lightning_module
-        with contextlib.suppress(*impossible), bare(module.parameters() if module is not None else ()):
+        with contextlib.suppress(*impossible), contextlib.nullcontext() if module is None else movable(module):
             super().teardown()
 
     def _telling(self, ends: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import warnings
@@ -12,7 +13,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
+from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_pipe.errors import AbsentError
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
@@ -91,3 +95,63 @@ def test_a_preemption_of_one_rank_saves_the_weights_of_all(tmp_path: Path) -> No
     for result in World(2).run(preempt, str(tmp_path)):
         assert result["error"] == "SIGTERMException" and len(result["steps"]) == 1, result
         assert 2 <= result["steps"][0] <= 3, result
+
+
+class Normed(pl.LightningModule):
+    """Batch statistics on the first and on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        self.layers = nn.Sequential(*layers).double()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class GivesUp(pl.Callback):
+    """Raise on all ranks after the second batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise FloatingPointError("on all ranks")
+
+
+def fit_after_failing(options: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """Fit, fail, and fit again; return what is left, what reading the module in between said, and warnings."""
+    module, said = Normed(), list[str]()
+    data = torch.randn(24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for callbacks in ([GivesUp()], []):
+        strategy = "auto" if options is None else dapple(**options)
+        trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks)
+        with warnings.catch_warnings(record=True) as caught, contextlib.suppress(FloatingPointError):
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(data, 8))
+        if callbacks:
+            for read in (
+                module.state_dict,
+                lambda: module.layers[1].running_mean + 1,
+                lambda: module.layers[4].running_mean + 1,
+            ):
+                try:
+                    read()
+                except AbsentError as error:
+                    said.append(str(error))
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    return state, said, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_what_a_failed_fit_leaves_is_not_taken_for_the_module_and_another_fit_goes_on_from_it(capture: str) -> None:
+    """The state of the module was empty tensors for what other ranks held, and another fit refused them."""
+    expected, *_ = fit_after_failing(None)
+    results = World(2).run(fit_after_failing, {"layout": "1-1", "microbatches": 1, "capture": capture})
+    for found, said, _ in results:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        assert len(said) == 2, said
+        assert all("The fit has failed, so that each rank has what it held" in one for one in said)
+    assert any("The fit before this one has failed" in one for one in results[0][2])

@@ -68,10 +68,10 @@ class Averages:
             if len(ranks) == average.weights.control.ranks:
                 average.release()
 
-    def forget(self) -> None:
-        """Let stand-ins be plain parameters again, whatever they hold."""
+    def leave(self) -> None:
+        """Leave averages where they are."""
         for average in self._kept:
-            average.weights.forget()
+            average.weights.leave()
             average.release()
 
 

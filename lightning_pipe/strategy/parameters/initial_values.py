@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.parameters.pending import Pending, call_it, put_off
-from lightning_pipe.strategy.parameters.stand_ins import StandIn, occupy
+from lightning_pipe.strategy.parameters.stand_ins import Guarded, occupy
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.start.tape import Tape
 
@@ -48,17 +48,17 @@ def agree(parameters: Mapping[str, nn.Parameter], control: ControlPlane) -> None
         tape.begin_from(state)
 
 
-def holders(parameters: Mapping[str, nn.Parameter], control: ControlPlane) -> dict[str, tuple[int, ...]]:
-    """Return the ranks that have the values of a parameter where others have none; on all ranks together.
+def holders(tensors: Mapping[str, torch.Tensor], control: ControlPlane) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that have the values of a parameter or buffer where others have none; on all ranks together.
 
     Raises:
-        UnsupportedError: on every rank, if nobody has the values of a parameter.
+        UnsupportedError: on every rank, if nobody has the values of one.
     """
-    here = [not isinstance(parameter, StandIn) or isinstance(parameter, Pending) for parameter in parameters.values()]
+    here = [not isinstance(tensor, Guarded) or isinstance(tensor, Pending) for tensor in tensors.values()]
     table = torch.zeros(control.ranks, len(here))
     table[control.rank] = torch.tensor(here, dtype=torch.float32)
-    table = control.sum(table, what="which rank has the values of which parameters")
-    found = {name: tuple(table[:, n].nonzero().flatten().tolist()) for n, name in enumerate(parameters)}
+    table = control.sum(table, what="which rank has which values")
+    found = {name: tuple(table[:, n].nonzero().flatten().tolist()) for n, name in enumerate(tensors)}
     if lost := [name for name, ranks in found.items() if not ranks]:
         raise UnsupportedError(
             f"No rank has the values of {lost[0]} any more (and of {len(lost) - 1} others), because the fit before "

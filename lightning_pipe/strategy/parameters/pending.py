@@ -87,7 +87,7 @@ def suspend(parameter: nn.Parameter, tape: Tape) -> None:
     form = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
     swap_contents(parameter, form)
     name = f"a parameter of shape {tuple(form.shape)}"
-    _mark(parameter, NotYet(name, (), 0, _HOST, form, type(parameter), tape))
+    _mark(parameter, NotYet(name, (), 0, _HOST, form, type(parameter), tape=tape))
 
 
 def put_off(parameter: nn.Parameter, absence: NotYet) -> None:

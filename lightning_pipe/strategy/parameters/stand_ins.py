@@ -40,6 +40,7 @@ __all__ = [
     "concerns_values",
     "form_of",
     "is_asked_by_a_hook",
+    "movable",
     "occupy",
     "only_present",
     "unguarded",
@@ -50,6 +51,7 @@ WAY_OUT_OF_WEIGHTS = (
     "On all ranks together, `with trainer.strategy.whole_module():` gives the module of every rank all current values; "
     "put these lines into it (see docs/hooks.md)"
 )
+_LEFT = "The fit has failed, so that each rank has what it held then. Take a checkpoint, or fit again on the same ranks"
 _WAY_OUT_OF_BATCHES = (
     "Return what you need of the batch from the step: its outputs are those of the whole batch on every rank "
     "(see docs/hooks.md)"
@@ -89,6 +91,7 @@ class Absence:
         device: where they would be if they were here.
         form: a meta tensor with their shape, strides and type.
         kind: the class of a parameter's object while it has values.
+        is_left: whether the fit that has spread the values has failed, so that they stay where they are.
     """
 
     name: str
@@ -97,13 +100,15 @@ class Absence:
     device: torch.device
     form: torch.Tensor
     kind: type = torch.Tensor
+    is_left: bool = False
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
         """Raise an error: something reads or writes the values."""
         have = "rank " + ", ".join(map(str, self.ranks)) if self.ranks else "other ranks"
+        advice = _LEFT if self.is_left else way_out
         raise AbsentError(
             f"{what}{at(user_line(3))} reads or writes the values of {self.name}, which only {have} "
-            f"{'have' if len(self.ranks) != 1 else 'has'}; this is rank {self.rank}. {way_out}."
+            f"{'have' if len(self.ranks) != 1 else 'has'}; this is rank {self.rank}. {advice}."
         )
 
 
@@ -274,6 +279,21 @@ def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter, kind in stand_ins:
             parameter.__class__ = kind
+
+
+@contextlib.contextmanager
+def movable(module: nn.Module) -> Iterator[None]:
+    """Let a module be moved inside, whatever of it is on other ranks."""
+    tables = [owner._buffers for owner in module.modules()]
+    absent = [(table, name, one) for table in tables for name, one in table.items() if isinstance(one, BufferStandIn)]
+    for table, name, _ in absent:
+        table[name] = None
+    try:
+        with bare(module.parameters()):
+            yield
+    finally:
+        for table, name, buffer in absent:
+            table[name] = buffer
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.capture.torchmetrics_objects import is_metric
 from lightning_pipe.core.program import Layout
 from lightning_pipe.core.sharding import owners
-from lightning_pipe.lightning_names import pl
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.strategy.parameters import initial_values as values
 from lightning_pipe.strategy.parameters.gradient_stand_ins import show_gradient
 from lightning_pipe.strategy.parameters.pending import Pending
@@ -87,9 +87,25 @@ class Weights:
         if self._holders:  # as the last fit has left them
             self._whole_on = frozenset()
             present = {name: parameter for name, parameter in present.items() if name not in self._holders}
+        held = self._found_buffers()
         tensors: dict[str, torch.Tensor] = {**present, **dict(self._module.named_buffers())}
         for name, tensor in tensors.items():
-            _assign(tensor, self._control.copy(_on_host(tensor), source=0, what=f"the initial value of {name}"))
+            source = held.get(name, (0,))[0]
+            _assign(tensor, self._control.copy(_on_host(tensor), source=source, what=f"the initial value of {name}"))
+
+    def _found_buffers(self) -> dict[str, tuple[int, ...]]:
+        """Have memory for buffers that a failed fit has left on other ranks; return the ranks that have these."""
+        buffers = {name: self.buffers[name] for name in self.buffers}
+        held = values.holders(buffers, self._control)
+        for name in held:
+            if isinstance(buffers[name], Guarded):
+                self.buffers.put(name, torch.empty_like(form_of(buffers[name]), device="cpu"))
+        if any(isinstance(one, Guarded) and one.absence.is_left for one in (*self._real.values(), *buffers.values())):
+            rank_zero_warn(
+                "The fit before this one has failed, and ranks go on with the weights that each of them had then. If "
+                "they did not fail between two steps, some are a step ahead of others: resume from a checkpoint."
+            )
+        return held
 
     def place(self, split: Split, layout: Layout, *, device: torch.device, shard_optimizer: bool = False) -> None:
         """Keep what the stages of this rank need, and give up the memory of parameters that other ranks hold.
@@ -368,14 +384,13 @@ class Weights:
         """Return the size of the parameters whose values are on other ranks."""
         return sum(self._real[name].nbytes for name in self._elsewhere())
 
-    def forget(self) -> None:
-        """Let stand-ins be the user's own parameters again, whatever they hold."""
-        for parameter in self._real.values():
-            if not isinstance(parameter, Pending):
-                occupy(parameter, None)
-        self.buffers.show()
-        self._whole_on = frozenset(range(self._control.ranks))
-        self._owners = {}
+    def leave(self) -> None:
+        """Leave values where they are: whatever reads others on this rank is told so."""
+        self.hide_gradients()
+        everything = (*self._real.values(), *self._module.buffers())
+        for one in everything:
+            if isinstance(one, Guarded) and not isinstance(one, Pending):
+                one.absence = replace(one.absence, is_left=True)
 
     def move(self, device: torch.device) -> None:
         """Move what is here to a device; what has no values yet gets them."""
@@ -501,6 +516,11 @@ class _Buffers(Mapping[str, torch.Tensor]):
         slot = self._slots[name]
         self._hidden[name] = self[name]
         slot.owner._buffers[slot.attribute] = stand_in
+
+    def put(self, name: str, buffer: torch.Tensor) -> None:
+        """Let the module have another buffer in the place of one."""
+        slot = self._slots[name]
+        slot.owner._buffers[slot.attribute] = buffer
 
     def show(self) -> None:
         """Let the module have all buffers."""
