@@ -336,6 +336,16 @@ def skip_hook_before_transfer(module: pl.LightningModule, skip: type) -> None:
     vars(module)["_on_before_batch_transfer"] = _Skipping(module, skip)
 
 
+def note_before_transfer(module: pl.LightningModule, note: Callable[[], object]) -> None:
+    """Call `note` before the hooks of every batch's transfer, until `call_hook_before_transfer`."""
+
+    def noting(batch: Any, dataloader_idx: int = 0) -> Any:
+        note()
+        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+
+    vars(module)["_on_before_batch_transfer"] = noting
+
+
 def call_hook_before_transfer(module: pl.LightningModule) -> None:
     """Call `on_before_batch_transfer` for every batch again."""
     vars(module).pop("_on_before_batch_transfer", None)

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Structure, flatten
+from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
@@ -41,6 +42,7 @@ from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
+from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.replaced import ParameterWatch
@@ -123,6 +125,7 @@ class Session:
         self._planned: Plan | None = None
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)
+        self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
         self._first_steps: FirstSteps | None = None
         self._example = module.example_input_array
@@ -213,22 +216,31 @@ class Session:
         control = self._links.control
         tensors: list[torch.Tensor] = []
 
-        def look() -> Structure | None:
+        hooks = None if self._moves_plainly() else LeftByHooks(self._module, control, device=self._device)
+
+        def look() -> tuple[Structure | None, tuple[KeptState, ...]]:
             nonlocal tensors
+            if hooks is not None:
+                hooks.begin()
             with isolate_rng(), contextlib.suppress(StopIteration):
                 batch = self._plugin.convert_input(peek(loaders))
                 tensors, structure = flatten(private.transfer(self._module, batch, self._device))
-                return structure
-            return None
+                return structure, () if hooks is None else hooks.taken()
+            return None, ()
 
         with contextlib.suppress(StopIteration):
             look_where_iterated(loaders)
-        structure = control.agreed(look, source=0, what="the structure of the first batch")
+        structure, left = control.agreed(look, source=0, what="the structure of the first batch")
+        if hooks is not None:
+            hooks.put_back()
         if structure is not None and structure.leaves:
+            shown = contextlib.nullcontext() if hooks is None else hooks.shown(left)
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             arguments = (0,) if takes_index else ()
+            call = StepRequest(TRAINING, structure, arguments, answers_of(tensors), tuple(tensors) or None)
             try:
-                self._plan(StepRequest(TRAINING, structure, arguments, answers_of(tensors), tuple(tensors) or None))
+                with shown:
+                    self._plan(call)
             except Exception as error:
                 if not _may_be_early(error, trainer, self._module) or not self._all_come_to(
                     "the preparation of the first step"
@@ -251,6 +263,8 @@ class Session:
             batch = transfer(batch)
         batch, structure = self._feed.share(batch, loaded=loaded)
         self._shared = (batch, structure)
+        if self._left is not None:
+            self._left.tell(source=self._feed.source, leads=self._feed.leads, loads=self._feed.loads)
         return batch
 
     def step(
@@ -405,8 +419,12 @@ class Session:
         private.optimizers_to_device(self._optimizers, self._device)
         self._feed.structures.is_plain = self._links.control.ranks > 1 and self._moves_plainly()
         self._feed.assign(plan.layout.stages[0])
+        if not self._moves_plainly() and len(plan.layout.stages[0]) < self._links.control.ranks:
+            self._left = LeftByHooks(self._module, self._links.control, device=self._device)
         if not self._feed.loads:
             private.skip_hook_before_transfer(self._module, Awaited)
+        elif self._left is not None:
+            private.note_before_transfer(self._module, self._left.begin)
         if self._links.control.ranks > 1:  # a summary would run the whole module on it, which no rank has
             self._module.example_input_array = None
         warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)

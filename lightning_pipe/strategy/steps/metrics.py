@@ -107,11 +107,16 @@ def replay(
     for call in record.calls:
         results.append(_make(call, real, module))
     for kept in record.kept:
-        _keep(kept, real(kept.value), module)
+        keep_state(kept, real(kept.value), module)
     return real(record.returned)
 
 
-def _keep(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
+def keep_state(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
+    """Leave on the module of this rank what a step has left behind.
+
+    Raises:
+        PipelineError: if it is not known where.
+    """
     if not kept.path:
         raise PipelineError(
             f"The step changes {kept.name} in this batch, which can neither be put back for the next micro-batch nor "

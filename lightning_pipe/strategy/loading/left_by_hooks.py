@@ -1,0 +1,117 @@
+"""What hooks of the transfer leave on the module for the step, on ranks that load nothing.
+
+`on_after_batch_transfer` may set an attribute that the step reads (the share of a mixup). A rank that does not load
+calls no such hook, so that the first rank that loads tells the others with every batch what hooks have changed of the
+module: numbers, texts, collections of them, and small tensors. The look at the first batch, before the plan, calls the
+hooks too; the step is captured with what they leave, which is undone then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture.python.inner_states import set_state, state_of
+from lightning_pipe.capture.python.places import Place, follow
+from lightning_pipe.capture.python.state_slots import shared_slots
+from lightning_pipe.capture.steps.record import KeptState
+from lightning_pipe.capture.steps.step_state import ModuleState
+from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.lightning_names import pl
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.steps.metrics import keep_state
+
+_MOST_ELEMENTS = 2**18  # of a tensor that is told
+
+
+class LeftByHooks:
+    """Changes of the module between the beginning of a transfer and its end.
+
+    Args:
+        module: the module.
+        control: connections to the other ranks.
+        device: where tensors are that others get.
+    """
+
+    def __init__(self, module: pl.LightningModule, control: ControlPlane, *, device: torch.device) -> None:
+        self._module, self._control, self._device = module, control, device
+        self._shared = tuple(shared_slots(module))
+        self._before: ModuleState | None = None
+
+    def begin(self) -> None:
+        """Note what there is before hooks run."""
+        self._before = ModuleState(self._module, shared=self._shared, copies=True)
+
+    def taken(self) -> tuple[KeptState, ...]:
+        """Return what hooks have changed since, as far as others can be told."""
+        if self._before is None:
+            return ()
+        told = (one for one in self._before.kept() if one.path and _is_small(one.value))
+        return tuple(replace(one, value=mapped(one.value, torch.Tensor, _on_host)) for one in told)
+
+    def put_back(self) -> None:
+        """Undo what hooks have changed."""
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
+
+    def tell(self, *, source: int, leads: bool, loads: bool) -> None:
+        """Let ranks that do not load have what hooks of the leading rank have changed; on all ranks together."""
+        left = self._control.broadcast(self.taken() if leads else (), source=source, what="what batch hooks have left")
+        self._before = None
+        if not loads:
+            for one in left:
+                self._keep(one)
+
+    @contextlib.contextmanager
+    def shown(self, left: Sequence[KeptState]) -> Iterator[None]:
+        """Have the module inside as hooks would leave it."""
+        undo = []
+        try:
+            for one in left:
+                undo.append(_undoing(follow(self._module, one.path), one))
+                self._keep(one)
+            yield
+        finally:
+            for action in reversed(undo):
+                action()
+
+    def _keep(self, one: KeptState) -> None:
+        keep_state(one, mapped(one.value, torch.Tensor, self._on_device), self._module)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+
+def _undoing(slot: Place, change: KeptState) -> Callable[[], object]:
+    """Return what undoes a change that is about to be made."""
+    now: Any = slot.read()
+    match change.how:
+        case "assign" | "remove":
+            return partial(slot.write, now)
+        case "extend":
+            return partial(now.__delitem__, slice(len(now), None))
+        case "state":
+            return partial(set_state, now, state_of(now))
+    content = dict(now) if isinstance(now, dict) else list(now)
+
+    def refill() -> None:
+        now.clear()
+        (now.extend if hasattr(now, "extend") else now.update)(content)
+
+    return refill
+
+
+def _is_small(value: Any) -> bool:
+    sizes = list[int]()
+    mapped(value, torch.Tensor, lambda tensor: sizes.append(tensor.numel()))
+    return max(sizes, default=0) <= _MOST_ELEMENTS
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
