@@ -54,6 +54,7 @@ def fitted() -> list[torch.Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.slow
 def test_a_graph_that_calls_python_functions_has_one_fingerprint_in_all_processes() -> None:
     assert any("sym_max" in str(node.target) for node in captured().joint.module.graph.nodes)
     assert set(World(2).run(captured_fingerprint)) == {captured_fingerprint()}

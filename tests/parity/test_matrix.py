@@ -87,7 +87,9 @@ def test_training_with_replicas_in_unequal_parts_is_accumulation(name, layout, w
         close(parameters[parameter], value, parameter)
 
 
-@pytest.mark.parametrize("name", ["gpt_tied", "lstm", pytest.param("seq2seq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt_tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lstm", "seq2seq"))]
+)
 def test_dropout_gives_the_same_losses_under_every_unreplicated_layout(name):
     runs = []
     for layout in UNREPLICATED:

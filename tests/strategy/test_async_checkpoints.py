@@ -185,6 +185,7 @@ def broken(folder: str, is_slow: bool) -> tuple[list[str], list[str]]:
     return said, there
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_failed_training_leaves_a_complete_checkpoint(is_slow: bool, tmp_path: Path) -> None:
     for said, there in World(2).run(broken, str(tmp_path), is_slow):

@@ -61,7 +61,11 @@ def best_checkpoint(folder: str) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("name", "layout", "evaluate"),
-    [("parameter_groups", "1-1", False), ("parameter_groups", "1-1", True), ("gpt_tied", "2-1", True)],
+    [
+        pytest.param("parameter_groups", "1-1", False, marks=pytest.mark.slow),
+        ("parameter_groups", "1-1", True),
+        ("gpt_tied", "2-1", True),
+    ],
 )
 def test_a_checkpoint_holds_what_one_device_would_have_saved(
     name: str, layout: str, evaluate: bool, tmp_path: Path

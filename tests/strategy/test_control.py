@@ -68,6 +68,7 @@ def do_different(which: str) -> None:
         DIFFERENT[which][dist.get_rank()](links.control)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("which", DIFFERENT)
 def test_ranks_that_do_different_things_together_get_an_error_and_no_numbers(which: str) -> None:
     results = World(2).results(do_different, which, deadline_s=20)

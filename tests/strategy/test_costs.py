@@ -144,6 +144,7 @@ def costs_outside_fit(method: str, costs: str) -> tuple[str, str] | None:
     return source.found
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("method", ["validate", "predict"])
 def test_outside_of_a_fit_costs_are_measured_as_in_it(method: str):
     """Plans of evaluation were made for equal nominal devices, whatever the devices were."""

@@ -60,6 +60,7 @@ def fail_and_save(callback: type, rank: int, folder: str) -> tuple[str, list[str
     return "", []
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("callback", "rank"), [(cb.OnExceptionCheckpoint, 1), (SavingOnException, 0)])
 def test_where_one_rank_fails_alone_no_checkpoint_is_saved_and_the_reason_is_said(
     callback: type, rank: int, tmp_path: Any

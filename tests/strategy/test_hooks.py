@@ -129,6 +129,7 @@ def test_a_hook_on_a_gradient_runs_before_a_step_that_may_be_taken_back() -> Non
             assert_as_on_one_device(found, expected)
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("trainer", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}], ids=["", "more"])
 @pytest.mark.parametrize(("route", "layout"), [("joint", "1-1"), ("joint", "2-1"), ("replay", "1-1")])
 def test_a_hook_on_a_gradient_runs_once_per_batch(route: str, layout: str, trainer: dict[str, Any]) -> None:
@@ -187,6 +188,7 @@ def fit_kind(kind: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 KINDS: dict[str, Callable[[], Net]] = {"editing": Editing, "measuring": Measuring}
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("route", "layout"), [("joint", "1-1"), ("joint", "2-1"), ("replay", "1-1")])
 def test_hooks_have_the_same_effect(kind: str, route: str, layout: str) -> None:

@@ -132,6 +132,7 @@ def drawn(name: str) -> pl.LightningModule:
     return PARITY[name].module(dropout=0.0).double().train()
 
 
+@pytest.mark.sampled(every=2)
 @drawn_on_host
 @pytest.mark.parametrize("in_context", [False, True], ids=["configure_model", "init_module"])
 def test_ranks_make_what_they_hold_and_train_as_one_device(in_context: bool) -> None:
@@ -226,6 +227,7 @@ def fit_test_fit(options: dict[str, Any] | None, path: str) -> list[Any]:
         return [here, losses.losses, tested, {n: p.detach().clone() for n, p in module.named_parameters()}]
 
 
+@pytest.mark.sampled(every=2)
 @drawn_on_host
 @pytest.mark.parametrize("restore", ["none", "first"])
 def test_a_module_that_stays_apart_can_be_saved_tested_and_trained_further(restore: str, tmp_path: Path) -> None:

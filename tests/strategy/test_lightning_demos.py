@@ -129,6 +129,7 @@ def check_like_one_device(name: str, microbatches: int) -> None:
 CASES = [(name, microbatches) for name in ("boring", "demo", "transformer") for microbatches in (1, 2)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("name", "microbatches"), slow_but({*CASES} - {("demo", 1), ("transformer", 1)}, CASES))
 def test_a_demo_trains_as_on_one_device(name: str, microbatches: int) -> None:
     check_like_one_device(name, microbatches)

@@ -239,7 +239,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("kind", "layout", "microbatches", "capture"), PIPELINES)
 def test_every_rank_has_the_losses_and_the_state_of_one_device(kind, layout, microbatches, capture):
     losses, state, _ = trained(kind)

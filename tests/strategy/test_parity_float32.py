@@ -39,6 +39,7 @@ CASES = [
 IN_THE_SUITE = ("unet_skips", "dict_batch")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "case",
     slow_but([case for case in CASES if case.name in IN_THE_SUITE], CASES),

@@ -71,6 +71,7 @@ def fit_joining(case: Case, most: int) -> Joining:
         return Joining(fit_as_pipeline(case), joined, said)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("most", [8, 7])
 def test_a_plan_that_joins_w_trains_as_one_device_does(most, tmp_path):
     """Where the graph does not hold for the samples of all micro-batches together, W stay apart, and this is said."""

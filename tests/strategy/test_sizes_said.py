@@ -115,6 +115,7 @@ def said(name: str, options: dict[str, Any] | None) -> tuple[list[Any], dict[str
     return module.said, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.sampled(every=1)
 @pytest.mark.parametrize("route", ["joint", "replay"])
 @pytest.mark.parametrize("name", MODULES)
 def test_numbers_of_a_step_are_those_of_the_whole_batch(name: str, route: str) -> None:

@@ -216,6 +216,7 @@ def fit_averaged(options: dict[str, Any] | None) -> Any:
     return (*found, module.average, dict(module.kept))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("route", "layout"), [("joint", "1-1"), ("joint", "1-2"), ("replay", "1-1"), ("replay", "2-1")]
 )

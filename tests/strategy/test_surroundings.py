@@ -68,6 +68,7 @@ def test_the_next_start_finds_what_was_measured_until_something_differs(tmp_path
     assert without_memory(start(tmp_path)) != measured and file.stat().st_mtime > yesterday
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_written_anew(tmp_path: Path):
     start(tmp_path)
     (file,) = folder_of(tmp_path).iterdir()
