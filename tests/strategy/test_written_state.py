@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -109,3 +110,24 @@ def test_every_rank_has_what_a_later_graph_has_written(kind: type[Net]) -> None:
     expected = fit(kind, None)
     for found in World(2).run(fit, kind, {"layout": "1-1", "microbatches": 1}):
         torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+class Late(Net):
+    """Counts in batches after the first."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx % 2:
+            self.average += 1
+        return self.two(torch.tanh(self.one(batch))).square().mean()
+
+
+@pytest.mark.parametrize(("microbatches", "is_said"), [(1, False), (2, True)])
+def test_a_buffer_that_micro_batches_of_a_later_batch_change_is_said(microbatches: int, is_said: bool) -> None:
+    """A replayed step changed it once per micro-batch, without a word."""
+    module, trainer = Late(), make_trainer(dapple(capture="replay", microbatches=microbatches), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(torch.randn(16, 4, dtype=torch.float64), 4))
+    assert module.average[0] == 2 * microbatches
+    told = [str(one.message) for one in caught if "changes average in this batch" in str(one.message)]
+    assert len(told) == is_said

@@ -231,7 +231,7 @@ class Replay:
         self._now.arguments, self._now.template = arguments, template
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
-        self._now.loss_calls = {}
+        self._now.loss_calls, self._now.late = {}, set()
         return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:

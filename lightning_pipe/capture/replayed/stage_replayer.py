@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -37,7 +38,7 @@ from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_state import ModuleState
-from lightning_pipe.capture.torch_private import FakeTensor, answered_calls, checkpoints_replaced
+from lightning_pipe.capture.torch_private import FakeTensor, answered_calls, checkpoints_replaced, version_of
 from lightning_pipe.errors import PipelineError, none_caught
 
 _HANDLES = itertools.count()
@@ -70,6 +71,9 @@ class StageReplayer:
         self._others = OtherStages(step, part)
         self._metrics = metrics_in(step.module)
         self._twins = {name: twins for name, twins in twin_buffers(step.module).items() if name in part.buffers}
+        changed = itertools.chain(*(unit.mutations for unit in self._units), (one.name for one in step.trace.changes))
+        self._changed = {*changed}  # of buffers, by the traced run
+        self._has_warned = False
 
     @cached_property
     def _slots(self) -> dict[str, Slot]:
@@ -126,7 +130,9 @@ class StageReplayer:
                 stack.enter_context(LossWatch(samples, recording.loss_notes, self._now.loss_calls))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
+            before = self._versions()
             output = run.run(lambda: self._call(samples, leaves))
+            self._warn_of_late_buffers(before)
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
             if run.repeats and any(python.changes()):
@@ -199,6 +205,23 @@ class StageReplayer:
                 "Differentiate it in every batch, multiplied by zero where that is not wanted, or in none."
             )
 
+    def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+        return {name: (buffer, version_of(buffer)) for name, buffer in self._step.module.named_buffers()}
+
+    def _warn_of_late_buffers(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        """Warn once where several plays of a batch change a buffer that the traced run has not changed."""
+        now = self._versions()
+        late = {name for name in before.keys() & now.keys() if _differs(before[name], now[name])} - self._changed
+        if (again := sorted(late & self._now.late)) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._step.method} changes {', '.join(again)} in this batch, which it did not do when it was traced "
+                "on the first one: once for every micro-batch, as with gradient accumulation, and not once as on one "
+                "device. microbatches=1 has no such difference.",
+                stacklevel=2,
+            )
+        self._now.late |= late
+
     def _refuse_absent(self, results: Iterable[torch.Tensor]) -> None:
         if any(isinstance(result, FakeTensor) for result in results):
             raise PipelineError(
@@ -265,3 +288,7 @@ class StageReplayer:
     def part(self) -> StageSpec:
         """Return what the stage plays."""
         return self._part
+
+
+def _differs(one: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]) -> bool:
+    return one[0] is not other[0] or one[1] != other[1]

@@ -32,6 +32,7 @@ class BatchContext:
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         loss_calls: the first line of every kind of call by which these plays made their losses.
+        late: buffers that a play has changed and the traced run has not.
     """
 
     arguments: tuple[int, ...]
@@ -40,6 +41,7 @@ class BatchContext:
     speakers: tuple[int, ...] = ()
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     loss_calls: dict[str, str] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
