@@ -118,6 +118,11 @@ class Capture:
         return frozenset(self.joint.mutations) - state_once(self.joint, self.flow)
 
     @property
+    def sets_first(self) -> frozenset[str]:
+        """Return nothing: a step that does otherwise in its first call is no graph."""
+        return frozenset()
+
+    @property
     def may_draw(self) -> bool:
         """Return whether the step may draw random numbers of torch."""
         return self.variants is not None or any(map(is_random, self.joint.module.graph.nodes))

@@ -139,6 +139,11 @@ class Route(Protocol):
         ...
 
     @property
+    def sets_first(self) -> frozenset[str]:
+        """Return the names of the parameters that the first call of the step alone writes to, if that is known."""
+        ...
+
+    @property
     def derived(self) -> tuple[Derived, ...]:
         """Return how results are made which are not combined from those of micro-batches, but of other results."""
         ...

@@ -266,7 +266,7 @@ class Preparation:
         cuts = self.cuts_of(graph) if cuts is None else cuts
         agree(self.setup.links, {"captured graph": graph.fingerprint})
         if captured.request.method == TRAINING:
-            check_written(captured.capture, self.setup.module, microbatches=plan.microbatches)
+            check_written(captured.capture, self.setup.module, microbatches=plan.microbatches, layout=plan.layout)
         return RankStep(
             captured,
             self.split(captured, cuts),

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_pipe.capture import Route
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled, looks_for_overflow
 from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.program import Layout
 from lightning_pipe.errors import CaptureError, UnsupportedError
 from lightning_pipe.lightning_names import (
     MixedPrecision,
@@ -234,12 +235,18 @@ def refuse_post_validation(module: pl.LightningModule, plugin: Precision) -> Non
             )
 
 
-def check_written(capture: Route, module: pl.LightningModule, *, microbatches: int) -> None:
+def check_written(capture: Route, module: pl.LightningModule, *, microbatches: int, layout: Layout) -> None:
     """Check the parameters that a training step writes to itself, which it does once per micro-batch.
 
     Raises:
-        CaptureError: naming a parameter that is trained.
+        CaptureError: naming a parameter that is trained, or one that every part of the first batch would set anew.
     """
+    if capture.sets_first and (microbatches > 1 or any(len(ranks) > 1 for ranks in layout.stages)):
+        raise CaptureError(
+            f"{type(module).__name__}.training_step sets the parameter {min(capture.sets_first)} in its first call, by "
+            "the values of the first batch. Micro-batches and replicas would each set it by their own samples. Call "
+            "the module once on a batch before trainer.fit, or set microbatches=1 with one rank per stage."
+        )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = capture.writes
     written = [name for name in parameters if name in names]

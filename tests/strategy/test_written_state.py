@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CaptureError
-from ranks.world import World
+from ranks.world import Raised, World
 from strategy.fits import Losses, dapple, make_trainer
 
 ROUNDING = 1e-9
@@ -131,3 +131,41 @@ def test_a_buffer_that_micro_batches_of_a_later_batch_change_is_said(microbatche
     assert module.average[0] == 2 * microbatches
     told = [str(one.message) for one in caught if "changes average in this batch" in str(one.message)]
     assert len(told) == is_said
+
+
+class Initialised(Net):
+    """A scale that is set by the values of the first batch, as in flows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.is_set = nn.Parameter(torch.ones(8, dtype=torch.float64)), False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.one(batch)
+        if not self.is_set:
+            self.scale.data.copy_(1 / (hidden.detach().std(0) + 0.1))
+            self.is_set = True
+        return self.two(torch.tanh(hidden * self.scale)).square().mean()
+
+
+def fit_initialised(options: dict[str, Any] | None, before: bool) -> dict[str, torch.Tensor]:
+    """Fit, with values that were set before or are set by the first batch; a worker function."""
+    module, data = Initialised(), torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    if before:
+        module.training_step(data[:8], 0)
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2)
+    trainer.fit(module, DataLoader(data, 8))
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def test_a_parameter_that_the_first_batch_sets_is_refused_where_parts_would_set_it_and_else_right() -> None:
+    """Every replica, and every micro-batch, set its own without a word."""
+    expected = fit_initialised(None, False)
+    for found in World(2).run(fit_initialised, {"layout": "1-1", "microbatches": 1}, False):
+        torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+    for options in ({"layout": "2"}, {"layout": "1-1", "microbatches": 2}):
+        for result in World(2).results(fit_initialised, options, False):
+            assert isinstance(result, Raised) and result.kind == "CaptureError"
+            assert "training_step sets the parameter scale in its first call" in result.text
+    for found in World(2).run(fit_initialised, {"layout": "1-1", "microbatches": 2}, True):
+        torch.testing.assert_close(found, fit_initialised(None, True), rtol=ROUNDING, atol=ROUNDING)

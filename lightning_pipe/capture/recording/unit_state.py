@@ -190,7 +190,9 @@ class _Keeper(TorchDispatchMode):
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._parameters = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+        named = {p.untyped_storage().data_ptr(): (name, p) for name, p in module.named_parameters()}
+        self._parameters = {where: parameter for where, (_, parameter) in named.items()}
+        self._names = {where: name for where, (name, _) in named.items()}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -202,6 +204,10 @@ class _Keeper(TorchDispatchMode):
                 data = self._parameters[where].data
                 self._kept[where] = (data, data.clone())
         return func(*args, **kwargs)
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the parameters that were written to."""
+        return frozenset(self._names[where] for where in self._kept)
 
     def restore(self) -> None:
         """Write the kept contents back."""

@@ -67,6 +67,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
     ):
         with kept.keeper:
             first = runner.timed()
+        cold = kept.keeper.names()
         tree = faster(first, runner.timed())
         steady = ModuleSnapshot(request.module)  # what the calls before have left is there
         chosen, run = _separated(runner, tree, parts, steady)
@@ -94,7 +95,10 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         _compare([seen.path for seen in run.seen], paths)
     trace = _described(request, run, others, [call.seconds for call in calls])
     whole = trace.whole if fits else "what it keeps from batch to batch is for one number of samples"
-    return replace(trace, is_random_in_python=in_python, whole=whole, once=once, said=said)
+    first_only = cold - {name for names in run.mutated.values() for name in names} - {one.name for one in run.changes}
+    return replace(
+        trace, is_random_in_python=in_python, whole=whole, once=once, said=said, sets_first=first_only - trace.writes
+    )
 
 
 def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:

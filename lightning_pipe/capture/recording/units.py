@@ -145,6 +145,7 @@ class UnitTrace:
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
         said: what is known of other single numbers that it returns or logs.
         writes: names of the parameters that the step writes to.
+        sets_first: names of those that its first call alone writes to.
         has_terms: whether the loss adds sums over samples to other terms.
     """
 
@@ -164,4 +165,5 @@ class UnitTrace:
     proportional: frozenset[tuple[str, ...]] = frozenset()
     said: Said = NOTHING_SAID
     writes: frozenset[str] = frozenset()
+    sets_first: frozenset[str] = frozenset()
     has_terms: bool = False

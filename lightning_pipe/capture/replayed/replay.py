@@ -112,6 +112,11 @@ class Replay:
         """Return the names of the parameters that the step writes to."""
         return self.trace.writes
 
+    @property
+    def sets_first(self) -> frozenset[str]:
+        """Return the names of the parameters that the first call of the step alone writes to."""
+        return self.trace.sets_first
+
     def result_role(self, name: str) -> Role:
         """Return "mean", how the loss of an evaluation is combined; what else is said is in `combining`."""
         return "mean"
