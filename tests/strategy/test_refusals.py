@@ -119,3 +119,28 @@ def test_a_list_with_an_item_per_sample_is_refused_where_the_batch_is_cut(captur
     trainer = make_trainer(dapple(capture=capture, microbatches=2), max_epochs=1)
     with pytest.raises(CaptureError, match=r"runs with a whole batch and raises RuntimeError.*microbatches=1"):
         trainer.fit(Weighted(), torch.utils.data.DataLoader(batches, batch_size=None))
+
+
+class SkipsFirst(pl.LightningModule):
+    """Skips the first batch, before or after it has called its sub-modules."""
+
+    def __init__(self, *, early: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.early = nn.Linear(3, 3), nn.Linear(3, 1), early
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.early and batch_idx == 0:
+            return None
+        loss = self.two(torch.tanh(self.one(batch))).square().mean()
+        return None if batch_idx == 0 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("capture", ["auto", "replay"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_first_batch_that_is_skipped_is_named(early: bool, capture: str) -> None:
+    trainer = make_trainer(dapple(capture=capture, microbatches=2), max_epochs=1)
+    with pytest.raises(CaptureError, match="returns None for the first batch"):
+        trainer.fit(SkipsFirst(early=early), torch.utils.data.DataLoader(torch.randn(12, 3), batch_size=4))

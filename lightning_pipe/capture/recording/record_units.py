@@ -104,7 +104,7 @@ class UnitRecorder:
     """
 
     def __init__(self, request: Request, tensors: Sequence[torch.Tensor]) -> None:
-        self.request = request
+        self.request, self._gave_nothing = request, False
         self._tensors = tensors
         whole = request.samples is None
         self._cut = (False,) * len(tensors) if whole else request.structure.cut(request.batch_dim)
@@ -153,6 +153,7 @@ class UnitRecorder:
         play = self._play(chosen, kept, other)
         units, follower = play.units, play.units.follower
         units.look_at_state()
+        self.refuse_nothing()
         loss = loss_of(self.request.module, self.request.method, play.output)
         left = kept.left()
         results = [*tensors_in(play.output, objects=True), *play.recording.results]
@@ -185,6 +186,19 @@ class UnitRecorder:
             numbers=numbers_said(play.output, play.recording.calls),
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))
+
+    def refuse_nothing(self) -> None:
+        """Refuse a training step whose last run has returned None.
+
+        Raises:
+            CaptureError: if it has.
+        """
+        if self._gave_nothing and self.request.method == "training_step":
+            raise CaptureError(
+                f"{type(self.request.module).__name__}.training_step returns None for the first batch, by which the "
+                "pipeline is planned, so that nothing tells what it computes. Let the first batch give a loss: leave "
+                "such batches out in the data set or the collate function, or put them later."
+            )
 
     def _repeatable(self, units: UnitCalls, kept: ModuleSnapshot) -> frozenset[int]:
         """Return the units that return the same when they are called again with what the step has left of their inputs.
@@ -304,7 +318,9 @@ class UnitRecorder:
     def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
         step: Callable[..., Any] = getattr(self.request.module, self.request.method)
         with none_caught():
-            return with_loss(self.request.method, step(self.request.structure.fill(leaves), *self.request.arguments))
+            output = with_loss(self.request.method, step(self.request.structure.fill(leaves), *self.request.arguments))
+        self._gave_nothing = output is None
+        return output
 
     def _count(self, other: int) -> int:
         """Return the number of samples: one less than wanted, or one more where that would leave a single one."""

@@ -139,6 +139,7 @@ def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSna
             return chosen, run
         opened |= run.read_past
     request = runner.request
+    runner.refuse_nothing()
     past = f" It uses what {', '.join(sorted(opened))} compute without returning it." if opened else ""
     raise CaptureError(
         f"{type(request.module).__name__}.{request.method} calls no sub-module that could run on a rank of its own."
