@@ -193,7 +193,7 @@ def test_a_failed_training_leaves_a_complete_checkpoint(is_slow: bool, tmp_path:
             assert there == [".step=2.ckpt.part", "step=1.ckpt"]
             assert all("step=2.ckpt was complete" in text for text in said) and said
         else:
-            assert there == ["step=2.ckpt"] and not said
+            assert {"step=2.ckpt"} <= {*there} <= {"step=1.ckpt", "step=2.ckpt"} and not said  # what goes may be there
 
 
 def saved_at_exception(folder: str) -> list[str]:
