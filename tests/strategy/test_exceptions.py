@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import AbsentError
+from lightning_pipe.runtime.guard.watch import PeerFailure
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
@@ -119,6 +120,7 @@ class GivesUp(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
+            trainer.strategy.barrier()  # all have taken this step
             raise FloatingPointError("on all ranks")
 
 
@@ -129,7 +131,7 @@ def fit_after_failing(options: dict[str, Any] | None) -> tuple[dict[str, torch.T
     for callbacks in ([GivesUp()], []):
         strategy = "auto" if options is None else dapple(**options)
         trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks)
-        with warnings.catch_warnings(record=True) as caught, contextlib.suppress(FloatingPointError):
+        with warnings.catch_warnings(record=True) as caught, contextlib.suppress(FloatingPointError, PeerFailure):
             warnings.simplefilter("always")
             trainer.fit(module, DataLoader(data, 8))
         if callbacks:
