@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -116,6 +116,7 @@ class StageReplayer:
             stack.callback(python.restore)
             for entered in (
                 hang(),
+                self._late_buffers_said(),
                 checkpoints_replaced(run.checkpoints.entered, where=lambda: run.is_inside),
                 no_collectives(),
                 no_training_state(),
@@ -130,9 +131,7 @@ class StageReplayer:
                 stack.enter_context(LossWatch(samples, recording.loss_notes, self._now.loss_calls))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
-            before = self._versions()
             output = run.run(lambda: self._call(samples, leaves))
-            self._warn_of_late_buffers(before)
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
             if run.repeats and any(python.changes()):
@@ -208,8 +207,11 @@ class StageReplayer:
     def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:
         return {name: (buffer, version_of(buffer)) for name, buffer in self._step.module.named_buffers()}
 
-    def _warn_of_late_buffers(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+    @contextlib.contextmanager
+    def _late_buffers_said(self) -> Iterator[None]:
         """Warn once where several plays of a batch change a buffer that the traced run has not changed."""
+        before = self._versions()
+        yield
         now = self._versions()
         late = {name for name in before.keys() & now.keys() if _differs(before[name], now[name])} - self._changed
         if (again := sorted(late & self._now.late)) and not self._has_warned:

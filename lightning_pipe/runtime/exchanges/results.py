@@ -19,7 +19,6 @@ before and after, and the host waits for the copy when it puts results together:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,7 @@ from lightning_pipe.runtime.exchanges.slicing import Content, combine, from_tens
 from lightning_pipe.runtime.job import ResultSlice
 from lightning_pipe.runtime.transport.collectives import as_bytes
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Done, Handle, Independent, Wait, Walk
+from lightning_pipe.runtime.waiting import Done, Handle, Landing, Wait, Walk
 
 
 @dataclass(frozen=True)
@@ -107,26 +106,18 @@ class _Letter:
 
 
 @dataclass(frozen=True)
-class _Reached(Independent):
+class _Reached:
     """The handle of all that a device was told before an event."""
 
     event: torch.cuda.Event
 
     def wait(self, timeout_s: float) -> bool:
-        """Let the host wait at most so long until the device is there."""
-        end = time.monotonic() + timeout_s
-        while not self.event.query():
-            if time.monotonic() > end:
-                return False
-            time.sleep(_LOOK_S)
+        """Return that work queued from now on comes after it."""
         return True
 
     def landed(self) -> bool:
         """Return whether the device is there."""
         return bool(self.event.query())
-
-
-_LOOK_S = 5e-5  # between two looks at a device
 
 
 class Results:
@@ -189,7 +180,7 @@ class Results:
         else:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
-            under_way = _Reached(event)
+            under_way = Landing(_Reached(event))
         return self._collected(program, places, sums, sent, sorted(votes or {}), under_way)
 
     def _collected(
