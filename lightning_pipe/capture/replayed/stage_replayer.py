@@ -204,8 +204,15 @@ class StageReplayer:
                 "Differentiate it in every batch, multiplied by zero where that is not wanted, or in none."
             )
 
+    @cached_property
+    def _buffer_places(self) -> list[tuple[str, dict[str, torch.Tensor | None], str]]:
+        """List the buffers: name, table and key; once, as looking through a module takes long."""
+        owners = self._step.module.named_modules()
+        return [(f"{path}.{key}".removeprefix("."), one._buffers, key) for path, one in owners for key in one._buffers]
+
     def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:
-        return {name: (buffer, version_of(buffer)) for name, buffer in self._step.module.named_buffers()}
+        found = ((name, table.get(key)) for name, table, key in self._buffer_places)
+        return {name: (buffer, version_of(buffer)) for name, buffer in found if buffer is not None}
 
     @contextlib.contextmanager
     def _late_buffers_said(self) -> Iterator[None]:
