@@ -55,6 +55,10 @@ class Plays(Protocol):
         """Return (micro-batch, first sample, samples, words) of every play of the batch that says something."""
         ...
 
+    def late_buffers(self) -> Mapping[str, int]:
+        """Return how many plays of the batch have changed a buffer that the traced run has not."""
+        ...
+
     def leave_whole(self, reason: str) -> None:
         """Do not cut batches from now on; on all ranks."""
         ...

@@ -118,6 +118,19 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
+def call_before_training(trainer: pl.Trainer, then: Callable[[], None]) -> Callable[[], None]:
+    """Call a function when the fit loop begins, where it would iterate its loaders; return what undoes it."""
+    own, usual = vars(trainer.fit_loop), trainer.fit_loop.setup_data
+
+    def setup_data() -> None:
+        del own["setup_data"]
+        then()
+        usual()
+
+    own["setup_data"] = setup_data
+    return lambda: own.pop("setup_data", None)
+
+
 def restore_loader_states(trainer: pl.Trainer) -> None:
     """Give the loaders the state that a checkpoint holds for them."""
     trainer.fit_loop._load_combined_loader_states()

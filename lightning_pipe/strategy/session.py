@@ -216,7 +216,7 @@ class Session:
         control = self._links.control
         tensors: list[torch.Tensor] = []
 
-        hooks = None if self._moves_plainly() else LeftByHooks(self._module, control, device=self._device)
+        hooks = None if self._moves_plainly() else LeftByHooks(self._module, control, self._feed, device=self._device)
 
         def look() -> tuple[Structure | None, tuple[KeptState, ...]]:
             nonlocal tensors
@@ -264,7 +264,7 @@ class Session:
         batch, structure = self._feed.share(batch, loaded=loaded)
         self._shared = (batch, structure)
         if self._left is not None:
-            self._left.tell(source=self._feed.source, leads=self._feed.leads, loads=self._feed.loads)
+            self._left.tell()
         return batch
 
     def step(
@@ -420,7 +420,7 @@ class Session:
         self._feed.structures.is_plain = self._links.control.ranks > 1 and self._moves_plainly()
         self._feed.assign(plan.layout.stages[0])
         if not self._moves_plainly() and len(plan.layout.stages[0]) < self._links.control.ranks:
-            self._left = LeftByHooks(self._module, self._links.control, device=self._device)
+            self._left = LeftByHooks(self._module, self._links.control, self._feed, device=self._device)
         if not self._feed.loads:
             private.skip_hook_before_transfer(self._module, Awaited)
         elif self._left is not None:

@@ -437,10 +437,10 @@ class DappleStrategy(ParallelStrategy):
             self._groups = self._session.groups
             self._stopwatch.lap("optimizers")
             self._session.look_ahead(trainer)
+            self._undo.append(private.call_before_training(trainer, self._feed.begin_early))
             self._session.expect_readers(readers_of_gradients(trainer, module))
         if self.world_size > 1:
-            feed = self._feed
-            self._in_hooks = WeightsInHooks(self._session.weights, self._whole, loader=lambda: feed.source)
+            self._in_hooks = WeightsInHooks(self._session.weights, self._whole)
             self._in_hooks.begin(hooks_of_users(trainer, module))
 
     def _leave_compilation_out(self, module: pl.LightningModule) -> None:

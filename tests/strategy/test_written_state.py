@@ -121,16 +121,24 @@ class Late(Net):
         return self.two(torch.tanh(self.one(batch))).square().mean()
 
 
+def said_of_late_buffers(options: dict[str, Any]) -> list[str]:
+    """Return what is said of buffers that a later batch changes; a worker function."""
+    trainer = make_trainer(dapple(capture="replay", **options), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Late(), DataLoader(torch.randn(16, 4, dtype=torch.float64), 4))
+    return [str(one.message) for one in caught if "changes average in this batch" in str(one.message)]
+
+
 @pytest.mark.parametrize(("microbatches", "is_said"), [(1, False), (2, True)])
 def test_a_buffer_that_micro_batches_of_a_later_batch_change_is_said(microbatches: int, is_said: bool) -> None:
     """A replayed step changed it once per micro-batch, without a word."""
-    module, trainer = Late(), make_trainer(dapple(capture="replay", microbatches=microbatches), max_epochs=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(torch.randn(16, 4, dtype=torch.float64), 4))
-    assert module.average[0] == 2 * microbatches
-    told = [str(one.message) for one in caught if "changes average in this batch" in str(one.message)]
-    assert len(told) == is_said
+    assert len(said_of_late_buffers({"microbatches": microbatches})) == is_said
+
+
+def test_a_buffer_that_replicas_change_in_a_later_batch_is_said() -> None:
+    for (said,) in World(2).run(said_of_late_buffers, {"layout": "2", "microbatches": 2}):
+        assert "every replica its own" in said
 
 
 class Initialised(Net):

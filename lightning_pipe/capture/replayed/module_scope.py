@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pipe.capture.steps.keyed_random import seed_of, undisturbed
+from lightning_pipe.capture.steps.keyed_random import Randomness, seed_of
 from lightning_pipe.capture.steps.stage_program import RandomKey
 
 Slot: TypeAlias = tuple[dict[str, Any], str]  # parameters or buffers of a sub-module, and the name of one
@@ -49,14 +49,12 @@ def hung(slots: Mapping[str, Slot], tensors: Mapping[str, torch.Tensor]) -> Iter
 @contextlib.contextmanager
 def keyed(key: RandomKey, device: torch.device) -> Iterator[None]:
     """Seed all generators for a play, and give them their states back."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with undisturbed(device):
-        seed(key, 0, device)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    before = Randomness.now(device)
+    seed(key, 0, device)
+    try:
+        yield
+    finally:
+        before.restore(device)
 
 
 def seed(key: RandomKey, number: int, device: torch.device, *, all_generators: bool = True) -> None:

@@ -13,7 +13,7 @@ piece: W does nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -236,7 +236,7 @@ class Replay:
         self._now.arguments, self._now.template = arguments, template
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
-        self._now.loss_calls, self._now.late = {}, set()
+        self._now.loss_calls, self._now.late = {}, Counter()
         return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
@@ -251,6 +251,10 @@ class Replay:
     def loss_calls(self) -> Mapping[str, str]:
         """Return the calls by which plays of the last stage have made losses since `begin`, and the line of each."""
         return dict(self._now.loss_calls)
+
+    def late_buffers(self) -> Mapping[str, int]:
+        """Return how many plays have changed a buffer since `begin` that the traced run has not."""
+        return dict(self._now.late)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Replay:
         """Return the same step with losses of micro-batches combined as means or as sums."""

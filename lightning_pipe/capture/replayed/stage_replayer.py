@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -73,7 +72,6 @@ class StageReplayer:
         self._twins = {name: twins for name, twins in twin_buffers(step.module).items() if name in part.buffers}
         changed = itertools.chain(*(unit.mutations for unit in self._units), (one.name for one in step.trace.changes))
         self._changed = {*changed}  # of buffers, by the traced run
-        self._has_warned = False
 
     @cached_property
     def _slots(self) -> dict[str, Slot]:
@@ -116,7 +114,7 @@ class StageReplayer:
             stack.callback(python.restore)
             for entered in (
                 hang(),
-                self._late_buffers_said(),
+                self._late_buffers_counted(),
                 checkpoints_replaced(run.checkpoints.entered, where=lambda: run.is_inside),
                 no_collectives(),
                 no_training_state(),
@@ -215,21 +213,13 @@ class StageReplayer:
         return {name: (buffer, version_of(buffer)) for name, buffer in found if buffer is not None}
 
     @contextlib.contextmanager
-    def _late_buffers_said(self) -> Iterator[None]:
-        """Warn once where several plays of a batch change a buffer that the traced run has not changed."""
+    def _late_buffers_counted(self) -> Iterator[None]:
+        """Note buffers that a play changes inside and the traced run has not changed."""
         before = self._versions()
         yield
         now = self._versions()
-        late = {name for name in before.keys() & now.keys() if _differs(before[name], now[name])} - self._changed
-        if (again := sorted(late & self._now.late)) and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{self._step.method} changes {', '.join(again)} in this batch, which it did not do when it was traced "
-                "on the first one: once for every micro-batch, as with gradient accumulation, and not once as on one "
-                "device. microbatches=1 has no such difference.",
-                stacklevel=2,
-            )
-        self._now.late |= late
+        changed = {name for name in before.keys() & now.keys() if _differs(before[name], now[name])}
+        self._now.late.update(changed - self._changed)
 
     def _refuse_absent(self, results: Iterable[torch.Tensor]) -> None:
         if any(isinstance(result, FakeTensor) for result in results):

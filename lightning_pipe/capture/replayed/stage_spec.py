@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +33,7 @@ class BatchContext:
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         loss_calls: the first line of every kind of call by which these plays made their losses.
-        late: buffers that a play has changed and the traced run has not.
+        late: how many plays have changed a buffer that the traced run has not.
     """
 
     arguments: tuple[int, ...]
@@ -41,7 +42,7 @@ class BatchContext:
     speakers: tuple[int, ...] = ()
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     loss_calls: dict[str, str] = field(default_factory=dict)
-    late: set[str] = field(default_factory=set)
+    late: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)

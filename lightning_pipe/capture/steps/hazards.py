@@ -18,20 +18,19 @@ import builtins
 import contextlib
 import io
 import pathlib
-import random
 import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.python.described_calls import described
 from lightning_pipe.capture.python.said_texts import use_of_text
 from lightning_pipe.capture.python.users_code import is_library, users_frame
+from lightning_pipe.capture.steps.keyed_random import PythonRandomness
 from lightning_pipe.capture.torch_private import assert_async, assert_now, has_no_data, is_real, tag_nodes
 from lightning_pipe.capture.tracked.number_inputs import has_tracked, with_inputs
 from lightning_pipe.errors import CaptureError, remember
@@ -320,17 +319,11 @@ def no_random_numbers(find_line: Callable[[], str]) -> Iterator[None]:
 @contextlib.contextmanager
 def restored_generators() -> Iterator[Callable[[], bool]]:
     """Give Python's and NumPy's generators their states back; the yielded function says whether they moved."""
-    python, numpy = random.getstate(), np.random.get_state()
-
-    def moved() -> bool:
-        same = all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy, strict=True))
-        return random.getstate() != python or not same
-
+    before = PythonRandomness.now()
     try:
-        yield moved
+        yield lambda: PythonRandomness.now() != before
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        before.restore()
 
 
 def no_seeding() -> contextlib.AbstractContextManager[None]:

@@ -3,16 +3,22 @@
 The key is (seed, step, micro-batch, first sample of the slice, number of the node among the graph's random nodes), so
 stages, schedule and recomputation do not change what is drawn, and the surrounding random stream stays as it was. A
 step on a device may draw on the host, too (`torch.rand(()).item()`, indices), so there are two generators then.
+
+`Randomness` is the state of all generators of a process, for those who go on with it elsewhere or give it back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
+import random
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_pipe.capture.steps.stage_program import RandomKey
@@ -53,10 +59,48 @@ def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Give the generators of a device and of the host their states back."""
+    """Give torch's generators, of a device and of the host, their states back."""
     before = [(generator, generator.get_state()) for generator in _generators(device)]
     try:
         yield
     finally:
         for generator, state in before:
             generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class PythonRandomness:
+    """State of the generators of Python and NumPy (the latter pickled, as arrays cannot be compared at once)."""
+
+    python: Any
+    numpy: bytes
+
+    @classmethod
+    def now(cls) -> PythonRandomness:
+        """Return the present state."""
+        return cls(random.getstate(), pickle.dumps(np.random.get_state(legacy=False)))
+
+    def restore(self) -> None:
+        """Set the state."""
+        random.setstate(self.python)
+        np.random.set_state(pickle.loads(self.numpy))
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """State of the generators of a process: torch's (of the host, and of a device), Python's and NumPy's."""
+
+    states: tuple[bytes, ...]
+    python: PythonRandomness
+
+    @classmethod
+    def now(cls, device: torch.device) -> Randomness:
+        """Return the present state."""
+        states = (generator.get_state().numpy().tobytes() for generator in _generators(device))
+        return cls(tuple(states), PythonRandomness.now())
+
+    def restore(self, device: torch.device) -> None:
+        """Set the state."""
+        for generator, state in zip(_generators(device), self.states, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        self.python.restore()

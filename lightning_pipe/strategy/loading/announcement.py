@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,18 +17,22 @@ BATCH, END, FAILED = 1, 2, 3
 
 @dataclass(frozen=True)
 class Announcement:
-    """What there is on a rank: a batch (checksum, structure), an end, a failure; at which place of which iteration."""
+    """What there is on a rank: a batch (checksum, structure), an end, a failure; at which place of which iteration.
+
+    If loading has drawn random numbers, the state of the generators follows, which takes `random_bytes`.
+    """
 
     code: int
     checksum: int
     iteration: int
     batch: int
     structure: int = UNKNOWN
+    random_bytes: int = field(default=0, compare=False)
 
     @property
     def values(self) -> list[int]:
         """Return the fields in their order."""
-        return [self.code, self.checksum, self.iteration, self.batch, self.structure]
+        return [self.code, self.checksum, self.iteration, self.batch, self.structure, self.random_bytes]
 
 
 def checksum(batch: Any) -> int:

@@ -5,12 +5,16 @@ nothing and get stand-ins. Until there is a plan every rank loads for itself.
 
     Feed.wrap(loader)     every loader of the trainer; an iteration begins and ends on all ranks together
     Feed.assign(ranks)    the plan is known: these ranks load from now on
+    Feed.begin_early()    training begins: loaders that were iterated before it are opened, as on one device
     Feed.share(batch)     after the user's transfer hooks: tell the structure; followers get a batch of stand-ins
 
 Per batch a small message goes from the first loading rank to all others: that there is one, with the number of its
 structure if that is known already; if not, a second one with the structure. It does not wait until they have arrived
 where ranks run ahead or are few. A rank that loads for itself compares the message with its own batch later, before
 anything of other ranks enters its step (`confirm`).
+
+Loading draws random numbers (an order, what augments a sample). Followers take over the state of the generators that
+it leaves, so that hooks draw the same numbers on all ranks, which are those of one device.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ import functools
 import itertools
 import multiprocessing
 import os
-import random
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
 from lightning_pipe.capture.steps.batch import Structure, flatten
+from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.errors import BatchError, PipelineError
 from lightning_pipe.lightning_names import pl_worker_init_function
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
@@ -141,7 +145,14 @@ class Feed:
                 self._control.expect(self.source)
         for iterator in self._early:
             iterator.follow_assignment()
-        self._early.clear()
+        self._early = [iterator for iterator in self._early if not iterator.has_begun]
+
+    def begin_early(self) -> None:
+        """Open what Lightning has iterated before training, to look at its first batch; on all ranks together."""
+        for iterator in self._early:
+            iterator.begin()
+        if self._assigned:
+            self._early.clear()
 
     def state_of(self, loader: StatefulFedLoader) -> dict[str, Any]:
         """Return the state of a loader on the first loading rank."""
@@ -153,23 +164,51 @@ class Feed:
         iterator = FedIterator(loader, self, number=self._iterations)
         self._iterations += 1
         if self._assigned:
-            iterator.follow_assignment()
+            iterator.begin()
         else:
-            self._early.append(iterator)  # opened when it is needed, or when it is known who loads
+            self._early.append(iterator)
         return iterator
 
-    def same_randomness(self) -> None:
-        """Give the loading ranks the random state of the first of them, so that they shuffle alike."""
-        if len(self._loading) == 1:
-            return
-        mine = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-        ours = self._control.broadcast(mine, source=self.source, what="the random state of the loading ranks")
-        if self.loads:
-            torch.set_rng_state(ours[0])
-            random.setstate(ours[1])
-            np.random.set_state(ours[2])
+    @property
+    def is_followed(self) -> bool:
+        """Return whether some ranks load nothing."""
+        return len(self._loading) < self._control.ranks
 
-    def announce(self, code: int, checksum: int = 0, *, place: tuple[int, int], structure: int = UNKNOWN) -> int:
+    def same_randomness(self) -> None:
+        """Give all ranks the random state of the first that loads, so that they shuffle alike, and hooks draw alike."""
+        if self._control.ranks > 1:
+            mine = Randomness.now(self._device) if self.leads else None
+            self.follow(self._control.broadcast(mine, source=self.source, what="the random state of a loading rank"))
+
+    def randomness(self) -> Randomness | None:
+        """Return the state of the generators before something is loaded, if the ranks that follow need to know."""
+        return Randomness.now(self._device) if self.loads and self.is_followed else None
+
+    def drawn_since(self, before: Randomness | None) -> Randomness | None:
+        """Return the state of the generators, if numbers were drawn since."""
+        now = None if before is None else Randomness.now(self._device)
+        return None if now == before else now
+
+    def share_randomness(self, before: Randomness | None) -> None:
+        """Let ranks that follow go on with the random state that loading has left; on all ranks together."""
+        if self.is_followed:
+            left = self.drawn_since(before) if self.leads else None
+            self.follow(self._control.broadcast(left, source=self.source, what="the random numbers of loading"))
+
+    def follow(self, left: Randomness | None) -> None:
+        """Go on with the random state of the leading rank, if it has drawn numbers."""
+        if left is not None and not self.leads:
+            left.restore(self._device)
+
+    def announce(
+        self,
+        code: int,
+        checksum: int = 0,
+        *,
+        place: tuple[int, int],
+        structure: int = UNKNOWN,
+        drawn: Randomness | None = None,
+    ) -> int:
         """Tell, or hear, whether there is another batch, and compare it with the first loading rank's, maybe later.
 
         Args:
@@ -177,13 +216,16 @@ class Feed:
             checksum: of the batch.
             place: numbers of the iteration and of the batch in it.
             structure: number of the batch's structure, if it is known.
+            drawn: state of the generators, if loading has changed it and other ranks follow.
         """
         if self._control.ranks == 1:
             return code
         self.confirm()
-        mine = Announcement(code, checksum, *place, structure)
+        packed = b"" if drawn is None else pickle.dumps(drawn)
+        mine = Announcement(code, checksum, *place, structure, len(packed))
         self.told = structure
-        if self.loads and not self.leads and self._goes_on and self.structures.was_last(structure):
+        can_wait = self.structures.was_last(structure) and not packed
+        if self.loads and not self.leads and self._goes_on and can_wait:
             heard = torch.tensor(mine.values)
             wait = self._control.hear(heard, source=self.source, what="the next batch")
 
@@ -196,6 +238,10 @@ class Feed:
         told = self._tell(torch.tensor(mine.values), source=self.source, what="the next batch")
         theirs = Announcement(*told.tolist())
         self._compare(mine, theirs)
+        if theirs.random_bytes:
+            content = torch.frombuffer(bytearray(packed if self.leads else theirs.random_bytes), dtype=torch.uint8)
+            told = self._tell(content, source=self.source, what="the random numbers of loading")
+            self.follow(pickle.loads(told.numpy().tobytes()))
         self.told = theirs.structure
         return theirs.code
 
@@ -219,7 +265,8 @@ class Feed:
         if theirs.code == FAILED and mine.code != FAILED:
             self.watch.hear()
             raise PipelineError(f"Rank {source} failed to load a batch; its own error says why.")
-        if self.loads and mine.code != FAILED and theirs != mine:
+        is_same = theirs == mine and bool(theirs.random_bytes) == bool(mine.random_bytes)
+        if self.loads and mine.code != FAILED and not is_same:
             found = "other data" if theirs.code == mine.code else "another number of batches"
             raise BatchError(
                 f"Rank {rank} loaded {found} than rank {source}; the replicas of the first stage "
@@ -379,11 +426,12 @@ class FedIterator:
         self._batches += 1
 
     def _next(self, own: Iterator[Any]) -> Any:
+        before = self._feed.randomness()
         try:
             with self._feed.watch.limited("the loading of a batch"), self._feed.data.while_loading():
                 batch = next(own)
         except StopIteration:
-            self._announce(END)
+            self._announce(END, drawn=self._feed.drawn_since(before))
             raise
         except Exception:
             if self._feed.leads:
@@ -392,28 +440,38 @@ class FedIterator:
         number = checksum(batch) if self._feed.compares else 0
         structures = self._feed.structures
         form = structures.form_of(batch)
-        self._announce(BATCH, number, structures.expected(form))
+        self._announce(BATCH, number, structures.expected(form), self._feed.drawn_since(before))
         structures.loaded(batch, form, self._feed.told)
         return batch
 
-    def _announce(self, code: int, number: int = 0, structure: int = UNKNOWN) -> int:
-        return self._feed.announce(code, number, place=(self._number, self._batches), structure=structure)
+    def _announce(self, code: int, number: int = 0, structure: int = UNKNOWN, drawn: Randomness | None = None) -> int:
+        return self._feed.announce(code, number, place=(self._number, self._batches), structure=structure, drawn=drawn)
 
-    def follow_assignment(self) -> None:
-        """Begin to load, or stop, as the plan says. A resumable loader begins later, when it has its state."""
-        self._loader.first = None
+    def begin(self) -> None:
+        """Open the loader, if that has not been done. A resumable one is opened later, when it has its state."""
         if not self._begun and not isinstance(self._loader, StatefulFedLoader):
             self._begin()
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the loader was opened."""
+        return self._begun
+
+    def follow_assignment(self) -> None:
+        """Stop to load where the plan says so."""
+        self._loader.first = None
         if not self._feed.loads:
             self._own = None
 
     def _begin(self) -> None:
-        """Open the loader, with the same random state on all ranks that load; on all ranks together."""
+        """Open the loader, with the same random state on all ranks, before and after; on all ranks together."""
         self._begun = True
         if self._loader.peeked is None:
             self._feed.same_randomness()
+        before = self._feed.randomness()
         self._own = self._loader.open() if self._feed.loads else None
         self._loader.peeked = None
+        self._feed.share_randomness(before)
 
 
 def _workers() -> list[int]:

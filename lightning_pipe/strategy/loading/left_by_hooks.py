@@ -2,8 +2,9 @@
 
 `on_after_batch_transfer` may set an attribute that the step reads (the share of a mixup). A rank that does not load
 calls no such hook, so that the first rank that loads tells the others with every batch what hooks have changed of the
-module: numbers, texts, collections of them, and small tensors. The look at the first batch, before the plan, calls the
-hooks too; the step is captured with what they leave, which is undone then.
+module (numbers, texts, collections of them, and small tensors), and the state of the generators if they have drawn
+random numbers. The look at the first batch, before the plan, calls the hooks too; the step is captured with what they
+leave, which is undone then.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from lightning_pipe.capture.python.inner_states import set_state, state_of
 from lightning_pipe.capture.python.places import Place, follow
 from lightning_pipe.capture.python.state_slots import shared_slots
+from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.metrics import keep_state
 
@@ -35,17 +38,20 @@ class LeftByHooks:
     Args:
         module: the module.
         control: connections to the other ranks.
+        feed: who loads.
         device: where tensors are that others get.
     """
 
-    def __init__(self, module: pl.LightningModule, control: ControlPlane, *, device: torch.device) -> None:
-        self._module, self._control, self._device = module, control, device
+    def __init__(self, module: pl.LightningModule, control: ControlPlane, feed: Feed, *, device: torch.device) -> None:
+        self._module, self._control, self._feed, self._device = module, control, feed, device
         self._shared = tuple(shared_slots(module))
         self._before: ModuleState | None = None
+        self._random: Randomness | None = None
 
     def begin(self) -> None:
         """Note what there is before hooks run."""
         self._before = ModuleState(self._module, shared=self._shared, copies=True)
+        self._random = self._feed.randomness()
 
     def taken(self) -> tuple[KeptState, ...]:
         """Return what hooks have changed since, as far as others can be told."""
@@ -60,11 +66,14 @@ class LeftByHooks:
             self._before.restore()
             self._before = None
 
-    def tell(self, *, source: int, leads: bool, loads: bool) -> None:
+    def tell(self) -> None:
         """Let ranks that do not load have what hooks of the leading rank have changed; on all ranks together."""
-        left = self._control.broadcast(self.taken() if leads else (), source=source, what="what batch hooks have left")
+        feed = self._feed
+        mine = (self.taken(), feed.drawn_since(self._random)) if feed.leads else ((), None)
+        left, drawn = self._control.broadcast(mine, source=feed.source, what="what batch hooks have left")
         self._before = None
-        if not loads:
+        if not feed.loads:
+            feed.follow(drawn)
             for one in left:
                 self._keep(one)
 

@@ -2,8 +2,7 @@
 
 An average of a teacher, a histogram, samples from a decoder: all ranks run such code, and come to parameters that only
 some of them hold. At the first operation on the values of one, all ranks meet and exchange what they lack; until the
-next step every rank has the whole module, as inside `whole_module()`. What all ranks write stays, where it is held; so
-that it is the same on all of them, random numbers are from then on those of the rank that loads, as on one device.
+next step every rank has the whole module, as inside `whole_module()`. What all ranks write stays, where it is held.
 Code that touches nothing of the kind costs no exchange.
 
     rank 0   hook: teacher[0] ---+                       +--- teacher[1] ... --- next step
@@ -61,14 +60,11 @@ class WeightsInHooks(TorchFunctionMode):
     Args:
         weights: of this rank.
         whole: gives every rank the whole module inside; called on all ranks together.
-        loader: returns the rank that loads, whose random numbers are those of one device.
     """
 
-    def __init__(
-        self, weights: Weights, whole: Callable[[], AbstractContextManager[None]], *, loader: Callable[[], int]
-    ) -> None:
+    def __init__(self, weights: Weights, whole: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
-        self._weights, self._whole, self._loader = weights, whole, loader
+        self._weights, self._whole = weights, whole
         self._depth = 0  # of calls of the strategy
         self._is_watching = self._is_pushed = self._is_over = False
         self._partial: frozenset[int] = frozenset()  # tensors that other ranks lack, by id
@@ -224,7 +220,6 @@ class WeightsInHooks(TorchFunctionMode):
             self._gradients = {id(p): p.gradient for p in self._weights.parameters.values() if isinstance(p, StandIn)}
             self._filled = contextlib.ExitStack()
             self._filled.enter_context(self._whole())
-            torch.set_rng_state(control.copy(torch.get_rng_state(), source=self._loader(), what="the random state"))
 
     def _present(self, value: Any) -> Any:
         """Return arguments with the buffers in the place of stand-ins that somebody has kept."""

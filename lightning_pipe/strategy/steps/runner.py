@@ -15,7 +15,7 @@ import torch
 
 from lightning_pipe.capture.route import Route
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
-from lightning_pipe.core.program import VerifiedProgram
+from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.results import Collected
 from lightning_pipe.runtime.exchanges.slicing import Content
@@ -68,6 +68,7 @@ class Runner:
         self._loss_calls: set[str] | None = None  # of the first batch, as far as they were seen here
         self._unknown: set[str] = set()
         self._bent = False
+        self._late: set[str] = set()
 
     def run(
         self, step: RankStep, call: StepRequest, turn: RunOptions, *, sizes: tuple[int, ...], cut: tuple[bool, ...]
@@ -117,6 +118,7 @@ class Runner:
                 words, device=self._device, proportional=plays.proportional, how=plays.combining
             )
             self._warn_of_unknown(unknown)
+            self._warn_of_late_buffers(plays.late_buffers(), call.method, program.layout)
             values = {**values, **said}
         made = {one.name: one.of(values, sum(sizes)) for one in step.capture.derived}
         if training:
@@ -179,6 +181,26 @@ class Runner:
             if abs(parts - whole) > abs(whole) * _rounding(made_of):
                 self._bent = True
                 rank_zero_warn(_bent_loss(derived.line, f"its loss is {whole:.6g}, and they make it {parts:.6g}, as "))
+
+    def _warn_of_late_buffers(self, late: Mapping[str, int], method: str, layout: Layout) -> None:
+        """Warn once where plays change a buffer as one device does not: once each, or every replica its own."""
+        new = {name: plays for name, plays in late.items() if name not in self._late}
+        self._late |= {*new}
+        is_replicated = any(len(ranks) > 1 for ranks in layout.stages if self._links.control.rank in ranks)
+        for is_so, how, avoided in (
+            (
+                max(new.values(), default=0) > 1,
+                "once for every micro-batch, as with gradient accumulation",
+                "microbatches=1",
+            ),
+            (bool(new) and is_replicated, "every replica its own, by its samples", "One rank per stage"),
+        ):
+            if is_so:
+                warnings.warn(
+                    f"{method} changes {', '.join(sorted(new))} in this batch, which it did not do when it was traced "
+                    f"on the first one: {how}, and not once as on one device. {avoided} has no such difference.",
+                    stacklevel=2,
+                )
 
     def _warn_of_another_loss(self, capture: Route, method: str, *, parts: int) -> None:
         """Warn, on the rank that knows, where a replayed loss is made by calls that the first batch did not have."""
