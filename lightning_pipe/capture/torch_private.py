@@ -46,6 +46,9 @@
 * `distributed_c10d._get_default_group`: what `get_rank` and `get_world_size` ask.
 * `GradScaler._per_optimizer_states`, `_scale`: whether gradients of an optimizer were finite, and where that is kept;
   `Optimizer._step_supports_amp_scaling`: whether an optimizer looks itself.
+* `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks`,
+  `_global_optimizer_post_hooks`: who is told of steps; `_wrapped_by_lr_sched`: what learning rate schedulers put around
+  `step`, to count.
 * `_foreach_norm`: the norms of several tensors, as `torch.nn.utils.get_total_norm` finds them.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
@@ -137,6 +140,7 @@ __all__ = [
     "is_innermost",
     "is_profiling",
     "is_real",
+    "is_step_watched",
     "is_traced",
     "keeping_version",
     "looks_for_overflow",
@@ -507,6 +511,16 @@ def set_whether_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.
 def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer looks itself whether gradients are finite, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def is_step_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether somebody is told of steps of an optimizer, or has put another function in the place of `step`."""
+    from torch.optim import optimizer as torchs
+
+    hooks = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    other = vars(optimizer).get("step")
+    return any((*hooks, *own)) or not (other is None or hasattr(other, "_wrapped_by_lr_sched"))
 
 
 def inductor(

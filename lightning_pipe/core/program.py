@@ -194,7 +194,11 @@ class Reduce:
 
 @dataclass(frozen=True, order=True)
 class Step:
-    """Wait for this rank's reductions, then let the optimizer step. The last instruction of a training program."""
+    """Wait for this rank's reductions, then let the optimizer step. The last instruction of a training program.
+
+    Where nothing needs all gradients at once, the optimizer may step the parameters of each piece of a sum as soon as
+    that has ended (`runtime.executor.Executor.land`). Simulated times do not count on it: they are upper bounds then.
+    """
 
     def __str__(self) -> str:
         return "STEP"

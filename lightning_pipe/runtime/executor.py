@@ -62,6 +62,7 @@ class _Course:
     results: dict[str, list[ResultSlice]]
     parts: RankParts
     milestones: MilestoneHandlers
+    leaves_sums: bool
 
 
 class Executor:
@@ -117,6 +118,7 @@ class Executor:
         watch: Watch | None = None,
         milestones: MilestoneHandlers | None = None,
         before_waiting: Callable[[], None] | None = None,
+        leave_sums: bool = False,
     ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -129,6 +131,7 @@ class Executor:
             watch: sets deadlines and tells of failures on other ranks; without one a wait may last for ever.
             milestones: what to do at those of the program.
             before_waiting: called before this rank waits for anything, each time.
+            leave_sums: whether `Step` may leave sums under way, for which `land` waits.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
@@ -136,7 +139,13 @@ class Executor:
         watch = watch or Unwatched()
         with watch.program(job.step):
             walk = self.walk(
-                program, job, record=record, record_memory=record_memory, at=watch.at, milestones=milestones
+                program,
+                job,
+                record=record,
+                record_memory=record_memory,
+                at=watch.at,
+                milestones=milestones,
+                leave_sums=leave_sums,
             )
             if before_waiting is None:
                 return drive(walk, wait=watch.wait)
@@ -156,6 +165,7 @@ class Executor:
         record_memory: bool = False,
         at: Callable[[Instruction], None] = lambda instruction: None,
         milestones: MilestoneHandlers | None = None,
+        leave_sums: bool = False,
     ) -> Walk[ProgramResult]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         milestones = milestones or {}
@@ -166,7 +176,7 @@ class Executor:
         parts = RankParts(
             self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
         )
-        course = _Course(job, recorder, at, defaultdict(list), parts, milestones)
+        course = _Course(job, recorder, at, defaultdict(list), parts, milestones, leave_sums)
         if not (yield from self._follow(program.ranks[self.rank], course)):
             yield from self._exchange.give_up(left_over(program)[self.rank])
             yield from self._follow((Rollback(),), course)
@@ -205,7 +215,7 @@ class Executor:
                 case Reduce():
                     self._gradients.start(instruction)
                 case Step():
-                    yield from self._finish_batch(recorder)
+                    yield from self._finish_batch(recorder, leave_sums=course.leaves_sums)
                 case Milestone():
                     goes_on = yield from milestone_handler(course.milestones, instruction)(course.results)
                     recorder.add(instruction, started)
@@ -292,9 +302,18 @@ class Executor:
         key = RandomKey(job.seed, job.step, microbatches[0], parts[0].start)
         return Slice(samples, key, samples / self._exchange.batch_samples * job.weight, job.weight)
 
-    def _finish_batch(self, recorder: Recorder) -> Walk[None]:
+    def land(self, step: Callable[[], None], *, wait: Callable[[Wait], None]) -> None:
+        """Wait for the sums that a run has left; `step` is called when those of some parameters have gradients.
+
+        Args:
+            step: steps the parameters that have gradients, and only these.
+            wait: waits for a handle, with a deadline.
+        """
+        drive(self._gradients.land(step), wait=wait)
+
+    def _finish_batch(self, recorder: Recorder, *, leave_sums: bool) -> Walk[None]:
         yield from self._exchange.finish_sends()
-        yield from self._gradients.finish()
+        yield from self._gradients.finish(leave=leave_sums)
         for stage in self.stages.values():
             stage.finish()
         yield from self._gradients.synchronise_buffers(self._exchange.sizes)

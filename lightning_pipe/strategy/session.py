@@ -39,6 +39,7 @@ from lightning_pipe.strategy.gradients.clipping import Clipper
 from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
 from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
+from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
@@ -300,6 +301,7 @@ class Session:
             synchronise=synchronise,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
+            leave_sums=method == TRAINING and recording is None and self._may_step_in_parts(),
             stop=lambda: private.is_asked_to_end(self._module.trainer),
             confirm=self._feed.confirm,
         )
@@ -314,6 +316,18 @@ class Session:
         if recording is not None:
             recording.add(ran)
         return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
+
+    def _may_step_in_parts(self) -> bool:
+        """Return whether parameters may step beside sums of the gradients of others."""
+        assert self._planned is not None, "a step runs by a plan"
+        waits = self._are_gradients_read or self._hooks.is_needed or self._later is not None
+        return not (waits or self._planned.shard_optimizer) and all(
+            can_step_in_parts(self._module, self._plugin, optimizer) for optimizer in self._optimizers
+        )
+
+    def step_rest(self, optimizer: Optimizer) -> None:
+        """Step the parameters whose sums the last batch has left under way, as these end."""
+        self._pipeline.runner.land(lambda: optimizer.step())
 
     def _refuse_other_optimizers(self) -> None:
         """Raise if a hook has given the trainer other optimizers: checkpoints have those of the fit."""
@@ -359,6 +373,8 @@ class Session:
         summed = state.reduced
         with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=summed):
             ran = self._pipeline.run(call, turn)
+        if ran.is_skipped:
+            state.land(lambda: None)
         if ran.is_skipped and turn.synchronise and not summed:  # the batches of the window before it count
             sum_gradients(self.weights)
         if self._are_gradients_read and self._clippers and turn.synchronise and self._links.control.ranks > 1:

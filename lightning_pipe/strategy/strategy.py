@@ -558,10 +558,13 @@ class DappleStrategy(ParallelStrategy):
         except StopIteration as error:  # which Lightning would take for the end of the data
             raise RuntimeError(f"{method} raised StopIteration") from error
 
-    def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
-        """Step as Lightning does; where memory does not suffice, say so as programs do."""
+    def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+        """Step as Lightning does, then what waits for sums; where memory does not suffice, say so as programs do."""
         with self._apart(), shortage_told("the optimizer's step", self.foreseen, self.global_rank):
-            return super().optimizer_step(*arguments, **options)
+            stepped = super().optimizer_step(optimizer, *arguments, **options)
+            if self._session is not None:
+                self._session.step_rest(optimizer)
+            return stepped
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

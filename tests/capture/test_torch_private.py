@@ -351,6 +351,24 @@ def test_a_scaler_is_told_whether_gradients_are_finite(gradient: float):
     assert scaler.get_scale() == (4.0 if gradient == 3.0 else 8.0)
 
 
+def test_it_is_seen_who_is_told_of_steps_of_an_optimizer():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # counts steps
+    assert not private.is_step_watched(optimizer)
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        torch.optim.optimizer.register_optimizer_step_pre_hook,
+        torch.optim.optimizer.register_optimizer_step_post_hook,
+    ):
+        hook = register(lambda *_: None)
+        assert private.is_step_watched(optimizer)
+        hook.remove()
+    assert not private.is_step_watched(optimizer)
+    optimizer.step = lambda closure=None: None
+    assert private.is_step_watched(optimizer)
+
+
 def test_a_scaler_is_told_where_it_has_seen_no_gradient():
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     scaler.scale(torch.ones(()))

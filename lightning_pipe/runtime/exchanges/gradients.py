@@ -3,7 +3,9 @@
 Each rank contributes its local sum once per bucket, however many stages of the bucket it holds. A bucket is summed in
 flat pieces of at most `piece_bytes`, in the order in which the last W of its stage makes them, and finished at `Step`.
 All pieces are posted at `Reduce`, or, along with that W, each as soon as its gradients are made. Gradients live in the
-pieces from then on.
+pieces from then on. Where the optimizer may step some parameters before others, all pieces but the first are left under
+way: their parameters have no gradients until `land` waits for one piece after another and lets their part of the step
+run beside the sums that are left.
 Whether a parameter takes part is decided from the split, alike on all ranks: a parameter that some stage
 differentiates contributes zeros where it has no gradient; one that no stage differentiates keeps `grad = None`, and so
 does one of a replayed step of which no rank has made a gradient (an expert to which the batch sends nothing).
@@ -16,7 +18,7 @@ those of replica 0, which computes the first micro-batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -79,7 +81,7 @@ class Gradients:
         self._state = state
         self._piece_bytes = piece_bytes
         self._differentiated = {name for stage in split.stages for name in stage.gradients.values()}
-        self._under_way: list[_Piece] = []
+        self._under_way: deque[_Piece] = deque()
         self._along: _Along | None = None
         self._pieces: dict[int, list[tuple[str, ...]]] = {}
 
@@ -160,20 +162,47 @@ class Gradients:
             first = parameters[0]
             yield torch.tensor([float(p.grad is not None) for p in parameters], dtype=first.dtype, device=first.device)
 
-    def finish(self) -> Walk[None]:
-        """Wait for all sums begun and put them into `grad`."""
+    def finish(self, *, leave: bool = False) -> Walk[None]:
+        """Wait for all sums begun and put them into `grad`.
+
+        Args:
+            leave: whether to wait for the first piece only, and leave the others to `land`.
+        """
+        left = max(len(self._under_way) - 1, 0) if leave else 0
+        while len(self._under_way) > left:
+            yield from self._land(self._under_way.popleft())
         for piece in self._under_way:
-            yield Wait(piece.handle, piece.reduce)
-            self._recorder.add(piece.reduce, piece.posted)
-            _put(piece.parameters, piece.flat)
-            behind = piece.flat[sum(parameter.numel() for parameter in piece.parameters) :]
-            for parameter in (self._state.parameters[n] for n in piece.names if n in self._state.sparse):
-                parameter.grad = _of_rows(parameter.grad, behind[: len(parameter)].nonzero())
-                behind = behind[len(parameter) :]
-            present = behind.tolist() if self._split.may_lack_gradients else []
-            for parameter, count in zip(piece.parameters, present, strict=False):
-                parameter.grad = parameter.grad if count else None
-        self._under_way.clear()
+            _hide(piece.parameters)
+
+    def land(self, step: Callable[[], None]) -> Walk[None]:
+        """Wait for the pieces that `finish` has left, one after another; let the parameters of each step alone."""
+        if not self._under_way:
+            return
+        stepped: dict[torch.Tensor, torch.Tensor | None] = {
+            p: p.grad for p in self._state.parameters.values() if p.grad is not None
+        }
+        _hide(stepped)
+        while self._under_way:
+            piece = self._under_way.popleft()
+            yield from self._land(piece)
+            step()
+            stepped.update((parameter, parameter.grad) for parameter in piece.parameters)
+            _hide(piece.parameters)
+        for parameter, gradient in stepped.items():
+            parameter.grad = gradient
+
+    def _land(self, piece: _Piece) -> Walk[None]:
+        """Wait for the sum of a piece and put it into `grad`."""
+        yield Wait(piece.handle, piece.reduce)
+        self._recorder.add(piece.reduce, piece.posted)
+        _put(piece.parameters, piece.flat)
+        behind = piece.flat[sum(parameter.numel() for parameter in piece.parameters) :]
+        for parameter in (self._state.parameters[n] for n in piece.names if n in self._state.sparse):
+            parameter.grad = _of_rows(parameter.grad, behind[: len(parameter)].nonzero())
+            behind = behind[len(parameter) :]
+        present = behind.tolist() if self._split.may_lack_gradients else []
+        for parameter, count in zip(piece.parameters, present, strict=False):
+            parameter.grad = parameter.grad if count else None
 
     def synchronise_buffers(self, sizes: Sequence[int]) -> Walk[None]:
         """Make what F writes to equal on all replicas of its stage.
@@ -221,6 +250,11 @@ def _put(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     sizes = [parameter.numel() for parameter in parameters]
     for parameter, part in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
         parameter.grad = part.view_as(parameter)
+
+
+def _hide(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _of_rows(dense: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.core.sharding import GATHERED, UNDER_WAY
 from lightning_pipe.runtime.exchanges.gradients import flat_runs
@@ -49,13 +50,16 @@ class SharedState:
     """
 
     def __init__(self, optimizer: Optimizer, weights: Weights, links: Connections) -> None:
-        self._weights, self._links = weights, links
-        self._hook = optimizer.register_step_post_hook(self._gather)
+        self._optimizer, self._weights, self._links = optimizer, weights, links
+        self._hook: RemovableHandle | None = None
 
     def connect(self) -> None:
         """Open the groups in which owners tell what they stepped; on all ranks together, after weights are placed."""
         groups = sorted(set(self._weights.sharing().values()))
         self._links.transport.open(channels=(), groups=groups)
+        self.end()
+        if groups:
+            self._hook = self._optimizer.register_step_post_hook(self._gather)
 
     def drop(self) -> None:
         """Drop the gradients of parameters that other ranks step."""
@@ -65,7 +69,9 @@ class SharedState:
 
     def end(self) -> None:
         """Leave the optimizer alone."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _gather(self, *_: Any) -> None:
         """Have the parameters that other ranks have stepped."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -69,6 +69,7 @@ class Runner:
         self._unknown: set[str] = set()
         self._bent = False
         self._late: set[str] = set()
+        self._leaving: RankStep | None = None  # whose sums may be under way
 
     def run(
         self, step: RankStep, call: StepRequest, turn: RunOptions, *, sizes: tuple[int, ...], cut: tuple[bool, ...]
@@ -253,14 +254,22 @@ class Runner:
             record_memory=turn.measure_memory,
             watch=self._links.watch,
             before_waiting=turn.confirm,
+            leave_sums=turn.leave_sums,
             milestones={Publish: at_once(collect), **self._rolling_back()},
         )
+        self._leaving = step if turn.leave_sums else None
         outcome = run()
         if outcome.given_up:  # and the step before taken again, so that this one holds
             outcome = run()
         if not results:
             collect(outcome.results)
         return outcome, results[0]
+
+    def land(self, step: Callable[[], None]) -> None:
+        """Wait for the sums that the last run has left; `step` steps parameters that have gradients, and only these."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.executor.land(step, wait=self._links.watch.wait)
 
     def _rolling_back(self) -> MilestoneHandlers:
         """Return what confirms the optimizer step before, and what takes it and the state of this one back."""

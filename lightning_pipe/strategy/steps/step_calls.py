@@ -61,6 +61,7 @@ class RunOptions:
         synchronise: whether gradients are summed over ranks.
         record: whether a timeline is wanted.
         measure_memory: whether memory is measured, which makes the step slow.
+        leave_sums: whether sums may be left under way, for which `Runner.land` waits.
         stop: says whether this rank is asked to stop; all hear of it with the results.
         confirm: called before this rank waits for another one, and before results are used: raises if its batch is not
             that of the other ranks.
@@ -72,6 +73,7 @@ class RunOptions:
     synchronise: bool = True
     record: bool = False
     measure_memory: bool = False
+    leave_sums: bool = False
     stop: Callable[[], bool] = bool
     confirm: Callable[[], None] = lambda: None
 
