@@ -95,6 +95,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.graph_module import _loader as graph_sources
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -515,12 +516,10 @@ def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
 
 def is_step_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether somebody is told of steps of an optimizer, or has put another function in the place of `step`."""
-    from torch.optim import optimizer as torchs
-
-    hooks = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     other = vars(optimizer).get("step")
-    return any((*hooks, *own)) or not (other is None or hasattr(other, "_wrapped_by_lr_sched"))
+    return any(hooks) or not (other is None or hasattr(other, "_wrapped_by_lr_sched"))
 
 
 def inductor(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_pipe.capture import torch_private as private
 
@@ -358,8 +359,8 @@ def test_it_is_seen_who_is_told_of_steps_of_an_optimizer():
     for register in (
         optimizer.register_step_pre_hook,
         optimizer.register_step_post_hook,
-        torch.optim.optimizer.register_optimizer_step_pre_hook,
-        torch.optim.optimizer.register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
     ):
         hook = register(lambda *_: None)
         assert private.is_step_watched(optimizer)
