@@ -60,6 +60,10 @@ class KnownSteps:
         if len(self.steps) > _MOST_CAPTURES:
             del self.steps[next(iter(self.steps))]
 
+    def forget(self, method: str) -> None:
+        """Forget the steps of a method."""
+        self.steps = {key: steps for key, steps in self.steps.items() if key[0] != method}
+
     def key(self, call: StepRequest) -> tuple[Any, ...]:
         """Return what a captured step is kept under: everything that its graph depends on from the start."""
         dim = self._batch_dim

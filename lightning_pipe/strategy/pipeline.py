@@ -26,7 +26,7 @@ from lightning_pipe.errors import CaptureError
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.plan_maker import PlanMaker
 from lightning_pipe.strategy.plans.planning import Planned
-from lightning_pipe.strategy.preparation import Preparation
+from lightning_pipe.strategy.preparation import Moved, Preparation
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import wrong_answer
@@ -48,15 +48,23 @@ class Pipeline:
         setup: of this rank.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
         stopwatch: measures how long the start takes.
+        moved: called when ranks hold other parameters than before, with the ranks that stepped each of them.
 
     Attributes:
         runner: runs captured steps.
     """
 
-    def __init__(self, setup: RankSetup, *, later: PostValidation | None = None, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self,
+        setup: RankSetup,
+        *,
+        later: PostValidation | None = None,
+        stopwatch: Stopwatch,
+        moved: Moved,
+    ) -> None:
         self._module, self._config, self._links = setup.module, setup.config, setup.links
         self._weights = setup.weights
-        self._preparation = Preparation(setup, later=later)
+        self._preparation = Preparation(setup, later=later, moved=moved)
         self._maker = PlanMaker(self._preparation, stopwatch=stopwatch)
         self._cuts, self._known = self._preparation.cuts, self._preparation.known
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from lightning_pipe.capture import Route
 from lightning_pipe.capture.graphs.lengths import Lengths
@@ -56,12 +57,16 @@ class PlannedCuts:
     cuts: tuple[int, ...]
 
 
+Moved: TypeAlias = Callable[[Mapping[str, tuple[int, ...]]], None]  # is given the ranks that stepped each parameter
+
+
 class Preparation:
     """Prepare the steps of one module on one rank.
 
     Args:
         setup: of this rank.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
+        moved: called when ranks hold other parameters than before, with the ranks that stepped each of them.
 
     Attributes:
         setup: as given.
@@ -74,8 +79,14 @@ class Preparation:
         whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
 
-    def __init__(self, setup: RankSetup, *, later: PostValidation | None) -> None:
-        self.setup, self._later = setup, later
+    def __init__(
+        self,
+        setup: RankSetup,
+        *,
+        later: PostValidation | None,
+        moved: Moved,
+    ) -> None:
+        self.setup, self._later, self._moved = setup, later, moved
         self.cuts = BatchCuts(setup.config)
         self.known = KnownSteps(setup.module, cuts=self.cuts, batch_dim=setup.config.batch_dim)
         self.host = host_of(setup.device)
@@ -192,17 +203,30 @@ class Preparation:
         return self._built_later(captured)
 
     def _built_later(self, captured: Captured) -> RankStep:
-        """Return a step that was captured when parameters were placed already.
-
-        Raises:
-            PlanError: if it trains a parameter in a stage that does not hold it.
-        """
+        """Return a step that was captured when parameters were placed already."""
         step = self.built(captured)
         if captured.request.method == TRAINING:
-            step.refuse_borrowed()
+            if borrowed := step.borrowed_parameters():
+                self._hold_too(step, borrowed)
             self.setup.weights.adopt(step.split, self.cuts.planned.layout)
             self.note_placed(step.split)
         return step
+
+    def _hold_too(self, step: RankStep, borrowed: Mapping[str, Sequence[int]]) -> None:
+        """Let stages hold what they train from now on and other stages hold; earlier steps do not sum it over both."""
+        name, stages = next(iter(borrowed.items()))
+        others = f" and {len(borrowed) - 1} other parameters" * (len(borrowed) > 1)
+        rank_zero_warn(
+            f"{step.captured.request.method} was captured again as another graph, in which stage {stages[0]} uses "
+            f"{name}{others}, of other stages. Both hold them from now on, with optimizer state, and sum gradients, "
+            "which was not planned for. Use them from the first batch on, multiplied by zero where that is not wanted, "
+            "to have them planned for."
+        )
+        weights = self.setup.weights
+        stepped = weights.steppers()
+        weights.hold_too(step.split, self.cuts.planned.layout)
+        self.known.forget(TRAINING)
+        self._moved(stepped)
 
     def skipping(self, call: StepRequest, samples: int, answers: tuple[bool, ...]) -> RankStep | None:
         """Make a step ready to run as it is with these answers to its first questions, if it gives no loss then."""

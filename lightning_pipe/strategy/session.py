@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +121,7 @@ class Session:
         self._are_gradients_read = False
         self._are_gradients_read_at_once = False  # after every batch, also where gradients are accumulated further
         setup = RankSetup(module, config, links, self.weights, self._contexts, device)
-        self._pipeline = Pipeline(setup, later=self._later, stopwatch=stopwatch)
+        self._pipeline = Pipeline(setup, later=self._later, stopwatch=stopwatch, moved=self._follow_weights)
         self._watch: ParameterWatch | None = None  # of a plan
         self._planned: Plan | None = None
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
@@ -353,6 +353,12 @@ class Session:
                 groups.bring(stepped, control=self._links.control)
             self._follow_plan(call)
 
+    def _follow_weights(self, stepped: Mapping[str, tuple[int, ...]]) -> None:
+        """Have the optimizer state of parameters that this rank holds too from now on; on all ranks together."""
+        for groups in self.groups:
+            groups.bring(stepped, control=self._links.control)
+        self._have_in_place()
+
     def _keeps_gradients(self) -> bool:
         """Return whether any rank has gradients of batches before this one, which a hook has not zeroed."""
         here = (p.grad for name, p in self.weights.parameters.items() if self.weights.holds(name))
@@ -455,16 +461,20 @@ class Session:
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
         self._planned = plan
-        self.weights.move(self._device)
-        self._averages.place(self._device)
-        for shared in self._shared_states:
-            shared.connect()
+        self._have_in_place()
         for groups in self.groups:
             groups.follow()
         proposal = self._pipeline.proposal
         if proposal is not None:  # on rank 0
             introduce(proposal, replace(graph, samples=self._pipeline.samples(call.structure)))
         return plan, graph
+
+    def _have_in_place(self) -> None:
+        """Have weights, their averages and shared optimizer state where ranks hold other parameters than before."""
+        self.weights.move(self._device)
+        self._averages.place(self._device)
+        for shared in self._shared_states:
+            shared.connect()
 
     def _moves_plainly(self) -> bool:
         """Return whether Lightning alone moves batches to the device, so that their structure stays what it was."""

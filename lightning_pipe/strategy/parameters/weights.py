@@ -156,6 +156,18 @@ class Weights:
         self._holders = {name: holders[name] for name in self._real if name in holders}
         self._vacate(name for name in self._elsewhere() if name in found)
 
+    def hold_too(self, split: Split, layout: Layout) -> None:
+        """Let the stages of a step that was captured later hold what they use and other stages hold."""
+        before = dict(self._holders)
+        for program in split.stages:
+            for name in {*program.parameters.values(), *program.gradients.values()} & self._holders.keys():
+                ranks = {*self._holders[name], *layout.stages[program.stage]}
+                self._holders[name] = tuple(sorted(ranks))
+        if self._owners:
+            sizes = {name: self._real[name].nbytes * (name in self._owners) for name in self._holders}
+            self._owners = owners(sizes, self._holders)
+        self._fetch(before)
+
     @contextlib.contextmanager
     def buffers_known(self, split: Split, layout: Layout) -> Iterator[None]:
         """Run stages inside that may write to buffers on other ranks than the stages that were placed; on all ranks.
@@ -483,21 +495,32 @@ class Weights:
 
 
 class _Buffers(Mapping[str, torch.Tensor]):
-    """The buffers of a module as they are when they are asked for; moving a module replaces them."""
+    """The buffers of a module as they are when they are asked for; moving a module replaces them, hooks add some."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._hidden: dict[str, torch.Tensor] = {}
-        self._slots = {name: _slot(module, name) for name, _ in module.named_buffers(remove_duplicate=False)}
+        self._slots: dict[str, TensorPlace] = {}
+        self._look()
+
+    def _look(self) -> None:
+        """Find buffers that were not there before."""
+        for name, _ in self._module.named_buffers(remove_duplicate=False):
+            self._slots.setdefault(name, _slot(self._module, name))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._hidden:
             return self._hidden[name]
+        if name not in self:
+            raise KeyError(name)
         slot = self._slots[name]
         buffer = slot.owner._buffers[slot.attribute]
-        assert buffer is not None, f"{name} was a buffer when the module was set up"
+        assert buffer is not None, f"{name} was a buffer when it was found"
         return buffer
 
     def __contains__(self, name: object) -> bool:
+        if name not in self._slots:
+            self._look()
         return name in self._slots
 
     def __iter__(self) -> Iterator[str]:

@@ -23,7 +23,7 @@ from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import AnyCompute, Layout, Program, VerifiedProgram
-from lightning_pipe.errors import PipelineError, PlanError
+from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.agree import disagreements
@@ -202,22 +202,19 @@ class RankStep:
                 if rank != (self._weights.owner(name) if name in shared else group[0]):
                     self._weights.parameters[name].grad = None
 
-    def refuse_borrowed(self) -> None:
-        """Check that every stage holds what it trains.
-
-        Raises:
-            PlanError: naming a parameter and the stage that reads it elsewhere.
-        """
+    def borrowed_parameters(self) -> dict[str, list[int]]:
+        """Return parameters that stages read without all of their ranks holding them, and these stages."""
+        found: dict[str, list[int]] = {}
         for name, stage in self._elsewhere():
-            raise PlanError(
-                f"The step was captured again, and now stage {stage} reads {name}, which it does not hold. Parameters "
-                "must stay in the stages that the plan gave them; use devices=1, or let the step use its modules in "
-                "the same order for all batches."
-            )
+            if name in self._weights.parameters:
+                found.setdefault(name, []).append(stage)
+        return found
 
     def refresh(self, version: int) -> None:
         """Copy what this step borrows, if weights have changed since."""
         names = sorted({name for name, _ in self._elsewhere()})
+        for name in self._lent.keys() - {*names}:  # it is held now
+            del self._lent[name]
         if self._lent_at == version or not names:
             return
         for name in names:
@@ -230,7 +227,8 @@ class RankStep:
         """List what a stage reads without all of its ranks holding it."""
         for program in self.split.stages:
             ranks = self._plan.layout.stages[program.stage]
-            for name in [*program.parameters.values(), *program.buffers.values()]:
+            read = [name for name in program.buffers.values() if name not in program.mutations]  # others are spread
+            for name in [*program.parameters.values(), *read]:
                 if not self._weights.held_by(name, ranks):
                     yield name, program.stage
 
