@@ -13,8 +13,7 @@ structure if that is known already; if not, a second one with the structure. It 
 where ranks run ahead or are few. A rank that loads for itself compares the message with its own batch later, before
 anything of other ranks enters its step (`confirm`).
 
-Loading draws random numbers (an order, what augments a sample). Followers take over the state of the generators that
-it leaves, so that hooks draw the same numbers on all ranks, which are those of one device.
+Loading draws random numbers; followers go on with the state of the generators that it leaves (`SharedRandomness`).
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from lightning_pipe.runtime.guard.watch import MismatchError, Unwatched
 from lightning_pipe.strategy.loading.announcement import BATCH, END, FAILED, Announcement, checksum
 from lightning_pipe.strategy.loading.known_structures import UNKNOWN, KnownStructures, packed
 from lightning_pipe.strategy.loading.samplers import gather_shards
+from lightning_pipe.strategy.loading.shared_randomness import SharedRandomness
 from lightning_pipe.strategy.loading.world_size import WholeData
 from lightning_pipe.strategy.parameters.stand_ins import absent_batch
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -73,6 +73,7 @@ class Feed:
         tells_indices: whether all ranks are told which samples a batch has, for writers of predictions.
         structures: that were met.
         told: number of the structure of the batch that was announced last.
+        random: gives ranks that load nothing the random numbers of those that load.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Feed:
         self._goes_on = ahead or control.ranks <= _FEW_RANKS
         self._tell = control.tell if self._goes_on else control.copy
         self._loading = tuple(range(control.ranks))
+        self.random = SharedRandomness(control, device)
         self._assigned = False
         self._early: list[FedIterator] = []
         self.tells_indices = False
@@ -140,6 +142,7 @@ class Feed:
     def assign(self, ranks: tuple[int, ...]) -> None:
         """Decide which ranks load, on all ranks together; iterations that have begun go on there and end elsewhere."""
         self._loading, self._assigned = ranks, True
+        self.random.loading = ranks
         if self._goes_on:
             with self.watch.opening("the connections of the rank that tells of batches"):
                 self._control.expect(self.source)
@@ -168,37 +171,6 @@ class Feed:
         else:
             self._early.append(iterator)
         return iterator
-
-    @property
-    def is_followed(self) -> bool:
-        """Return whether some ranks load nothing."""
-        return len(self._loading) < self._control.ranks
-
-    def same_randomness(self) -> None:
-        """Give all ranks the random state of the first that loads, so that they shuffle alike, and hooks draw alike."""
-        if self._control.ranks > 1:
-            mine = Randomness.now(self._device) if self.leads else None
-            self.follow(self._control.broadcast(mine, source=self.source, what="the random state of a loading rank"))
-
-    def randomness(self) -> Randomness | None:
-        """Return the state of the generators before something is loaded, if the ranks that follow need to know."""
-        return Randomness.now(self._device) if self.loads and self.is_followed else None
-
-    def drawn_since(self, before: Randomness | None) -> Randomness | None:
-        """Return the state of the generators, if numbers were drawn since."""
-        now = None if before is None else Randomness.now(self._device)
-        return None if now == before else now
-
-    def share_randomness(self, before: Randomness | None) -> None:
-        """Let ranks that follow go on with the random state that loading has left; on all ranks together."""
-        if self.is_followed:
-            left = self.drawn_since(before) if self.leads else None
-            self.follow(self._control.broadcast(left, source=self.source, what="the random numbers of loading"))
-
-    def follow(self, left: Randomness | None) -> None:
-        """Go on with the random state of the leading rank, if it has drawn numbers."""
-        if left is not None and not self.leads:
-            left.restore(self._device)
 
     def announce(
         self,
@@ -241,7 +213,7 @@ class Feed:
         if theirs.random_bytes:
             content = torch.frombuffer(bytearray(packed if self.leads else theirs.random_bytes), dtype=torch.uint8)
             told = self._tell(content, source=self.source, what="the random numbers of loading")
-            self.follow(pickle.loads(told.numpy().tobytes()))
+            self.random.follow(pickle.loads(told.numpy().tobytes()))
         self.told = theirs.structure
         return theirs.code
 
@@ -372,7 +344,7 @@ class FedLoader:
             StopIteration: if there is none.
         """
         if self.first is None:
-            self.feed.same_randomness()
+            self.feed.random.share()
             iterator = self.open()
             self.first = next(iterator)
             self.peeked = itertools.chain([self.first], iterator)
@@ -426,12 +398,12 @@ class FedIterator:
         self._batches += 1
 
     def _next(self, own: Iterator[Any]) -> Any:
-        before = self._feed.randomness()
+        before = self._feed.random.now()
         try:
             with self._feed.watch.limited("the loading of a batch"), self._feed.data.while_loading():
                 batch = next(own)
         except StopIteration:
-            self._announce(END, drawn=self._feed.drawn_since(before))
+            self._announce(END, drawn=self._feed.random.since(before))
             raise
         except Exception:
             if self._feed.leads:
@@ -440,7 +412,7 @@ class FedIterator:
         number = checksum(batch) if self._feed.compares else 0
         structures = self._feed.structures
         form = structures.form_of(batch)
-        self._announce(BATCH, number, structures.expected(form), self._feed.drawn_since(before))
+        self._announce(BATCH, number, structures.expected(form), self._feed.random.since(before))
         structures.loaded(batch, form, self._feed.told)
         return batch
 
@@ -467,11 +439,11 @@ class FedIterator:
         """Open the loader, with the same random state on all ranks, before and after; on all ranks together."""
         self._begun = True
         if self._loader.peeked is None:
-            self._feed.same_randomness()
-        before = self._feed.randomness()
+            self._feed.random.share()
+        before = self._feed.random.now()
         self._own = self._loader.open() if self._feed.loads else None
         self._loader.peeked = None
-        self._feed.share_randomness(before)
+        self._feed.random.tell_since(before)
 
 
 def _workers() -> list[int]:

@@ -51,7 +51,7 @@ class LeftByHooks:
     def begin(self) -> None:
         """Note what there is before hooks run."""
         self._before = ModuleState(self._module, shared=self._shared, copies=True)
-        self._random = self._feed.randomness()
+        self._random = self._feed.random.now()
 
     def taken(self) -> tuple[KeptState, ...]:
         """Return what hooks have changed since, as far as others can be told."""
@@ -69,11 +69,11 @@ class LeftByHooks:
     def tell(self) -> None:
         """Let ranks that do not load have what hooks of the leading rank have changed; on all ranks together."""
         feed = self._feed
-        mine = (self.taken(), feed.drawn_since(self._random)) if feed.leads else ((), None)
+        mine = (self.taken(), feed.random.since(self._random)) if feed.leads else ((), None)
         left, drawn = self._control.broadcast(mine, source=feed.source, what="what batch hooks have left")
         self._before = None
         if not feed.loads:
-            feed.follow(drawn)
+            feed.random.follow(drawn)
             for one in left:
                 self._keep(one)
 
