@@ -4,6 +4,8 @@
     python -m benchmarks.peers --case mlp --rounds 5       # fixed costs: four small layers, 1, 4 and 16 micro-batches
     python -m benchmarks.peers --case gpt2                 # GPT-2 of transformers (`pip install transformers`)
     python -m benchmarks.peers --case wide --link 1e9      # two hosts (namespaces) at 1 Gbit/s: sums of 100 MB
+    python -m benchmarks.peers --case wide_adamw --link 1e9  # the same with an optimizer that takes longer
+    python -m benchmarks.peers --compiled --only data      # data parallel beside DDP, both with torch's compiler too
     python -m benchmarks.peers --json figures.json --plot figures.png
 
 Contestants run one after another, in rounds, in the same two processes; a figure is the median of the steps of a round
@@ -134,6 +136,7 @@ CASES = {
     "gpt": Case(lambda: gpt(width=256, depth=12), text, 16, 9, (8,)),
     "gpt2": Case(lambda: Row(GPT2()), text, 8, 7, (6,)),
     "wide": Case(lambda: gpt(width=512, depth=8), text, 8, 8, (4,), torch.optim.SGD),
+    "wide_adamw": Case(lambda: gpt(width=512, depth=8), text, 8, 8, (4,)),
     "mlp": Case(
         lambda: Row(*(nn.Linear(32, 32) for _ in range(4))),
         lambda n: (torch.randn(n, 32), torch.randint(32, (n,))),
@@ -221,12 +224,14 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def fitted(case: Case, strategy: Callable[[], Any]) -> Figure:
+def fitted(case: Case, strategy: Callable[[], Any], *, compiled: bool = False) -> Figure:
     """Fit the module with a strategy of Lightning; its batches are those of one device."""
     torch.manual_seed(0)
     x, y = case.batch(case.samples * case.steps)
     torch.manual_seed(0)
     module, steps, made = Module(case), Steps(), strategy()
+    if compiled:
+        module.row.compile()
     is_ddp = made == "ddp"
     batches = [*zip(x.split(case.samples), y.split(case.samples), strict=True)]
     if is_ddp:  # which gives every rank its part of each
@@ -261,8 +266,8 @@ def looped(case: Case, peer: Callable[..., bare_loops.Train], microbatches: int 
     return Figure(steps.median_s(), steps.cpu_s(), peak(), tuple(losses.tolist()))
 
 
-def contestants(case: Case) -> dict[str, Callable[[Case], Figure]]:
-    """Return who takes part, by name."""
+def contestants(case: Case, *, compiled: bool) -> dict[str, Callable[[Case], Figure]]:
+    """Return who takes part, by name; with a compiler too, if that is wanted."""
 
     def ours(**options: Any) -> Callable[[Case], Figure]:
         return lambda case: fitted(case, lambda: DappleStrategy(**options))
@@ -272,6 +277,9 @@ def contestants(case: Case) -> dict[str, Callable[[Case], Figure]]:
         "default": ours(),
         "data parallel": ours(layout="2"),
     }
+    if compiled:
+        found["data parallel, compiled"] = ours(layout="2", compile=True)
+        found["data parallel, DDP compiled"] = lambda case: fitted(case, lambda: "ddp", compiled=True)
     with torch.device("meta"):
         can_be_cut = len(case.make()) > 1
     if can_be_cut:
@@ -285,13 +293,13 @@ def contestants(case: Case) -> dict[str, Callable[[Case], Figure]]:
     return found
 
 
-def run(name: str, rounds: int, only: str) -> dict[str, list[Figure]]:
+def run(name: str, rounds: int, only: str, compiled: bool) -> dict[str, list[Figure]]:
     """Let everyone train, in rounds; on every rank."""
     torch.set_num_threads(1)
     case = CASES[name]
     chosen = {
         who: train
-        for who, train in contestants(case).items()
+        for who, train in contestants(case, compiled=compiled).items()
         if who == REFERENCE or (only in who and bare_loops.is_installed(who))
     }
     found: dict[str, list[Figure]] = {who: [] for who in chosen}
@@ -346,10 +354,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--link", type=float, help="bits per second between two hosts; without it, one host")
     parser.add_argument("--only", default="", help="contestants whose name has this, and the reference")
+    parser.add_argument("--compiled", action="store_true", help="data parallel and DDP with torch's compiler too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="picture of the steps")
     options = parser.parse_args()
-    arguments = (options.case, options.rounds, options.only)
+    arguments = (options.case, options.rounds, options.only, options.compiled)
     if options.link:
         with two_hosts(options.link) as hosts:
             ranks = run_on_both(hosts, run, *arguments)
@@ -365,7 +374,7 @@ def main() -> None:
         texts = {key: f"{found[key] * 1e3:.1f} ms" for key in ("step_s", "cpu_s")}
         texts["peak_bytes"] = f"{found['peak_bytes'] / 2**20:.0f} MiB"
         table.add_row(who, *(cell for key in found for cell in (texts[key], f"{ratios[key]:.2f}")))
-    for who in contestants(CASES[options.case]):
+    for who in contestants(CASES[options.case], compiled=options.compiled):
         if options.only in who and who not in figures:
             table.add_row(who, "absent", *[""] * 5)
     Console(width=110).print(table)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lightning_pipe.errors import AbsentError
 from lightning_pipe.strategy.parameters import hook_weights
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
+from models.parity import make_loader, make_module
 from ranks.world import Raised, Returned, World
 from strategy.fits import dapple, make_trainer
 
@@ -445,3 +446,27 @@ def test_where_one_rank_has_no_room_for_all_values_all_ranks_find_stand_ins() ->
     for result in World(2).results(fit_without_room):
         assert not isinstance(result, Returned)
         assert isinstance(result, Raised) and "AbsentError" in (result.kind + result.text)
+
+
+class SavesOptimizer(pl.Callback):
+    """A callback that keeps the state of the optimizer itself."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.state = trainer.optimizers[0].state_dict()
+
+
+def said_of_optimizer(layout: str) -> list[str]:
+    """Return what is said of a callback that reads the optimizer's state; a worker function."""
+    trainer = make_trainer(dapple(layout=layout), max_epochs=2, callbacks=[SavesOptimizer()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(make_module("gpt_tied"), make_loader("gpt_tied"))
+        trainer.strategy.optimizer_state(trainer.optimizers[0])
+    return [str(one.message) for one in caught if "asks for the state of the optimizer" in str(one.message)]
+
+
+@pytest.mark.parametrize(("layout", "times"), [("1-1", 1), ("2", 0)])
+def test_code_that_reads_a_part_of_the_optimizers_state_is_told(layout: str, times: int) -> None:
+    for said in World(2).run(said_of_optimizer, layout):
+        assert len(said) == times
+        assert all("test_hook_weights.py" in text and "trainer.save_checkpoint" in text for text in said)

@@ -7,16 +7,22 @@ add groups, and the numbers that a checkpoint gives to parameters are those of o
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
 
+from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+
+_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 class Groups:
@@ -30,6 +36,26 @@ class Groups:
     def __init__(self, optimizer: Optimizer, weights: Weights) -> None:
         self._optimizer = optimizer
         self._weights = weights
+        self._has_warned = False
+        optimizer.register_state_dict_post_hook(self._say_what_is_missing)
+
+    def _say_what_is_missing(self, *_: Any) -> None:
+        """Warn once where code of the user asks for state that other ranks have."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        if self._has_warned or is_library(frame.f_code.co_filename):
+            return
+        steppers, rank = self._weights.steppers(), self._weights.control.rank
+        missing = [name for name in self.names() if rank not in steppers.get(name, (rank,))]
+        if missing:
+            self._has_warned = True
+            warnings.warn(
+                f"{frame.f_code.co_filename}:{frame.f_lineno} asks for the state of the optimizer. Rank {rank} has "
+                f"that of the parameters that it steps, not of {missing[0]} and {len(missing) - 1} others. "
+                "trainer.save_checkpoint(path), on all ranks, writes the whole state.",
+                stacklevel=2,
+            )
 
     @property
     def optimizer(self) -> Optimizer:
