@@ -13,7 +13,7 @@ without a message.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -302,14 +302,15 @@ class Executor:
         key = RandomKey(job.seed, job.step, microbatches[0], parts[0].start)
         return Slice(samples, key, samples / self._exchange.batch_samples * job.weight, job.weight)
 
-    def land(self, step: Callable[[], None], *, wait: Callable[[Wait], None]) -> None:
-        """Wait for the sums that a run has left; `step` is called when those of some parameters have gradients.
+    def land(self, step: Callable[[], None], *, among: Iterable[torch.Tensor], wait: Callable[[Wait], None]) -> None:
+        """Wait for the sums that a run has left; `step` is called whenever some parameters have their gradients.
 
         Args:
-            step: steps the parameters that have gradients, and only these.
+            step: steps the parameters that have gradients.
+            among: all that may have some.
             wait: waits for a handle, with a deadline.
         """
-        drive(self._gradients.land(step), wait=wait)
+        drive(self._gradients.land(step, among=among), wait=wait)
 
     def _finish_batch(self, recorder: Recorder, *, leave_sums: bool) -> Walk[None]:
         yield from self._exchange.finish_sends()

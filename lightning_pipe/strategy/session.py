@@ -327,7 +327,8 @@ class Session:
 
     def step_rest(self, optimizer: Optimizer) -> None:
         """Step the parameters whose sums the last batch has left under way, as these end."""
-        self._pipeline.runner.land(lambda: optimizer.step())
+        parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._pipeline.runner.land(lambda: optimizer.step(), among=parameters)
 
     def _refuse_other_optimizers(self) -> None:
         """Raise if a hook has given the trainer other optimizers: checkpoints have those of the fit."""
@@ -380,7 +381,7 @@ class Session:
         with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=summed):
             ran = self._pipeline.run(call, turn)
         if ran.is_skipped:
-            state.land(lambda: None)
+            state.land(lambda: None, among=())
         if ran.is_skipped and turn.synchronise and not summed:  # the batches of the window before it count
             sum_gradients(self.weights)
         if self._are_gradients_read and self._clippers and turn.synchronise and self._links.control.ranks > 1:

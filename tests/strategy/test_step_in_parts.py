@@ -94,9 +94,9 @@ def small_pieces(parts: list[int]) -> Iterator[None]:
     """Sum in pieces of one layer; note after every batch how many parts stepped later than the first."""
     usual = Runner.land
 
-    def land(self: Runner, step: Any) -> None:
+    def land(self: Runner, step: Any, **options: Any) -> None:
         calls = list[None]()
-        usual(self, lambda: (step(), calls.append(None)))
+        usual(self, lambda: (step(), calls.append(None)), **options)
         parts.append(len(calls))
 
     options = Gradients.__init__.__kwdefaults__

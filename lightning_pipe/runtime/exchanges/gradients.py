@@ -174,13 +174,16 @@ class Gradients:
         for piece in self._under_way:
             _hide(piece.parameters)
 
-    def land(self, step: Callable[[], None]) -> Walk[None]:
-        """Wait for the pieces that `finish` has left, one after another; let the parameters of each step alone."""
+    def land(self, step: Callable[[], None], *, among: Iterable[torch.Tensor]) -> Walk[None]:
+        """Wait for the pieces that `finish` has left, one after another; let the parameters of each step alone.
+
+        Args:
+            step: steps the parameters that have gradients.
+            among: all that may have some.
+        """
         if not self._under_way:
             return
-        stepped: dict[torch.Tensor, torch.Tensor | None] = {
-            p: p.grad for p in self._state.parameters.values() if p.grad is not None
-        }
+        stepped: dict[torch.Tensor, torch.Tensor | None] = {p: p.grad for p in among if p.grad is not None}
         _hide(stepped)
         while self._under_way:
             piece = self._under_way.popleft()

@@ -265,11 +265,11 @@ class Runner:
             collect(outcome.results)
         return outcome, results[0]
 
-    def land(self, step: Callable[[], None]) -> None:
-        """Wait for the sums that the last run has left; `step` steps parameters that have gradients, and only these."""
+    def land(self, step: Callable[[], None], *, among: Iterable[torch.Tensor]) -> None:
+        """Wait for the sums that the last run has left; arguments as of `Executor.land`."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            leaving.executor.land(step, wait=self._links.watch.wait)
+            leaving.executor.land(step, among=among, wait=self._links.watch.wait)
 
     def _rolling_back(self) -> MilestoneHandlers:
         """Return what confirms the optimizer step before, and what takes it and the state of this one back."""
