@@ -55,6 +55,10 @@ class Plays(Protocol):
         """Return (micro-batch, first sample, samples, words) of every play of the batch that says something."""
         ...
 
+    def turn(self, turned: Mapping[str, bool]) -> None:
+        """Have `requires_grad` of parameters as plays to the end of the step have left it, on every rank."""
+        ...
+
     def late_buffers(self) -> Mapping[str, int]:
         """Return how many plays of the batch have changed a buffer that the traced run has not."""
         ...

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
@@ -142,7 +143,14 @@ class Pipeline:
         if call.method == TRAINING and self._config.witness and self._witness_is_due():
             step, sizes = self._witnessed(step, sizes, call, samples)
         before = StateSnapshot(self._weights) if self._may_be_undone(step, call) else None
+        turn = replace(turn, leave_sums=turn.leave_sums and before is None)
         ran = self._run(step, sizes, call, turn)
+        if before is not None and (new := before.trained_since()):
+            before.restore()
+            step, sizes = self._replayed(call, samples, f"it lets {new[0]} be trained")
+            ran = self._run(step, sizes, call, turn)
+        if before is not None and step.capture.plays is not None:
+            before.forget_frozen()  # which stages that do not come to the end of the step have not heard in time
         guard = wrong_answer(ran.record, ran.values) if before is not None else None
         if before is not None and guard is not None:
             before.restore()

@@ -33,6 +33,30 @@ def slots_of(module: nn.Module, names: Iterable[str]) -> dict[str, Slot]:
     return found
 
 
+class TrainedParameters:
+    """Which parameters of a module are to get gradients (`requires_grad`), whatever hangs in their places.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = [(f"{path}.".lstrip("."), owner._parameters) for path, owner in module.named_modules()]
+        self._places = [(prefix + key, table, key) for prefix, table in owners for key in table]
+
+    def now(self) -> dict[str, bool]:
+        """Return it by name."""
+        found = ((name, table[key]) for name, table, key in self._places if table.get(key) is not None)
+        return {name: parameter.requires_grad for name, parameter in found if parameter is not None}
+
+    def put(self, wanted: Mapping[str, bool]) -> None:
+        """Set it."""
+        for name, table, key in self._places:
+            parameter = table.get(key)
+            if parameter is not None and parameter.requires_grad != wanted[name]:
+                parameter.requires_grad_(wanted[name])
+
+
 @contextlib.contextmanager
 def hung(slots: Mapping[str, Slot], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Hang tensors into their slots for a while."""

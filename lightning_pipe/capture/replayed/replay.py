@@ -29,6 +29,7 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.replayed.module_scope import TrainedParameters
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import LOSS
@@ -237,6 +238,7 @@ class Replay:
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.said.clear()
         self._now.loss_calls, self._now.late = {}, Counter()
+        self._now.trained = self._trained.now()
         return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
@@ -251,6 +253,14 @@ class Replay:
     def loss_calls(self) -> Mapping[str, str]:
         """Return the calls by which plays of the last stage have made losses since `begin`, and the line of each."""
         return dict(self._now.loss_calls)
+
+    @cached_property
+    def _trained(self) -> TrainedParameters:
+        return TrainedParameters(self._request.module)
+
+    def turn(self, turned: Mapping[str, bool]) -> None:
+        """Have `requires_grad` of parameters as plays to the end of the step have left it, on every rank."""
+        self._trained.put(self._now.trained | dict(turned))
 
     def late_buffers(self) -> Mapping[str, int]:
         """Return how many plays have changed a buffer since `begin` that the traced run has not."""

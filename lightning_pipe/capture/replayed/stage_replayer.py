@@ -24,7 +24,7 @@ import torch
 
 from lightning_pipe.capture.recording.replay_state import speaks
 from lightning_pipe.capture.replayed.loss_watch import LossWatch
-from lightning_pipe.capture.replayed.module_scope import Slot, hung, keyed, slots_of
+from lightning_pipe.capture.replayed.module_scope import Slot, TrainedParameters, hung, keyed, slots_of
 from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
@@ -129,7 +129,9 @@ class StageReplayer:
                 stack.enter_context(LossWatch(samples, recording.loss_notes, self._now.loss_calls))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
+            self._trained.put(self._now.trained)
             output = run.run(lambda: self._call(samples, leaves))
+            trained = self._trained.now()
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
             if run.repeats and any(python.changes()):
@@ -137,6 +139,7 @@ class StageReplayer:
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
             recording.is_whole, recording.answers = True, answerer.answers
+            recording.turned = {n: flag for n, flag in trained.items() if flag != self._now.trained[n]}
             finish(recording, output, loss)
             self._refuse_absent([*recording.results, *([] if loss is None else [loss])])
         if self._part.is_last or recording.kept:
@@ -201,6 +204,10 @@ class StageReplayer:
                 "values only (detached) when it was traced on the first one, so no gradient is sent back to its stage. "
                 "Differentiate it in every batch, multiplied by zero where that is not wanted, or in none."
             )
+
+    @cached_property
+    def _trained(self) -> TrainedParameters:
+        return TrainedParameters(self._step.module)
 
     @cached_property
     def _buffer_places(self) -> list[tuple[str, dict[str, torch.Tensor | None], str]]:

@@ -33,6 +33,7 @@ class BatchContext:
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         loss_calls: the first line of every kind of call by which these plays made their losses.
+        trained: which parameters were to get gradients before the batch.
         late: how many plays have changed a buffer that the traced run has not.
     """
 
@@ -42,6 +43,7 @@ class BatchContext:
     speakers: tuple[int, ...] = ()
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     loss_calls: dict[str, str] = field(default_factory=dict)
+    trained: dict[str, bool] = field(default_factory=dict)
     late: Counter[str] = field(default_factory=Counter)
 
 

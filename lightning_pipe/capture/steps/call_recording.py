@@ -48,6 +48,7 @@ class StepRecording:
         answers: truth values of its tensors that it asked for, where somebody notes them.
         is_whole: whether the run came to the end of the step.
         loss_notes: how it made its loss, where somebody notes that.
+        turned: parameters whose `requires_grad` it has set to another value, which this is; where somebody notes that.
     """
 
     calls: list[LogCall | MetricCall] = field(default_factory=list)
@@ -57,6 +58,7 @@ class StepRecording:
     answers: list[bool] = field(default_factory=list)
     is_whole: bool = False
     loss_notes: LossNotes = field(default_factory=LossNotes)
+    turned: dict[str, bool] = field(default_factory=dict)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""

@@ -126,6 +126,7 @@ class StepFunction(nn.Module):
         state = self.state = StepState(module, self.reads)
         self.current = observer
         identity = self.identity if self.runs == 1 else None
+        trained = _trained(module)
         if identity is not None:
             identity.begin(self._inputs(leaves))
         with (
@@ -145,6 +146,8 @@ class StepFunction(nn.Module):
         ):
             output = getattr(module, self.method)(self._batch(leaves), *self._arguments())
             output = with_loss(self.method, output)
+        if turned := sorted(trained ^ _trained(module)):
+            raise hazard(f"it turns requires_grad of {turned[0]} on or off", "")
         self.observers.append(observer)
         self.recordings.append(recording)
         loss = loss_of(module, self.method, output, may_skip=self.may_skip)
@@ -350,3 +353,8 @@ class _ModulePath:
             for hook in hooks:
                 hook.remove()
             del self._stack[1:]
+
+
+def _trained(module: nn.Module) -> set[str]:
+    """Name the parameters that are to get gradients."""
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -112,6 +112,7 @@ class Runner:
         if (plays := step.capture.plays) is not None:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
             words = gathered(plays.said(), tuple(speakers), self._links.control)
+            plays.turn({name: flag for *_, one in words if one.is_whole for name, flag in one.turned.items()})
             differing, bent = uneven(words), bent_unlike(words)
             if training:
                 differing = differing or self._unweighable(step.captured, unequally_divided(words))
