@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,7 +76,17 @@ class Consolidated(Net):
         return loss
 
 
-KINDS = {kind.__name__: kind for kind in (LatePenalty, Sometimes, Consolidated)}
+class Cropped(Net):
+    """Sequences that grow with the step, so that other graphs are cut elsewhere."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        tokens = x[:, None].expand(-1, 8, -1)[:, : min(8, 2 + self.global_step)]
+        hidden = self.first(tokens).mean(1)
+        return F.cross_entropy(self.last(torch.tanh(self.middle(torch.tanh(hidden)))), y)
+
+
+KINDS = {kind.__name__: kind for kind in (LatePenalty, Sometimes, Consolidated, Cropped)}
 
 
 def fitted(kind: str, options: dict[str, Any] | None, trainer: dict[str, Any]) -> Any:
@@ -113,5 +124,24 @@ def test_stages_hold_what_they_use_from_a_later_batch_on(kind: str, options: Any
     for found in ranks:
         assert found[0] == pytest.approx(losses, rel=1e-9)
         assert found[1] == pytest.approx(metrics, rel=1e-6)
+        torch.testing.assert_close(found[2], parameters, rtol=1e-9, atol=1e-9)
+    assert len(ranks[0][3]) == (kind != "Cropped")
+
+
+PLAN = """\
+stages:
+- {at: '', ranks: [0]}
+- {at: clone, ranks: [1]}
+microbatches: 2
+"""
+
+
+def test_stages_hold_what_they_train_without_reading_it(tmp_path: Path) -> None:
+    """The gradient of a weight does not need its values: a stage of a later graph made it for what it did not hold."""
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    losses, _, parameters, _ = fitted("Cropped", None, {})
+    ranks = World(2).run(fitted, "Cropped", {"plan": str(tmp_path / "plan.yaml")}, {})
+    for found in ranks:
+        assert found[0] == pytest.approx(losses, rel=1e-9)
         torch.testing.assert_close(found[2], parameters, rtol=1e-9, atol=1e-9)
     assert len(ranks[0][3]) == 1

@@ -203,11 +203,12 @@ class RankStep:
                     self._weights.parameters[name].grad = None
 
     def borrowed_parameters(self) -> dict[str, list[int]]:
-        """Return parameters that stages read without all of their ranks holding them, and these stages."""
+        """Return parameters that stages read or train without all of their ranks holding them, and these stages."""
         found: dict[str, list[int]] = {}
-        for name, stage in self._elsewhere():
-            if name in self._weights.parameters:
-                found.setdefault(name, []).append(stage)
+        for program in self.split.stages:
+            for name in dict.fromkeys((*program.parameters.values(), *program.gradients.values())):
+                if not self._weights.held_by(name, self._plan.layout.stages[program.stage]):
+                    found.setdefault(name, []).append(program.stage)
         return found
 
     def refresh(self, version: int) -> None:
