@@ -207,8 +207,9 @@ def failing(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> Any
         fit(trainer, module, folder)
     found = [torch.load(file, weights_only=False) for file in Path(folder).glob("*.ckpt")]
     last = max(found, key=lambda checkpoint: checkpoint["global_step"])
-    for name, parameter in module.named_parameters():
-        parameter.data = last["state_dict"][name]  # a rank keeps its own part when a run fails
+    for path, owner in module.named_modules():  # a rank keeps its own part when a run fails, and stand-ins of the rest
+        for key in owner._parameters:
+            owner._parameters[key] = nn.Parameter(last["state_dict"][f"{path}.{key}".removeprefix(".")])
     return torch.tensor(last["global_step"])
 
 
