@@ -56,7 +56,7 @@ class Plays(Protocol):
         ...
 
     def turn(self, turned: Mapping[str, bool]) -> None:
-        """Have `requires_grad` of parameters as plays to the end of the step have left it, on every rank."""
+        """Have `requires_grad` as the step has left it where it came to its end, and hooks as one play has."""
         ...
 
     def late_buffers(self) -> Mapping[str, int]:

@@ -42,10 +42,7 @@ class Place:
 
     def read(self) -> Any:
         """Return the value, `ABSENT` if there is none."""
-        try:
-            return self.container[self.key]
-        except (KeyError, IndexError):
-            return ABSENT
+        return entry_of(self.container, self.key)
 
     def write(self, value: Any) -> None:
         """Put a value there; `ABSENT` removes it."""
@@ -70,6 +67,20 @@ class Place:
         return Place(container, key, name, (*self.path, (kind, key)) if self.path else ())
 
 
+class Answers(dict[Any, Any]):
+    """A dict of this package that is asked through its own methods; others' are looked at as they are."""
+
+
+def entry_of(container: Any, key: Any) -> Any:
+    """Return what a container has, or `ABSENT`; of a dict as it is, whatever a subclass does when it is asked."""
+    if isinstance(container, dict) and not isinstance(container, Answers):
+        return dict.get(container, key, ABSENT)
+    try:
+        return container[key]
+    except (KeyError, IndexError):
+        return ABSENT
+
+
 def follow(module: Any, path: Path) -> Place:
     """Find a place by its path, on any rank."""
     (kind, root), *steps = path
@@ -84,7 +95,7 @@ def follow(module: Any, path: Path) -> Place:
     else:
         container = vars(sys.modules[root])
     for (_, key), (next_kind, _) in itertools.pairwise(steps):
-        container = _parts_by_kind(container[key], next_kind)
+        container = _parts_by_kind(entry_of(container, key), next_kind)
     return Place(container, steps[-1][1], "".join(str(key) for _, key in steps), path)
 
 
@@ -197,7 +208,7 @@ class SlotAttributes(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-class Asked(dict[str, Any]):
+class Asked(Answers):
     """What functions return now, as a dict that is only read."""
 
     def __init__(self, functions: Mapping[str, Callable[[], Any]]) -> None:
@@ -210,7 +221,7 @@ class Asked(dict[str, Any]):
         """Leave it: nobody can set what a function returns."""
 
 
-class Locals(dict[str, Any]):
+class Locals(Answers):
     """The variables of a generator, and where it stands, as a dict that is only read."""
 
     def __init__(self, generator: types.GeneratorType[Any, Any, Any]) -> None:

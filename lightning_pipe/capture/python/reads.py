@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.places import ABSENT, Asked, Place
+from lightning_pipe.capture.python.places import ABSENT, Answers, Asked, Place
 from lightning_pipe.capture.python.state_slots import (
     PYTHON_SCALARS,
     TORCHS_OWN,
@@ -227,14 +227,14 @@ _KEPT_BY_TRAINER = frozenset(
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 
 
-class _Environment(dict[str, Any]):
+class _Environment(Answers):
     """The variables of the environment as one value."""
 
     def __getitem__(self, name: str) -> Any:
         return tuple(sorted(getattr(os, name).items()))
 
 
-class _Attributes(dict[str, Any]):
+class _Attributes(Answers):
     """The attributes of an object, properties too, as a dict that is only read."""
 
     def __init__(self, owner: Any) -> None:

@@ -16,6 +16,7 @@ from lightning_pipe.capture.python.inner_states import equal_states
 from lightning_pipe.capture.python.places import (
     ABSENT,
     SCALARS,
+    Answers,
     Place,
     same,
 )
@@ -67,9 +68,12 @@ class DictContent:
         self.content = self._now()
 
     def _now(self) -> dict[Any, Any]:
-        if type(self._container) is dict and not self._hidden:
-            return dict(self._container)
-        return {key: self._container[key] for key in self._container if not self._hidden or key not in self._hidden}
+        container, hidden = self._container, self._hidden
+        if isinstance(container, Answers) or not isinstance(container, dict):
+            return {key: container[key] for key in container if key not in hidden}
+        # a subclass may do anything where it is asked itself: make, move, forget entries
+        items = (OrderedDict if isinstance(container, OrderedDict) else dict).items(container)
+        return dict(items) if not hidden else {key: value for key, value in items if key not in hidden}
 
     def slots(self) -> Iterator[Place]:
         """Yield the places of what is inside, which have content of their own."""
@@ -109,10 +113,11 @@ class DictContent:
         """Put the content back, where that is possible."""
         if isinstance(self._container, types.MappingProxyType):
             return
-        for key in [key for key in self._now() if key not in self.content]:
+        now = self._now()
+        for key in now.keys() - self.content.keys():
             del self._container[key]
         for key, value in self.content.items():
-            if key not in self._container or self._container[key] is not value:
+            if now.get(key, ABSENT) is not value:
                 self._container[key] = value
         if isinstance(self._container, dict) and [*self._now()] != [*self.content]:
             for key, value in self.content.items():

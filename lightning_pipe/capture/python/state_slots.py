@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipe.capture.python.places import ClassAttributes, Place
+from lightning_pipe.capture.python.places import Answers, ClassAttributes, Place
 from lightning_pipe.capture.python.users_code import (
     Code,
     functions_of,
@@ -90,7 +90,7 @@ def optimizer_slots(trainer: Any) -> Iterator[Place]:
             yield Place(_Found(partial(lambda of: of()._last_lr, of)), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
 
 
-class _Found(dict[Any, Any]):
+class _Found(Answers):
     """A dict or list that is looked for whenever it is asked, since others replace it."""
 
     def __init__(self, find: Callable[[], Any]) -> None:

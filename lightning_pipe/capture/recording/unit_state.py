@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.python.state_slots import attributes_of, owners_of
-from lightning_pipe.capture.steps.module_tables import refill
+from lightning_pipe.capture.steps.module_tables import HookTables, refill
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
@@ -161,7 +161,7 @@ def left_as_it_was(module: pl.LightningModule) -> Iterator[ModuleSnapshot]:
 
 
 def _undo(module: pl.LightningModule) -> list[Callable[[], object]]:
-    actions: list[Callable[[], object]] = []
+    actions: list[Callable[[], object]] = [HookTables(module).restore]
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers, owner._modules):
             actions.append(partial(refill, table, dict(table)))

@@ -50,10 +50,10 @@ class TrainedParameters:
         return {name: parameter.requires_grad for name, parameter in found if parameter is not None}
 
     def put(self, wanted: Mapping[str, bool]) -> None:
-        """Set it."""
+        """Set it where it is wanted."""
         for name, table, key in self._places:
             parameter = table.get(key)
-            if parameter is not None and parameter.requires_grad != wanted[name]:
+            if parameter is not None and parameter.requires_grad != wanted.get(name, parameter.requires_grad):
                 parameter.requires_grad_(wanted[name])
 
 

@@ -38,7 +38,7 @@ from lightning_pipe.capture.replayed.unit_draws import unit_draws
 from lightning_pipe.capture.replayed.unit_split import UnitSplitter
 from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.capture.steps.call_recording import StepRecording
-from lightning_pipe.capture.steps.module_tables import canonical_names
+from lightning_pipe.capture.steps.module_tables import HookTables, canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_state import ModuleState
@@ -239,6 +239,7 @@ class Replay:
         self._now.said.clear()
         self._now.loss_calls, self._now.late = {}, Counter()
         self._now.trained = self._trained.now()
+        self._now.hooks, self._now.left_hooks = HookTables(self._request.module), None
         return []
 
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
@@ -259,8 +260,10 @@ class Replay:
         return TrainedParameters(self._request.module)
 
     def turn(self, turned: Mapping[str, bool]) -> None:
-        """Have `requires_grad` of parameters as plays to the end of the step have left it, on every rank."""
+        """Have `requires_grad` as the step has left it where it came to its end, and hooks as one play has."""
         self._trained.put(self._now.trained | dict(turned))
+        if self._now.left_hooks is not None:
+            self._now.left_hooks.restore()
 
     def late_buffers(self) -> Mapping[str, int]:
         """Return how many plays have changed a buffer since `begin` that the traced run has not."""

@@ -32,7 +32,7 @@ from lightning_pipe.capture.replayed.step_run import StepRun
 from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in, recording_calls
 from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
-from lightning_pipe.capture.steps.module_tables import twin_buffers
+from lightning_pipe.capture.steps.module_tables import HookTables, twin_buffers
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
@@ -112,6 +112,7 @@ class StageReplayer:
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
             stack.callback(python.restore)
+            stack.callback(self._put_hooks_aside)
             for entered in (
                 hang(),
                 self._late_buffers_counted(),
@@ -139,7 +140,7 @@ class StageReplayer:
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
             recording.is_whole, recording.answers = True, answerer.answers
-            recording.turned = {n: flag for n, flag in trained.items() if flag != self._now.trained[n]}
+            recording.turned = {n: flag for n, flag in trained.items() if flag != self._now.trained.get(n, flag)}
             finish(recording, output, loss)
             self._refuse_absent([*recording.results, *([] if loss is None else [loss])])
         if self._part.is_last or recording.kept:
@@ -204,6 +205,12 @@ class StageReplayer:
                 "values only (detached) when it was traced on the first one, so no gradient is sent back to its stage. "
                 "Differentiate it in every batch, multiplied by zero where that is not wanted, or in none."
             )
+
+    def _put_hooks_aside(self) -> None:
+        """Take away hooks that a play has installed, so that those of the batch's last play stay, as on one device."""
+        if self._now.hooks is not None and not self._now.hooks.is_same():
+            self._now.left_hooks = HookTables(self._step.module)
+            self._now.hooks.restore()
 
     @cached_property
     def _trained(self) -> TrainedParameters:

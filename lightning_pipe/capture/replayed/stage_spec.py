@@ -15,6 +15,7 @@ from torch import nn
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.capture.steps.call_recording import StepRecording
+from lightning_pipe.capture.steps.module_tables import HookTables
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
@@ -34,6 +35,8 @@ class BatchContext:
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         loss_calls: the first line of every kind of call by which these plays made their losses.
         trained: which parameters were to get gradients before the batch.
+        hooks: of modules before the batch.
+        left_hooks: of modules after the last play, if they were others.
         late: how many plays have changed a buffer that the traced run has not.
     """
 
@@ -44,6 +47,8 @@ class BatchContext:
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     loss_calls: dict[str, str] = field(default_factory=dict)
     trained: dict[str, bool] = field(default_factory=dict)
+    hooks: HookTables | None = None
+    left_hooks: HookTables | None = None
     late: Counter[str] = field(default_factory=Counter)
 
 

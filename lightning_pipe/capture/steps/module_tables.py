@@ -71,11 +71,35 @@ class ModuleTables:
             refill(table, before)
 
 
+class HookTables:
+    """Hooks on the calls and backwards of a module and its sub-modules at one moment; some install them in a call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found = (vars(owner).get(name) for owner in module.modules() for name in _HOOKS)
+        self._tables = [(table, dict(table) if table else {}) for table in found if isinstance(table, dict)]
+
+    def is_same(self) -> bool:
+        """Return whether there are the same hooks now."""
+        return all(len(table) == len(before) and table == before for table, before in self._tables)
+
+    def restore(self) -> None:
+        """Have the hooks of that moment."""
+        for table, before in self._tables:
+            refill(table, before)
+
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
+
+
 @contextlib.contextmanager
 def tables_restored(module: nn.Module) -> Iterator[None]:
-    """Hang everything where it was in the end, whatever happens inside."""
-    tables = ModuleTables(module)
+    """Hang everything where it was in the end, hooks among it, whatever happens inside."""
+    tables, hooks = ModuleTables(module), HookTables(module)
     try:
         yield
     finally:
         tables.restore()
+        hooks.restore()
