@@ -135,9 +135,16 @@ class _Window:
         self._given: dict[str, torch.Tensor] = {}
 
     def excess(self) -> tuple[tuple[float, int], tuple[float, int]]:
-        """Return, for forward and backward, (seconds of the functions beyond those of the operations, operations)."""
-        if not self._fits():
+        """Return, for forward and backward, (seconds of the functions beyond those of the operations, operations).
+
+        Nothing of functions that have no room here, or that divide by zero with so few samples, as deviations do.
+        """
+        try:
+            return self._measured() if self._fits() else ((0.0, 0), (0.0, 0))
+        except ZeroDivisionError:
             return (0.0, 0), (0.0, 0)
+
+    def _measured(self) -> tuple[tuple[float, int], tuple[float, int]]:
         operations = {*self._forward, *self._backward}
         items = self._course.items
         chosen = [i for i, item in enumerate(items) if item.operation in operations and item.call.results]
