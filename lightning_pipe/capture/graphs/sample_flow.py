@@ -25,7 +25,7 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_roles import LINEAR, Role, combined, reduced, takes_size_as_number
 from lightning_pipe.capture.operators import Trait, takes_batch_statistics, takes_output, traits
-from lightning_pipe.capture.steps.stage_program import Combine, Value
+from lightning_pipe.capture.steps.stage_program import Combine, Value, memory_order
 from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
 
 BATCH_STATISTICS = "batch statistics"
@@ -139,9 +139,7 @@ def _memory_order(meta: Any, joint: JointGraph) -> tuple[int, ...]:
     """Return the dimensions of a value from the slowest to the fastest, () if that is their own order."""
     if not isinstance(meta, torch.Tensor):
         return ()
-    strides = [s if isinstance(s, int) else int(_at_capture(s, joint)) for s in meta.stride()]
-    order = tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
-    return () if order == tuple(range(len(strides))) else order
+    return memory_order([s if isinstance(s, int) else int(_at_capture(s, joint)) for s in meta.stride()])
 
 
 def _at_capture(size: torch.SymInt, joint: JointGraph) -> Any:

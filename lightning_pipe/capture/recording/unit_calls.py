@@ -22,6 +22,7 @@ from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWat
 from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
+from lightning_pipe.capture.steps.stage_program import memory_order
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.lightning_names import pl
@@ -267,6 +268,4 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest; () for row-major."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return ()
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-    return () if order == tuple(range(tensor.ndim)) else order
+    return memory_order(tensor.stride())

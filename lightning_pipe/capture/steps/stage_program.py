@@ -11,7 +11,8 @@ They run under `no_grad`; which values to save is simply the inputs of I and W t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +37,15 @@ class RandomKey:
 
 NOT_HELD: Mapping[str, Set[int]] = {}  # no parameter has copies in other stages than those that use it
 Combine = Literal["mean", "sum", "cat", "same", "max", "min"]
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the dimensions from the slowest to the fastest by their strides; () if that is their own order.
+
+    Dimensions of an expanded tensor that lie nowhere (stride 0) are the slowest: kernels rely on the fastest one.
+    """
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim] or -math.inf))
+    return () if order == tuple(range(len(strides))) else order
 
 
 @dataclass(frozen=True)
