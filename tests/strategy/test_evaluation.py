@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pipe.errors import CaptureError
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
 
@@ -140,3 +141,33 @@ def test_too_few_places_to_cut_are_counted_and_the_others_explained() -> None:
         Exception, match=r"operations and can be cut at \d+ places? between them, too few for 2 stages; "
     ):
         World(2).run(fit_narrow)
+
+
+class Generates(pl.LightningModule):
+    """A loop that a tensor ends, as generation of text has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        left, x, done = torch.full((len(batch),), 3), batch, False
+        while not done:
+            x, left = torch.tanh(self.layer(x)), left - 1
+            done = left.max() == 0
+        self.log("mean", x.mean())
+
+
+def test_a_loop_that_a_tensor_ends_is_not_followed_for_long() -> None:
+    """Its answers were guessed one after another, each by a longer trace, for minutes."""
+    trainer = make_trainer(dapple(capture="joint", layout="1"))
+    with pytest.raises(CaptureError, match=r"goes on until a tensor has a certain value"):
+        trainer.validate(Generates(), DataLoader(torch.ones(4, 4), batch_size=4))
+
+
+def test_such_a_loop_is_replayed() -> None:
+    torch.manual_seed(0)
+    module, loader = Generates(), DataLoader(torch.ones(4, 4), batch_size=4)
+    (expected,) = make_trainer("auto").validate(module, loader)
+    (found,) = make_trainer(dapple(layout="1")).validate(module, loader)
+    assert found == pytest.approx(expected)

@@ -46,6 +46,7 @@ from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import BatchError, CaptureError, StepError, none_caught
 
+_MOST_IN_A_ROW = 12  # guessed answers at one line, which layers may ask; a loop that waits for one never ends
 _MAX_TRIES = 64
 _Prepared = tuple[StepFunction, dict[str, Any], tuple[torch.Tensor, ...], Any]
 
@@ -62,10 +63,14 @@ def trace(request: Request) -> JointGraph:
         refuse_hooked_modules(request.module)
     answers = request.answered
     first_error: CaptureError | None = None
+    line, times = "", 0  # where the last questions were asked, and how many in a row
     for _ in range(_MAX_TRIES):
         try:
             return _trace_with(request, answers)
         except Question as question:
+            line, times = question.line, times + 1 if question.line == line else 1
+            if request.answers is None and times > _MOST_IN_A_ROW:
+                raise hazard("it goes on until a tensor has a certain value", line) from None
             answers = _more_answers(request, answers, question)
         except CaptureError as error:
             first_error = first_error or error
