@@ -495,3 +495,17 @@ def test_capture_does_not_register_a_subclass():
     captured = capture(Registered())
     assert Registering.known == ["Registered"]
     assert captured.record.kept == ()
+
+
+def until_a_tensor_says_so(self, batch, batch_idx):
+    left, done = torch.full((len(batch[0]),), 3), False
+    while not done:
+        left = left - 1
+        done = left.max() == 0
+    return self.error(batch)
+
+
+def test_a_loop_that_a_tensor_ends_is_not_followed_where_nobody_knows_the_answers():
+    """Answers were guessed one after another, each by a longer trace, for minutes."""
+    with pytest.raises(CaptureError, match="it goes on until a tensor has a certain value"):
+        capture(step(until_a_tensor_says_so)())
