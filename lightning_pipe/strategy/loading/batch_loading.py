@@ -346,7 +346,8 @@ class FedLoader:
         if self.first is None:
             self.feed.random.share()
             iterator = self.open()
-            self.first = next(iterator)
+            with self.feed.data.while_loading():
+                self.first = next(iterator)
             self.peeked = itertools.chain([self.first], iterator)
         return self.first
 
