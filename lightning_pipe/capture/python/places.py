@@ -95,7 +95,9 @@ def follow(module: Any, path: Path) -> Place:
     else:
         container = vars(sys.modules[root])
     for (_, key), (next_kind, _) in itertools.pairwise(steps):
-        container = _parts_by_kind(entry_of(container, key), next_kind)
+        if (value := entry_of(container, key)) is ABSENT:
+            raise KeyError(key)
+        container = _parts_by_kind(value, next_kind)
     return Place(container, steps[-1][1], "".join(str(key) for _, key in steps), path)
 
 
