@@ -49,7 +49,7 @@ from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, 
 from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
-from lightning_pipe.capture.weighing.unproven_results import flow_with, mixed_results, unproven_results
+from lightning_pipe.capture.weighing.unproven_results import flow_with, mixed_results, picked_results, unproven_results
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -155,7 +155,7 @@ class Capture:
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
         mixed = mixed_results(self.joint, self.flow, self.derived, self.tried)
-        said = leaves_said(self.record.returned, self.record.calls)
+        said = leaves_said(self.record.returned, self.record.calls, self.record.kept)
         return tuple(dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in mixed))
 
     def mixing(self) -> str:
@@ -263,6 +263,11 @@ class Capture:
     def unproven(self) -> tuple[str, ...]:
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
         return unproven_results(self.joint, self.flow, self.derived)
+
+    @property
+    def picked(self) -> tuple[str, ...]:
+        """Return the names of results that may be of single samples."""
+        return picked_results(self.joint, self.flow)
 
     @property
     def unproven_buffers(self) -> frozenset[str]:

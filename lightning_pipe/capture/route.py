@@ -162,6 +162,11 @@ class Route(Protocol):
         ...
 
     @property
+    def picked(self) -> tuple[str, ...]:
+        """Return the names of results that may be of single samples: operations show no sum, mean or extreme."""
+        ...
+
+    @property
     def unproven_buffers(self) -> frozenset[str]:
         """Return the names of state that a graph changes, and of which its operations do not prove how."""
         ...

@@ -118,6 +118,11 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
+def forget_train_loaders(trainer: pl.Trainer) -> None:
+    """Let the fit loop ask for its data again when it begins."""
+    trainer.fit_loop._combined_loader = trainer.fit_loop._data_fetcher = None
+
+
 def call_before_training(trainer: pl.Trainer, then: Callable[[], None]) -> Callable[[], None]:
     """Call a function when the fit loop begins, where it would iterate its loaders; return what undoes it."""
     own, usual = vars(trainer.fit_loop), trainer.fit_loop.setup_data

@@ -16,6 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Structure, flatten
+from lightning_pipe.capture.python.state_slots import TRANSFER_HOOKS
+from lightning_pipe.capture.steps.batch import same_besides_tensors
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
@@ -24,6 +26,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.freed_memory import freed_memory_kept
 from lightning_pipe.lightning_names import (
+    CombinedLoader,
     Precision,
     callbacks_of,
     is_overridden,
@@ -42,7 +45,7 @@ from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
-from lightning_pipe.strategy.loading.first_batch import look_where_iterated, peek
+from lightning_pipe.strategy.loading.first_batch import early_loaders, look_where_iterated, peek
 from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
 from lightning_pipe.strategy.parameters.optimizer import Groups
@@ -211,10 +214,13 @@ class Session:
         Raises:
             CaptureError, PlanError, BatchError: on every rank, if there can be no pipeline.
         """
-        loaders = private.train_loaders(trainer)
-        if loaders is None or trainer.fit_loop.max_batches == 0:
-            return
-        control = self._links.control
+        with early_loaders(trainer, self._feed, self._links.control, device=self._device) as loaders:
+            if loaders is not None and trainer.fit_loop.max_batches:
+                self._plan_for_first(loaders)
+
+    def _plan_for_first(self, loaders: CombinedLoader) -> None:
+        """Plan for the first batch of the loaders."""
+        trainer, control = self._module.trainer, self._links.control
         tensors: list[torch.Tensor] = []
 
         hooks = None if self._moves_plainly() else LeftByHooks(self._module, control, self._feed, device=self._device)
@@ -275,15 +281,9 @@ class Session:
         if self._is_early and method != TRAINING:
             return self._plainly(method, batch, arguments)
         self._is_early = False
-        structure = self._structure(batch)
-        tensors, now = flatten(batch)
+        tensors, structure = self._flat(batch)
         if self._planned is None:
             self._plan(StepRequest(method, structure, arguments, answers_of(tensors), tuple(tensors)))
-        if self._feed.loads and now.leaves != structure.leaves:
-            raise BatchError(
-                "The tensors of the batch have other shapes or types in the step than after the transfer to the "
-                "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
-            )
         assert self._planned is not None and self._watch is not None, "planned above"
         self._watch.refuse_others()
         if method == TRAINING:
@@ -427,11 +427,21 @@ class Session:
         private.call_hook_before_transfer(self._module)
         forget_traces(self._traces)
 
-    def _structure(self, batch: Any) -> Structure:
-        """Return the structure of a batch as all ranks know it."""
+    def _flat(self, batch: Any) -> tuple[list[torch.Tensor], Structure]:
+        """Return the tensors of a batch and its structure as all ranks know it, with what hooks have written to it.
+
+        Raises:
+            BatchError: if hooks have changed shapes or types of its tensors.
+        """
         if self._shared is None or self._shared[0] is not batch:
             self._shared = (batch, self._feed.share(batch)[1])
-        return self._shared[1]
+        (tensors, now), known = flatten(batch), self._shared[1]
+        if now.leaves != known.leaves:
+            raise BatchError(
+                "The tensors of the batch have other shapes or types in the step than after the transfer to the "
+                "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
+            )
+        return tensors, known if same_besides_tensors(now.template, known.template) else now
 
     def _plan(self, call: StepRequest) -> None:
         with self._hooks.taken_off():
@@ -485,7 +495,7 @@ class Session:
             (datamodule, pl.LightningDataModule),
         )
         is_own = any(
-            is_overridden(hook, owner, kind) for owner, kind in owners if owner is not None for hook in _MOVING
+            is_overridden(hook, owner, kind) for owner, kind in owners if owner is not None for hook in TRANSFER_HOOKS
         )
         return not is_own and type(self._plugin).convert_input is Precision.convert_input
 
@@ -509,7 +519,6 @@ def _may_be_early(error: Exception, trainer: pl.Trainer, module: pl.LightningMod
     )
 
 
-_MOVING = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _PREPARING = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 

@@ -15,7 +15,7 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.operators import Trait, row_of, traits
 from lightning_pipe.capture.torch_private import argument_names, has_no_data, operator_name, shape_arguments
 
-Role = Literal["same", "cat", "mean", "sum", "max", "min", "linear", "mixed"]
+Role = Literal["same", "cat", "mean", "sum", "max", "min", "last", "linear", "mixed"]
 
 LINEAR: frozenset[Role] = frozenset({"mean", "sum", "linear"})
 _MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction

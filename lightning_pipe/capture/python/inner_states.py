@@ -30,7 +30,7 @@ def inner_state(value: Any) -> State | None:
         return _array_state(value)
     if isinstance(value, Iterator):
         return _iterator_state(value)
-    return _generator_state(value) or _buffer_state(value)
+    return generator_state(value) or _buffer_state(value)
 
 
 def state_of(value: Any) -> Any:
@@ -39,7 +39,7 @@ def state_of(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    functions = _generator_state(value)
+    functions = generator_state(value)
     return None if functions is None else functions[0]()
 
 
@@ -50,11 +50,12 @@ def set_state(value: Any, state: Any) -> None:
             value.copy_(state)
     elif isinstance(value, np.ndarray):
         value[...] = state
-    elif (functions := _generator_state(value)) is not None:
+    elif (functions := generator_state(value)) is not None:
         functions[1](state.cpu() if isinstance(state, torch.Tensor) else state)
 
 
-def _generator_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+def generator_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return how the state of a generator of random numbers is read and set, None for anything else."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if isinstance(value, (np.random.Generator, np.random.RandomState)):

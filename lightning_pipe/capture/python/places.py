@@ -90,6 +90,8 @@ def follow(module: Any, path: Path) -> Place:
     elif kind == "class":
         owners = {f"{c.__module__}.{c.__qualname__}": c for part in module.modules() for c in type(part).__mro__}
         container = ClassAttributes(owners[root])
+    elif kind == "datamodule":
+        container = vars(module._trainer.datamodule)
     elif kind == "optimizers":
         container = module._trainer.optimizers[root[0]].param_groups[root[1]]
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import nn
 from lightning_pipe.capture.python.places import Answers, ClassAttributes, Place
 from lightning_pipe.capture.python.users_code import (
     Code,
+    functions_in,
     functions_of,
     is_installed,
     is_users,
@@ -27,6 +29,7 @@ _INTERNAL = frozenset("_parameters _buffers _modules training _trainer log log_d
 _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
 _LIGHTNING = frozenset(vars(pl.LightningModule())) - {"_hparams"}
 TORCHS_OWN = frozenset(vars(nn.Module()))
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PYTHON_SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -72,6 +75,25 @@ def shared_slots(module: pl.LightningModule) -> Iterator[Place]:
                 yield class_slot(cls, name)
     yield from global_slots(reached((f.__code__, f.__globals__) for cls in classes for f in functions_of(cls)))
     yield from optimizer_slots(module._trainer)
+
+
+def data_module_slots(trainer: Any) -> Iterator[Place]:
+    """List the attributes of the data module that its hooks of the transfer name, there or not, and their globals."""
+    owner = getattr(trainer, "datamodule", None)
+    if owner is None:
+        return
+    classes = [cls for cls in type(owner).__mro__ if cls not in pl.LightningDataModule.__mro__]
+    names, waiting, codes = dict[str, None](), [*TRANSFER_HOOKS], list[Code]()
+    while waiting:
+        if (name := waiting.pop()) in names:
+            continue
+        names[name] = None
+        for function in itertools.chain.from_iterable(functions_in(vars(cls).get(name)) for cls in classes):
+            codes.append((function.__code__, function.__globals__))
+            waiting.extend(names_in(function.__code__))
+    for name in names:
+        yield Place(vars(owner), name, f"datamodule.{name}", (("datamodule", ""), ("attribute", name)))
+    yield from global_slots(reached(codes))
 
 
 def optimizer_slots(trainer: Any) -> Iterator[Place]:

@@ -68,6 +68,7 @@ class Replay:
 
     derived: ClassVar[tuple[Derived, ...]] = ()
     unproven: ClassVar[tuple[str, ...]] = ()
+    picked: ClassVar[tuple[str, ...]] = ()
     unproven_buffers: ClassVar[frozenset[str]] = frozenset()
     tried: ClassVar[Mapping[str, TriedResult]] = MappingProxyType({})
     general: ClassVar[None] = None
@@ -236,6 +237,7 @@ class Replay:
         """Take the arguments of the next batch, and what it holds besides tensors; stages read no numbers of it."""
         self._now.arguments, self._now.template = arguments, template
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
+        self._now.metrics = None
         self._now.said.clear()
         self._now.loss_calls, self._now.late = {}, Counter()
         self._now.trained = self._trained.now()

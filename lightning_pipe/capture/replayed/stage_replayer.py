@@ -68,7 +68,6 @@ class StageReplayer:
         self._units = step.trace.units
         self._tapes: dict[int, _Tape] = {}
         self._others = OtherStages(step, part)
-        self._metrics = metrics_in(step.module)
         self._twins = {name: twins for name, twins in twin_buffers(step.module).items() if name in part.buffers}
         changed = itertools.chain(*(unit.mutations for unit in self._units), (one.name for one in step.trace.changes))
         self._changed = {*changed}  # of buffers, by the traced run
@@ -107,7 +106,10 @@ class StageReplayer:
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         hang = partial(hung, self._slots, {**state, **apart, **twins, **self._others.parameters})
-        run = StepRun(self._others, self._metrics, samples=samples, key=key, given=given, hang=hang, before=python)
+        if self._now.metrics is None:
+            self._now.metrics = metrics_in(self._step.module)
+        metrics = self._now.metrics
+        run = StepRun(self._others, metrics, samples=samples, key=key, given=given, hang=hang, before=python)
         recording = StepRecording()
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
@@ -120,7 +122,7 @@ class StageReplayer:
                 no_collectives(),
                 no_training_state(),
                 keyed(key, self._step.device),
-                recording_calls(self._step.module, recording, self._metrics),
+                recording_calls(self._step.module, recording, metrics),
                 torch.set_grad_enabled(self._step.has_backward),
                 self._step.context(),
                 answered_calls(self._step.modules.values(), run.answer),

@@ -31,6 +31,7 @@ class BatchContext:
         arguments: positional arguments of the step after the batch.
         template: the batch without its tensors.
         state: Python state as it was before the batch; None before the first.
+        metrics: torchmetrics objects of the module, by name; None before the first play of a batch.
         speakers: stages whose plays say something.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         loss_calls: the first line of every kind of call by which these plays made their losses.
@@ -43,6 +44,7 @@ class BatchContext:
     arguments: tuple[int, ...]
     template: Any
     state: ModuleState | None = None
+    metrics: Mapping[str, nn.Module] | None = None
     speakers: tuple[int, ...] = ()
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     loss_calls: dict[str, str] = field(default_factory=dict)

@@ -125,6 +125,16 @@ def form_of_tensors(structure: Structure) -> tuple[Any, ...] | None:
     return None if others else (form, structure.leaves)
 
 
+def same_besides_tensors(one: Any, two: Any) -> bool:
+    """Return whether two templates hold the same at the same places: equal numbers and texts, and one object."""
+    scalars = (LeafSlot, type(None), bool, int, float, complex, str, bytes)
+
+    def describe(leaf: Any) -> Any:
+        return (type(leaf), leaf) if isinstance(leaf, scalars) else id(leaf)
+
+    return bool(_described(one, describe) == _described(two, describe))
+
+
 def contents(template: Any) -> Any:
     """Describe what a template holds besides tensors, texts and numbers, so that equal content is equal."""
     return _described(template, lambda leaf: None if type(leaf) in (LeafSlot, int, float) else _content(leaf))

@@ -15,13 +15,14 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from lightning_pipe.capture.steps.record import LogCall, MetricCall, Sized
+from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, Sized
 from lightning_pipe.capture.steps.trees import branches, rebuilt
 from lightning_pipe.errors import CaptureError
 
 Call: TypeAlias = LogCall | MetricCall
 Place: TypeAlias = tuple[str, ...]  # where a number stands: in what was returned, or in a call, and there
 RETURNED: Place = ("returned",)
+KEPT = "kept"
 VALUE = "value of the call"
 
 
@@ -139,8 +140,8 @@ class SaidLeaf:
         return f"{self.name} at {self.line}" if self.line else self.name
 
 
-def leaves_said(returned: Any, calls: Sequence[Call]) -> Iterator[SaidLeaf]:
-    """Yield all that a step has returned, logged and given to metrics."""
+def leaves_said(returned: Any, calls: Sequence[Call], kept: Sequence[KeptState] = ()) -> Iterator[SaidLeaf]:
+    """Yield all that a step has returned, logged and given to metrics, and what it keeps."""
     for place, value in _leaves(returned, RETURNED):
         inner = ".".join(place[len(RETURNED) :])
         yield SaidLeaf(place, f"what it returns{f' as {inner!r}' if inner else ''}", "", value)
@@ -149,6 +150,9 @@ def leaves_said(returned: Any, calls: Sequence[Call]) -> Iterator[SaidLeaf]:
         said = {VALUE: call.value if isinstance(call, LogCall) else call.args, **call.kwargs}
         for place, value in _leaves(said, key):
             yield SaidLeaf(place, name, call.line, value)
+    for one in kept:
+        for place, value in _leaves(one.value, (KEPT, one.name)):
+            yield SaidLeaf(place, f"what it keeps in {one.name}", "", value)
 
 
 def numbers_said(returned: Any, calls: Sequence[Call]) -> dict[Place, float]:

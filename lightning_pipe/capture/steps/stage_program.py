@@ -36,7 +36,7 @@ class RandomKey:
 
 
 NOT_HELD: Mapping[str, Set[int]] = {}  # no parameter has copies in other stages than those that use it
-Combine = Literal["mean", "sum", "cat", "same", "max", "min"]
+Combine = Literal["mean", "sum", "cat", "same", "max", "min", "last"]
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:

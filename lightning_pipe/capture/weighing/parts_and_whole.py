@@ -12,8 +12,9 @@ import torch
 from lightning_pipe.capture.graphs.sample_flow import SampleRows
 
 Key = TypeVar("Key")
-Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
-FoundRole: TypeAlias = Literal["mean", "sum", "max", "min", "mixed", "unknown"]
+Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "first", "last"]
+FoundRole: TypeAlias = Reduction | Literal["mixed", "unknown"]
+ENDS: tuple[Reduction, ...] = ("first", "last")  # of single samples, at an end of the batch
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class PartsAndWhole(Generic[Key]):
             shares = torch.tensor(self.counts, dtype=torch.float64) / sum(self.counts)
             found["mean"] = (numbers.double() * shares.reshape(-1, *[1] * whole.ndim)).sum(0)
             found["sum"] = numbers.double().sum(0)
+        found |= {"first": numbers[0], "last": numbers[-1]}
         allowed = _allowed([numbers, whole])
         return {name for name, value in found.items() if _is_close(value, whole, allowed)}
 
@@ -98,9 +100,10 @@ def found_role(trials: Sequence[PartsAndWhole[Key]], key: Key, *, wanted: str | 
         "mixed" if they allow none, "unknown" if the parts have what the whole has.
     """
     wholes = [trial.whole[key] for trial in trials]
-    if any(not _is_close(one, wholes[0], _allowed([one, wholes[0]])) for one in wholes[1:]):
-        return "mixed"  # it depends on the order of samples
     found = set[Reduction].intersection(*(trial.reductions(key) for trial in trials))
+    if any(not _is_close(one, wholes[0], _allowed([one, wholes[0]])) for one in wholes[1:]):
+        return next((end for end in ENDS if end in found), "mixed")  # it depends on the order of samples
+    found -= {*ENDS}
     if {"max", "min"} <= found:
         return "sum" if wanted == "sum" and "sum" in found else "unknown"
     fitting = [name for name in get_args(Reduction) if name in found]

@@ -20,6 +20,12 @@ def unproven_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) 
     return tuple(sorted(reads_samples(joint, flow, {*loss, *({*said} - made)})))
 
 
+def picked_results(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
+    """Name the results that may be of single samples of the batch, such as its first ones: operations do not tell."""
+    said = joint.results[: len(joint.results) - len(joint.record.guards)]
+    return tuple(sorted({name for name in said if flow.roles[name] in ("mixed", "linear")} - {joint.loss}))
+
+
 def mixed_results(
     joint: JointGraph, flow: Flow, derived: Sequence[Derived], tried: Mapping[str, TriedResult]
 ) -> set[str]:
@@ -46,6 +52,8 @@ def flow_with(found: Mapping[str, TriedResult], flow: Flow, joint: JointGraph) -
                 roles[name] = "cat"
             case SampleRows():
                 roles[name], samples[name] = "cat", tried.how
+            case "first":
+                roles[name] = "same"  # of which the first is taken
             case "unknown":
                 roles[name] = "mean" if roles.get(name) == "cat" else roles.get(name, "same")
             case _:

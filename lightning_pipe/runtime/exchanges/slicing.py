@@ -9,6 +9,7 @@ samples says by `Value.combine` what it is of its slices' values:
     sum       v * k / n                      sum of v_i
     same      v                              the first
     max, min  v                              max, min of v_i
+    last      v                              the last
 
 Cutting and joining in backward are the transposes of joining and cutting in forward, so that gradients stay exact
 whatever the replication: `Value.combine` of the gradient of a value without samples is `sum`; who sends it scales by
@@ -74,6 +75,8 @@ def combine(parts: Sequence[Part], value: Value, *, how: Combine) -> torch.Tenso
             return reduce(torch.maximum, contents)
         case "min":
             return reduce(torch.minimum, contents)
+        case "last":
+            return contents[-1]
     raise AssertionError(f"{value.name} combines by {how!r}")
 
 

@@ -27,7 +27,7 @@ from lightning_pipe.capture.steps.batch import sorted_samples
 from lightning_pipe.capture.steps.numbers import leaves_said
 from lightning_pipe.capture.steps.record import Read, Ref
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, TriedResult, found_role, unlike_order
+from lightning_pipe.capture.weighing.parts_and_whole import ENDS, PartsAndWhole, TriedResult, found_role, unlike_order
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.checks.captured_run import run_forward
@@ -56,7 +56,8 @@ class Tried:
 
 def is_to_be_tried(captured: Captured) -> bool:
     """Return whether operations do not tell how all results and buffers are made."""
-    return bool(captured.capture.unproven) or bool(_kept_buffers(captured))
+    capture = captured.capture
+    return bool(capture.unproven) or bool(capture.picked) or bool(_kept_buffers(captured))
 
 
 def _kept_buffers(captured: Captured) -> frozenset[str]:
@@ -85,7 +86,8 @@ def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
     found = Tried()
     few, seconds = min(max(2, request.samples or 0), total), 0.0
     for many in sorted({few, min(max(few, _MOST), total)}):  # of few samples, what is counted may be zero
-        is_open = not found.results.keys() >= {*capture.unproven} or bool(_kept_buffers(captured))
+        is_open = not found.results.keys() >= {*capture.unproven, *capture.picked} or bool(_kept_buffers(captured))
+        is_open |= any(isinstance(one.how, SampleRows) for one in found.results.values())  # which may be the first ones
         if many < 2 or not is_open or seconds * many / few > _MOST_SECONDS:
             continue
         begin = time.perf_counter()
@@ -121,6 +123,8 @@ def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int, *, to
             states.append(PartsAndWhole((after_parts,), (many,), after_whole))
     found = {name: _found(trials, name, many, capture) for name in capture.unproven}
     clear = {n: one for n, one in found.items() if one.how != "unknown" or capture.result_role(n) == "same"}
+    ends = {name: _found(trials, name, many, capture) for name in capture.picked if name not in found}
+    clear |= {name: one for name, one in ends.items() if one.how in ENDS}
     return Tried(clear, frozenset(n for n in kept if any(not state.is_whole(n) for state in states)))
 
 
@@ -144,7 +148,7 @@ def _found(trials: Sequence[PartsAndWhole[str]], name: str, samples: int, captur
 def warn_of_untried_results(captured: Captured, names: Set[str]) -> None:
     """Warn of results that neither operations nor numbers explain."""
     record = captured.capture.record
-    said = leaves_said(record.returned, record.calls)
+    said = leaves_said(record.returned, record.calls, record.kept)
     places = dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in names)
     if places:
         rank_zero_warn(

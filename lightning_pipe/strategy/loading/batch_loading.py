@@ -93,6 +93,7 @@ class Feed:
         self.random = SharedRandomness(control, device)
         self._assigned = False
         self._early: list[FedIterator] = []
+        self._holds_back = False
         self.tells_indices = False
         self.structures = KnownStructures()
         self.told = UNKNOWN
@@ -150,12 +151,21 @@ class Feed:
             iterator.follow_assignment()
         self._early = [iterator for iterator in self._early if not iterator.has_begun]
 
+    def hold_back(self) -> None:
+        """Let loaders be opened by `begin_early`, and not when Lightning iterates them before training."""
+        self._holds_back = True
+
     def begin_early(self) -> None:
         """Open what Lightning has iterated before training, to look at its first batch; on all ranks together."""
+        self._holds_back = False
         for iterator in self._early:
             iterator.begin()
         if self._assigned:
             self._early.clear()
+
+    def forget_early(self) -> None:
+        """Forget what Lightning has iterated before training, as it will ask for other loaders."""
+        self._early.clear()
 
     def state_of(self, loader: StatefulFedLoader) -> dict[str, Any]:
         """Return the state of a loader on the first loading rank."""
@@ -166,10 +176,10 @@ class Feed:
         """Begin an iteration."""
         iterator = FedIterator(loader, self, number=self._iterations)
         self._iterations += 1
-        if self._assigned:
-            iterator.begin()
-        else:
+        if not self._assigned:
             self._early.append(iterator)
+        if not self._holds_back:
+            iterator.begin()
         return iterator
 
     def announce(

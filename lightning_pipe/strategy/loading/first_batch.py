@@ -1,7 +1,8 @@
 """First batch of the fit, found without disturbing random numbers or the stream of batches.
 
-A plain loader of a map-style data set with one of torch's own samplers is asked for its first samples beside its
-iteration, under a copy of the random state. Any other loader is iterated; its iterator, with the batch, is used later.
+A plain loader of a map-style data set is asked for its first samples beside its iteration, under a copy of the random
+state; what its data set and samplers keep is put back. Any other loader is iterated; its iterator, with the batch, is
+used later.
 """
 
 from __future__ import annotations
@@ -23,10 +24,34 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_pipe.lightning_names import CombinedLoader, isolate_rng
-from lightning_pipe.strategy.loading.batch_loading import FedLoader
+from lightning_pipe.capture.steps.keyed_random import Randomness
+from lightning_pipe.lightning_names import CombinedLoader, isolate_rng, pl
+from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.loading.batch_loading import FedLoader, Feed
+from lightning_pipe.strategy.loading.untouched_data import can_be_put_back, untouched_data
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+@contextlib.contextmanager
+def early_loaders(
+    trainer: pl.Trainer, feed: Feed, control: ControlPlane, *, device: torch.device
+) -> Iterator[CombinedLoader | None]:
+    """Ask for the loaders of a fit before it begins; None without any. On all ranks together.
+
+    They are opened when the fit begins. If hooks draw random numbers to make them (a split of the data), the fit asks
+    for them again, with the random state that one device would have then.
+    """
+    before = Randomness.now(device)
+    feed.hold_back()
+    loaders = private.train_loaders(trainer)
+    is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
+    yield loaders
+    if is_drawn and loaders is not None and all(can_be_asked(loader.loader) for loader in loaders.flattened):
+        before.restore(device)
+        feed.forget_early()
+        private.forget_train_loaders(trainer)
 
 
 def look_where_iterated(loaders: CombinedLoader) -> None:
@@ -36,7 +61,7 @@ def look_where_iterated(loaders: CombinedLoader) -> None:
         StopIteration: if one of them gives no batch.
     """
     for loader in loaders.flattened:
-        if loader.first is None and not _can_be_asked(loader.loader):
+        if loader.first is None and not can_be_asked(loader.loader):
             loader.look()
 
 
@@ -53,20 +78,23 @@ def _first(loader: FedLoader) -> Any:
     return _ask(loader.loader) if loader.first is None else loader.first
 
 
-def _can_be_asked(loader: Any) -> bool:
-    """Return whether samples can be taken without a trace: torch's loader and samplers, and a data set with indices."""
+def can_be_asked(loader: Any) -> bool:
+    """Return whether samples can be taken without a trace: torch's loader, and a data set with indices."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in _SAMPLERS
-        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+        and (_has_torchs_samplers(loader) or can_be_put_back(loader))
     )
+
+
+def _has_torchs_samplers(loader: DataLoader[Any]) -> bool:
+    return type(loader.sampler) in _SAMPLERS and type(loader.batch_sampler) in (BatchSampler, type(None))
 
 
 def _ask(loader: DataLoader[Any]) -> Any:
     dataset: Any = loader.dataset
-    with isolate_rng(), _same_generators(loader):
+    with isolate_rng(), untouched_data(loader):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # an iteration begins with a seed
         if loader.batch_sampler is None:
             return loader.collate_fn(dataset[next(iter(loader.sampler))])
@@ -74,16 +102,3 @@ def _ask(loader: DataLoader[Any]) -> Any:
         if hasattr(dataset, "__getitems__"):
             return loader.collate_fn(dataset.__getitems__(indices))
         return loader.collate_fn([dataset[index] for index in indices])
-
-
-@contextlib.contextmanager
-def _same_generators(loader: DataLoader[Any]) -> Iterator[None]:
-    """Give the generators of the loader and its sampler their state back."""
-    found = (getattr(loader, "generator", None), getattr(loader.sampler, "generator", None))
-    generators = [g for g in found if isinstance(g, torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

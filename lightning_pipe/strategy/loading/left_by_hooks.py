@@ -1,8 +1,8 @@
-"""What hooks of the transfer leave on the module for the step, on ranks that load nothing.
+"""What hooks of the transfer leave on the module, or on the data module, on ranks that load nothing.
 
 `on_after_batch_transfer` may set an attribute that the step reads (the share of a mixup). A rank that does not load
 calls no such hook, so that the first rank that loads tells the others with every batch what hooks have changed of the
-module (numbers, texts, collections of them, and small tensors), and the state of the generators if they have drawn
+two (numbers, texts, collections of them, and small tensors), and the state of the generators if they have drawn
 random numbers. The look at the first batch, before the plan, calls the hooks too; the step is captured with what they
 leave, which is undone then.
 """
@@ -19,7 +19,7 @@ import torch
 
 from lightning_pipe.capture.python.inner_states import set_state, state_of
 from lightning_pipe.capture.python.places import Place, follow
-from lightning_pipe.capture.python.state_slots import shared_slots
+from lightning_pipe.capture.python.state_slots import data_module_slots, shared_slots
 from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.step_state import ModuleState
@@ -44,7 +44,7 @@ class LeftByHooks:
 
     def __init__(self, module: pl.LightningModule, control: ControlPlane, feed: Feed, *, device: torch.device) -> None:
         self._module, self._control, self._feed, self._device = module, control, feed, device
-        self._shared = tuple(shared_slots(module))
+        self._shared = (*shared_slots(module), *data_module_slots(module.trainer))
         self._before: ModuleState | None = None
         self._random: Randomness | None = None
 

@@ -7,9 +7,11 @@ and the line that reads it is named once.
 
 from __future__ import annotations
 
+import os
 import sys
 import types
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.torch_private import answered_alone
@@ -18,6 +20,9 @@ from lightning_pipe.lightning_package import TRAINERS
 from lightning_pipe.strategy.lightning_private import throughputs
 
 _TRAINER = tuple(f"/{package.replace('.', '/')}/trainer/trainer.py" for package in TRAINERS.values())
+
+
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1"}  # not the local rank, which says where this process computes
 
 
 class WorldSizeReads:
@@ -58,7 +63,21 @@ class WholeData:
 
     def while_loading(self) -> AbstractContextManager[None]:
         """Answer questions for rank and world size as on one device, inside."""
-        return answered_alone(self._is_told) if self._ranks > 1 else nullcontext()
+        return self._alone() if self._ranks > 1 else nullcontext()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        before = {name: os.environ.get(name) for name in _ALONE}
+        os.environ.update(_ALONE)
+        try:
+            with answered_alone(self._is_told):
+                yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
     def _is_told(self, frame: types.FrameType) -> bool:
         path = frame.f_code.co_filename

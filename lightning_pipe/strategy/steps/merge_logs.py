@@ -33,7 +33,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
 from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
-from lightning_pipe.capture.weighing.parts_and_whole import FoundRole
+from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -202,6 +202,8 @@ class _Merger:
                 )
             items = {k: self.value([one[k] for one in each], pieces, (*place, str(k)), how=how) for k in inside}
             return rebuilt(first, items)
+        if role in ENDS:
+            return found[-1 if role == "last" else 0]
         if place in self._proportional:
             return sum(found)
         if is_sum and all(type(one) is int for one in found):
@@ -257,12 +259,16 @@ def _unclear(
 
 
 def _joined(tensors: Sequence[torch.Tensor], samples: Sequence[int], how: Any) -> torch.Tensor:
-    """Return what tensors of one shape make together: their sum or an extreme, or else their mean by samples."""
+    """Return what tensors of one shape make together: their sum, an extreme, the first or last, or else their mean."""
     first = tensors[0]
     if len(tensors) == 1:
         return first
     stacked = torch.stack(list(tensors))
     match getattr(how, "__name__", how):
+        case "first":
+            return first
+        case "last":
+            return tensors[-1]
         case "sum":
             return stacked.sum(0)
         case "max":
