@@ -7,33 +7,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run
 
 
-class Net(pl.LightningModule):
-    """Layers for two stages."""
+class Net(Small):
+    """With a validation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(self.last(torch.tanh(self.first(batch[0]))), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch)
+    validation = staticmethod(lambda: loader(size=5))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Number(Net):
@@ -97,34 +81,14 @@ class Large(Net):
 KINDS = {cls.__name__: cls for cls in (Number, BeforeTransfer, Counted, Listed, Large)}
 
 
-def fitted(name: str, options: dict[str, Any] | None) -> tuple[list[float], dict[str, float], dict[str, torch.Tensor]]:
-    """Return losses, logged values and parameters; a worker function."""
-    module, losses = KINDS[name](), Losses()
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(20, 4, generator=generator, dtype=torch.float64)
-    data = TensorDataset(x, torch.randint(3, (20,), generator=generator))
-    strategy = "auto" if options is None else dapple(**options)
-    trainer = make_trainer(strategy, max_epochs=2, callbacks=[losses])
-    trainer.fit(module, DataLoader(data, 4), DataLoader(data, 5))
-    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    return losses.losses, metrics, {key: p.detach().clone() for key, p in module.named_parameters()}
+def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit one of them; a worker function."""
+    return run(KINDS[name], options)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"layout": "1-1", "microbatches": 2},
-        {"layout": "1-1", "microbatches": 2, "capture": "replay"},
-        {"layout": "2-1", "microbatches": 2},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("name", KINDS)
 def test_what_hooks_leave_is_there_on_ranks_that_load_nothing(name: str, options: dict[str, Any]) -> None:
     """A share of a mixup that such a hook sets was 1 for the stages that load nothing, or missing."""
-    losses, metrics, parameters = fitted(name, None)
-    for found in World(sum(map(int, options["layout"].split("-")))).run(fitted, name, options):
-        assert found[0] == pytest.approx(losses, rel=1e-9)
-        assert found[1] == pytest.approx(metrics, rel=1e-6)
-        torch.testing.assert_close(found[2], parameters, rtol=1e-9, atol=1e-9)
+    assert_as_on_one_device(fitted, name, options)

@@ -1,0 +1,82 @@
+"""Single samples that a step keeps, returns or logs are those of the batch, not a mean over micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run
+
+PICKED = {
+    "first two": lambda outputs: outputs[:2],
+    "first": lambda outputs: outputs[0],
+    "second": lambda outputs: outputs[1],
+    "last": lambda outputs: outputs[-1],
+    "last two": lambda outputs: outputs[-2:],
+    "one number": lambda outputs: outputs[0, 1].exp(),
+}
+
+
+class Net(Small):
+    """One way to say what was picked, in every step."""
+
+    data = staticmethod(lambda: loader(16, 8))
+
+    def __init__(self, way: str, picked: str) -> None:
+        super().__init__()
+        self.way, self.pick = way, PICKED[picked]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        loss, picked = F.cross_entropy(outputs, batch[1]), self.pick(outputs).detach()
+        if self.way == "kept":
+            self.example = picked
+        elif self.way == "logged":
+            self.log("example", picked.sum())
+        return {"loss": loss, "example": picked} if self.way == "returned" else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.way == "returned":
+            self.noted.append(outputs["example"].clone())
+        elif self.way == "kept":
+            self.noted.append(self.example.clone())
+
+
+def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit one of them; a worker function."""
+    return run(lambda: Net(*name.split(": ")), options and {**options, "check": True})
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("picked", PICKED)
+@pytest.mark.parametrize("way", ["kept", "returned", "logged"])
+def test_picked_samples_are_those_of_the_batch(way: str, picked: str, options: dict[str, Any]) -> None:
+    """They had become a mean over micro-batches; where a step keeps them, without a word."""
+    assert_as_on_one_device(fitted, f"{way}: {picked}", options)
+
+
+class Longer(Small):
+    """More samples than a micro-batch has, which the operations of a micro-batch do not show."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        self.example = outputs[:3].detach()
+        return F.cross_entropy(outputs, batch[1])
+
+
+def refused(options: dict[str, Any]) -> str:
+    """Return the error of a fit; a worker function."""
+    with pytest.raises(Exception, match="no separate rows") as error:
+        run(Longer, {**options, "check": True})
+    return str(error.value)
+
+
+def test_more_samples_than_a_micro_batch_has_are_refused() -> None:
+    """The graph of two samples returned all four of the batch in the place of three."""
+    from ranks.world import World
+
+    for said in World(2).run(refused, {"layout": "1-1", "microbatches": 2, "capture": "joint"}):
+        assert "microbatches=1" in said
