@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_pipe.capture.steps.other_ranks import refuse_in_step
+from lightning_pipe.capture.steps.other_ranks import is_in_step, refuse_in_step
 from lightning_pipe.config import DappleConfig, chosen_config
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
@@ -252,7 +252,9 @@ class DappleStrategy(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        """Return the number of this rank; code that asks for it may do what others do not."""
+        """Return the number of this rank; code that asks for it may do what others do not, but for a step."""
+        if is_in_step():
+            return 0
         if self._in_hooks is not None:
             self._in_hooks.note_question()
         return super().global_rank

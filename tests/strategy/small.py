@@ -65,17 +65,22 @@ class Small(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def run(kind: Callable[[], Small], options: dict[str, Any] | None, *, function: str = "fit") -> tuple[Any, ...]:
+def run(
+    kind: Callable[[], Small], options: dict[str, Any] | None, *, function: str = "fit", **trainers: Any
+) -> tuple[Any, ...]:
     """Fit or validate, and return losses, what was noted, logged values and parameters; for worker functions.
 
     Args:
         kind: makes the module, after the seed.
         options: of the strategy; None for one device.
         function: of the trainer.
+        trainers: options of the trainer.
     """
     pl.seed_everything(3, verbose=False)
     module, losses = kind(), Losses()
-    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses])
+    trainer = make_trainer(
+        "auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses], **trainers
+    )
     given = [made() for made in (module.data, module.validation) if made is not None]
     if given and isinstance(given[0], pl.LightningDataModule):
         getattr(trainer, function)(module, datamodule=given[0])
@@ -86,11 +91,26 @@ def run(kind: Callable[[], Small], options: dict[str, Any] | None, *, function: 
     return losses.losses, module.noted, metrics, parameters
 
 
+def assert_alike(found: Any, expected: Any) -> None:
+    """Compare trees of numbers, tensors and anything else."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [*found.values()], [*expected.values()]
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, two in zip(found, expected, strict=True):
+            assert_alike(one, two)
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-9) if isinstance(expected, float) else expected)
+
+
 def assert_as_on_one_device(function: Callable[..., tuple[Any, ...]], name: str, options: dict[str, Any]) -> None:
     """Compare what a worker function that calls `run` returns on every rank with that of one device."""
     losses, noted, metrics, parameters = function(name, None)
     for found in World(sum(map(int, options["layout"].split("-")))).run(function, name, options):
         assert found[0] == pytest.approx(losses, rel=1e-9)
-        torch.testing.assert_close(found[1], noted, rtol=1e-9, atol=1e-9)
+        assert_alike(found[1], noted)
         assert found[2] == pytest.approx(metrics, rel=1e-6)
         torch.testing.assert_close(found[3], parameters, rtol=1e-9, atol=1e-9)

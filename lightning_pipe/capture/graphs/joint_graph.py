@@ -18,7 +18,7 @@ from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.python.guards import PythonGuards
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import hazard
-from lightning_pipe.capture.steps.record import AnswerGuard, LogCall, MetricCall, Read, Ref, StepRecord
+from lightning_pipe.capture.steps.record import AnswerGuard, LogCall, ObjectCall, Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.steps.step_function import NUMBERS, StepFunction
 from lightning_pipe.capture.steps.trees import mapped
@@ -353,10 +353,10 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
     def name(value: Any) -> Any:
         return mapped(value, (Ref, Read), named)
 
-    calls: list[LogCall | MetricCall] = [
-        LogCall(c.name, name(c.value), name(c.kwargs), c.line)
+    calls: list[LogCall | ObjectCall] = [
+        replace(c, value=name(c.value), kwargs=name(c.kwargs))
         if isinstance(c, LogCall)
-        else MetricCall(c.path, c.method, name(c.args), name(c.kwargs), c.line)
+        else replace(c, args=name(c.args), kwargs=name(c.kwargs))
         for c in recording.calls
     ]
     guards = tuple(

@@ -22,7 +22,7 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, is_layout_choice
 from lightning_pipe.capture.steps.batch import Leaf, Structure
 from lightning_pipe.capture.steps.numbers import sized_at
-from lightning_pipe.capture.steps.record import LogCall, MetricCall, Sized, StepRecord
+from lightning_pipe.capture.steps.record import LogCall, ObjectCall, Sized, StepRecord
 from lightning_pipe.capture.steps.trees import mapped
 
 Lengths: TypeAlias = frozenset[tuple[int, int]]  # (tensor of the batch, dimension)
@@ -140,7 +140,7 @@ def _record_at(record: StepRecord, sizes: Mapping[sympy.Symbol, sympy.Integer]) 
     def at(value: Any) -> Any:
         return mapped(value, (Sized,), lambda one: sized_at(one, sizes))
 
-    calls: list[LogCall | MetricCall] = [
+    calls: list[LogCall | ObjectCall] = [
         replace(one, value=at(one.value), kwargs=at(one.kwargs))
         if isinstance(one, LogCall)
         else replace(one, args=at(one.args), kwargs=at(one.kwargs))

@@ -40,9 +40,10 @@ from lightning_pipe.capture.steps.hazards import (
 )
 from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
-from lightning_pipe.capture.steps.record import LogCall, MetricCall
+from lightning_pipe.capture.steps.record import STAND_INS, LogCall, LoggerCall, ObjectCall
 from lightning_pipe.capture.steps.step_function import StepFunction
 from lightning_pipe.capture.steps.step_state import state_put_back
+from lightning_pipe.capture.steps.trees import branches, found_in
 from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import BatchError, CaptureError, StepError, none_caught
 
@@ -319,23 +320,29 @@ def _compare_runs(step: StepFunction) -> None:
 
 
 def compare_recordings(first: StepRecording, second: StepRecording) -> None:
-    """Refuse logged Python numbers that change from call to call."""
+    """Refuse Python numbers that change from call to call, and objects, in what is logged."""
     for one, two in zip(first.calls, second.calls, strict=False):
-        if isinstance(one, LogCall) and isinstance(two, LogCall) and _changes(one.value, two.value):
-            raise hazard(f"it logs a Python number that changes from call to call ({one.name!r})", one.line)
-        if type(one) is not type(two) or _name(one) != _name(two):
+        if type(one) is not type(two) or one.name != two.name:
             raise hazard("it logs something else from call to call", one.line)
+        if _numbers(one) != _numbers(two):
+            raise hazard(f"it logs a Python number that changes from call to call ({one.name!r})", one.line)
+        if isinstance(one, LoggerCall) and not _is_plain([one.args, one.kwargs]):
+            raise hazard(f"it gives {one.name}() what is neither a tensor nor a number or text", one.line)
     if len(first.calls) != len(second.calls):
         raise hazard("it logs something else from call to call", max(first.calls, second.calls, key=len)[-1].line)
 
 
-def _changes(one: Any, two: Any) -> bool:
-    numbers = (bool, int, float)
-    return isinstance(one, numbers) and isinstance(two, numbers) and one != two
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is made of stand-ins, numbers and texts."""
+    inside = branches(value)
+    if inside is None:
+        return isinstance(value, (*STAND_INS, bool, int, float, str, type(None)))
+    return all(map(_is_plain, inside.values()))
 
 
-def _name(call: LogCall | MetricCall) -> str:
-    return call.name if isinstance(call, LogCall) else f"{call.path}.{call.method}"
+def _numbers(call: LogCall | ObjectCall) -> list[str]:
+    said = call.value if isinstance(call, LogCall) else (call.args, call.kwargs)
+    return list(map(repr, found_in(said, (bool, int, float))))  # texts, so that two that are none are equal
 
 
 def real_answers(request: Request, tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:

@@ -11,7 +11,7 @@ import torch
 from lightning_pipe.capture.recording.units import UnitOutput
 from lightning_pipe.capture.steps.batch import Leaf, LeafSlot
 from lightning_pipe.capture.steps.call_recording import StepRecording
-from lightning_pipe.capture.steps.record import LogCall, MetricCall, Ref
+from lightning_pipe.capture.steps.record import LogCall, LoggerCall, ObjectCall, Ref
 from lightning_pipe.capture.steps.trees import found_in, mapped
 
 LOSS = "loss"  # value name of the loss of a replayed step
@@ -57,11 +57,19 @@ def finish(recording: StepRecording, output: Any, loss: torch.Tensor | None) -> 
 
 
 def _naming_loss(
-    call: LogCall | MetricCall, recording: StepRecording, loss: torch.Tensor | None
-) -> LogCall | MetricCall:
+    call: LogCall | ObjectCall, recording: StepRecording, loss: torch.Tensor | None
+) -> LogCall | ObjectCall:
     """Return a call that says the loss where the step logs it, so that it is combined as the loss is."""
-    if not isinstance(call, LogCall) or not isinstance(call.value, Ref) or loss is None or call.value.name == LOSS:
+    if loss is None:
         return call
-    logged = recording.results[int(call.value.name)]
-    is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
-    return replace(call, value=Ref(LOSS)) if is_loss else call
+
+    def named(ref: Ref) -> Ref:
+        if ref.name == LOSS:
+            return ref
+        logged = recording.results[int(ref.name)]
+        is_loss = logged.numel() == 1 and logged.data_ptr() == loss.data_ptr() and logged.dtype == loss.dtype
+        return Ref(LOSS) if is_loss else ref
+
+    if isinstance(call, LogCall):
+        return replace(call, value=mapped(call.value, Ref, named))
+    return replace(call, args=mapped(call.args, Ref, named)) if isinstance(call, LoggerCall) else call

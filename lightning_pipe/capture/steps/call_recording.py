@@ -1,4 +1,4 @@
-"""Recording of calls: what a step logs and what it asks of torchmetrics is noted instead of done.
+"""Recording of calls: what a step logs and what it asks of torchmetrics and loggers is noted instead of done.
 
 `strategy.steps.metrics` makes the calls again after the step, on every rank, with the values of the whole batch.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +19,16 @@ from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, TracedNumber, haz
 from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call
 from lightning_pipe.capture.steps.numbers import sized
 from lightning_pipe.capture.steps.record import (
+    STAND_INS,
     Computed,
     KeptState,
     LogCall,
+    LoggerCall,
     LossNotes,
     MetricCall,
     MetricRef,
     MetricValue,
+    ObjectCall,
     Read,
     Ref,
 )
@@ -41,7 +45,7 @@ class StepRecording:
     """What one run of the step said: calls, and the tensors that must leave the graph.
 
     Attributes:
-        calls: of `self.log` and of metrics, in their order.
+        calls: of `self.log`, metrics and loggers, in their order.
         results: tensors that they, what was returned and what was kept refer to.
         returned: what the step returned.
         kept: what it left behind in Python state.
@@ -51,7 +55,7 @@ class StepRecording:
         turned: parameters whose `requires_grad` it has set to another value, which this is; where somebody notes that.
     """
 
-    calls: list[LogCall | MetricCall] = field(default_factory=list)
+    calls: list[LogCall | ObjectCall] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     returned: Any = None
     kept: list[KeptState] = field(default_factory=list)
@@ -103,7 +107,7 @@ def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
 def recording_calls(
     module: pl.LightningModule, recording: StepRecording, metrics: Mapping[str, nn.Module] | None = None
 ) -> Iterator[None]:
-    """Record `self.log`, `self.log_dict` and torchmetrics calls of the module instead of making them.
+    """Record calls of `self.log`, `self.log_dict`, of torchmetrics and of loggers instead of making them.
 
     Args:
         module: the user's module.
@@ -119,7 +123,56 @@ def recording_calls(
             *((m, method, caller.metric(path, method)) for path, m in recorded.items() for method in _RECORDED),
         ]:
             stack.enter_context(_shadowed(owner, name, replacement))
+        if (trainer := module._trainer) is not None and trainer.loggers:
+            stack.callback(setattr, trainer, "loggers", trainer.loggers)
+            stand_ins: list[Any] = [LoggerStandIn(str(n), one, caller) for n, one in enumerate(trainer.loggers)]
+            trainer.loggers = stand_ins
         yield
+
+
+class LoggerStandIn:
+    """Stand for a logger while a step runs: calls are recorded, and return None, as those of other ranks than 0 do.
+
+    Args:
+        path: of the logger among those of the trainer, or of what hangs on it.
+        logger: the logger, which answers what is no call; None for what hangs on it, which rank 0 alone may have.
+        caller: records calls.
+    """
+
+    def __init__(self, path: str, logger: Any, caller: _Caller) -> None:
+        vars(self).update(_path=path, _logger=logger, _caller=caller)
+
+    @property  # type: ignore[misc]  # for `isinstance(self.logger, TensorBoardLogger)`
+    def __class__(self) -> type:
+        return LoggerStandIn if self._logger is None else type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        path, logger = self._path, self._logger
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if logger is None:
+            return _Recorded(f"{path}.{name}", self._caller)
+        if name == "experiment":
+            return LoggerStandIn(f"{path}.{name}", None, self._caller)
+        found = getattr(logger, name)
+        return self._caller.logger(path, name) if callable(found) else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise hazard(f"it sets `{name}` of a logger", user_line())
+
+    def __getitem__(self, key: Any) -> Any:
+        raise hazard(f"it looks for {key!r} in a logger's experiment, which rank 0 alone has", user_line())
+
+
+class _Recorded(LoggerStandIn):
+    """Stand for an attribute of an experiment, which is called, or has attributes that are."""
+
+    def __init__(self, path: str, caller: _Caller) -> None:
+        super().__init__(path, None, caller)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        path, _, method = self._path.rpartition(".")
+        self._caller.logger(path, method)(*args, **kwargs)
 
 
 class _Caller:
@@ -159,6 +212,19 @@ class _Caller:
 
         return record
 
+    def logger(self, path: str, method: str) -> Callable[..., None]:
+        """Return what stands for a method of a logger."""
+
+        def record(*args: Any, **kwargs: Any) -> None:
+            line, lift = user_line(), self._recording.lift
+            values, named = tuple(map(lift, args)), {name: lift(value) for name, value in kwargs.items()}
+            call = LoggerCall(path, method, values, named, line)
+            if not _can_be_told((values, named)):
+                raise hazard(f"it gives {call.name}() what other ranks cannot be told, as it cannot be pickled", line)
+            self._recording.calls.append(call)
+
+        return record
+
     def _log(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
         lifted = {key: self._lift(option) for key, option in options.items()}
@@ -173,6 +239,14 @@ class _Caller:
         if is_metric_or_collection(value):
             return MetricRef(self._paths[id(value)]) if id(value) in self._paths else value
         return self._recording.lift(value)
+
+
+def _can_be_told(said: Any) -> bool:
+    try:
+        pickle.dumps(mapped(said, STAND_INS, lambda _: None))
+    except Exception:  # whatever an object raises that cannot be pickled
+        return False
+    return True
 
 
 _OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch")  # of `self.log`, in the order of its arguments

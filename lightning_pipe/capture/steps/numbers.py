@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, Sized
+from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, Sized
 from lightning_pipe.capture.steps.trees import branches, rebuilt
 from lightning_pipe.errors import CaptureError
 
-Call: TypeAlias = LogCall | MetricCall
+Call: TypeAlias = LogCall | ObjectCall
 Place: TypeAlias = tuple[str, ...]  # where a number stands: in what was returned, or in a call, and there
 RETURNED: Place = ("returned",)
 KEPT = "kept"
@@ -43,14 +43,14 @@ def calls_of_samples(calls: Sequence[Sequence[Call]], counts: Sequence[int]) -> 
 
 def _call_of_samples(calls: Sequence[Call], counts: Sequence[int]) -> Call:
     first = calls[0]
-    where = f"{first.name if isinstance(first, LogCall) else first.path!r}, logged at {first.line},"
+    where = f"{first.name!r}, logged at {first.line},"
     if any(type(call) is not type(first) for call in calls):
         return first
     kwargs = of_samples([call.kwargs for call in calls], counts, where)
     if isinstance(first, LogCall):
         values = [call.value for call in calls if isinstance(call, LogCall)]
         return replace(first, value=of_samples(values, counts, where), kwargs=kwargs)
-    arguments = [call.args for call in calls if isinstance(call, MetricCall)]
+    arguments = [call.args for call in calls if isinstance(call, ObjectCall)]
     return replace(first, args=of_samples(arguments, counts, where), kwargs=kwargs)
 
 
@@ -113,7 +113,7 @@ def call_keys(calls: Sequence[Call]) -> tuple[Place, ...]:
     counts: Counter[Place] = Counter()
     keys = []
     for call in calls:
-        what: Place = ("log", call.name) if isinstance(call, LogCall) else ("metric", call.path, call.method)
+        what: Place = ("log" if isinstance(call, LogCall) else type(call).__name__, call.name)
         keys.append((*what, str(counts[what])))
         counts[what] += 1
     return tuple(keys)
@@ -146,7 +146,7 @@ def leaves_said(returned: Any, calls: Sequence[Call], kept: Sequence[KeptState] 
         inner = ".".join(place[len(RETURNED) :])
         yield SaidLeaf(place, f"what it returns{f' as {inner!r}' if inner else ''}", "", value)
     for key, call in zip(call_keys(calls), calls, strict=True):
-        name = repr(call.name) if isinstance(call, LogCall) else f"{call.path}.{call.method}()"
+        name = repr(call.name) if isinstance(call, LogCall) else f"{call.name}()"
         said = {VALUE: call.value if isinstance(call, LogCall) else call.args, **call.kwargs}
         for place, value in _leaves(said, key):
             yield SaidLeaf(place, name, call.line, value)

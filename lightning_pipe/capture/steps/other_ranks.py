@@ -1,5 +1,8 @@
 """What other ranks have, in a step: collectives, gradients and optimizer state, refused with the user's line.
 
+Who asks for its rank there is told 0 on all of them: what a step does on rank 0 alone (a `self.log`, a line that is
+printed) belongs to every batch, as on one device, and is the same on the ranks that make one graph of it.
+
 A step runs on one rank to be traced, and stage by stage afterwards, so no two ranks make the same collective calls. Nor
 is there anything to collect: what a step sees is the whole batch, cut into micro-batches.
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Iterator
 from contextvars import ContextVar
 from threading import get_ident
@@ -22,8 +26,9 @@ from torch import nn
 
 from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.steps.hazards import at, user_line
-from lightning_pipe.capture.torch_private import answered_collectives
+from lightning_pipe.capture.torch_private import answered_alone, answered_collectives
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import rank_zero_only
 
 _IS_INSIDE = ContextVar("inside a step", default=False)
 _INSTEAD = (
@@ -37,10 +42,23 @@ def no_collectives() -> Iterator[None]:
     """Refuse collectives of torch.distributed and of the strategy; entered around every run of a step."""
     token = _IS_INSIDE.set(True)
     try:
-        with answered_collectives(refuse_in_step):
+        with (
+            answered_collectives(refuse_in_step),
+            answered_alone(_is_users_rank),
+            mock.patch.object(rank_zero_only, "rank", 0, create=True),
+        ):
             yield
     finally:
         _IS_INSIDE.reset(token)
+
+
+def is_in_step() -> bool:
+    """Return whether a step is running in this thread."""
+    return _IS_INSIDE.get()
+
+
+def _is_users_rank(asking: types.FrameType) -> bool:
+    return not is_library(asking.f_code.co_filename)
 
 
 def refuse_in_step(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Record of what a step reports besides its loss: calls of `self.log`, of torchmetrics, the returned value.
+"""Record of what a step reports besides its loss: calls of `self.log`, torchmetrics and loggers, the returned value.
 
 While a step is captured these calls are recorded instead of made. Tensors in them become results of the graph and are
 named here by `Ref`; after the pipeline has run, `strategy.steps.metrics` makes the calls again, on every rank, with the
@@ -96,14 +96,43 @@ class LogCall:
 
 
 @dataclass(frozen=True)
-class MetricCall:
-    """One `update`, `forward` (also by calling the object), `compute` or `reset` of a torchmetrics object."""
+class ObjectCall:
+    """A call of a method of an object that others than the step own.
+
+    Attributes:
+        path: which object.
+        method, args, kwargs: what was called, with tensors replaced by `Ref` and the like.
+        line: the user's line.
+    """
 
     path: str
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     line: str
+
+    @property
+    def name(self) -> str:
+        """Return what was called, as the user would write it."""
+        return f"self.{self.path}.{self.method}"
+
+
+@dataclass(frozen=True)
+class MetricCall(ObjectCall):
+    """One `update`, `forward` (also by calling it), `compute` or `reset` of the torchmetrics object at a path."""
+
+
+@dataclass(frozen=True)
+class LoggerCall(ObjectCall):
+    """A call of a logger of the trainer, by its number (`0`), or of what hangs on it (`0.experiment`)."""
+
+    @property
+    def name(self) -> str:
+        """Return what was called, as the user would write it."""
+        number, _, rest = self.path.partition(".")
+        return ".".join(
+            ["self.logger" if number == "0" else f"self.loggers[{number}]", *filter(None, [rest]), self.method]
+        )
 
 
 @dataclass(frozen=True)
@@ -120,14 +149,14 @@ class StepRecord:
     """Everything a step said, in order.
 
     Attributes:
-        calls: log and metric calls in the order in which they were made.
+        calls: of `self.log`, metrics and loggers in the order in which they were made.
         loss: value name of the loss; None for a step that has none (validation, or a skipped step).
         returned: the returned value as a tree with tensors replaced by `Ref`.
         guards: answers to be checked at run time.
         kept: what it leaves on the module.
     """
 
-    calls: tuple[LogCall | MetricCall, ...]
+    calls: tuple[LogCall | ObjectCall, ...]
     loss: str | None
     returned: Any
     guards: tuple[AnswerGuard, ...]

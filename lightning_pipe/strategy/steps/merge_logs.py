@@ -31,7 +31,7 @@ from lightning_pipe.capture.replayed.loss_watch import unequal_denominators, unl
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
-from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricCall, MetricValue, Ref, StepRecord
+from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricValue, ObjectCall, Ref, StepRecord
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
 from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.errors import PipelineError
@@ -50,7 +50,7 @@ class _Piece:
     keys: tuple[Place, ...]
 
     @property
-    def calls(self) -> dict[Place, LogCall | MetricCall]:
+    def calls(self) -> dict[Place, LogCall | ObjectCall]:
         return dict(zip(self.keys, self.recording.calls, strict=True))
 
 
@@ -150,7 +150,7 @@ class _Merger:
         self._device, self._proportional, self._said = device, proportional, said
         self.values: dict[str, Content] = {}
 
-    def call(self, key: Place, pieces: Sequence[_Piece]) -> LogCall | MetricCall:
+    def call(self, key: Place, pieces: Sequence[_Piece]) -> LogCall | ObjectCall:
         """Return one call of all pieces that made it."""
         speaking = [piece for piece in pieces if key in piece.calls]
         calls = [piece.calls[key] for piece in speaking]
@@ -168,7 +168,7 @@ class _Merger:
             }
             value = self.value([call.value for call in logs], speaking, (*key, VALUE), how=how)
             return replace(first, value=value, kwargs=kwargs)
-        metrics = [call for call in calls if isinstance(call, MetricCall)]
+        metrics = [call for call in calls if isinstance(call, ObjectCall)]
         args = self.value([call.args for call in metrics], speaking, (*key, VALUE))
         named = {name: [call.kwargs[name] for call in metrics] for name in first.kwargs}
         kwargs = {name: self.value(values, speaking, (*key, name)) for name, values in named.items()}

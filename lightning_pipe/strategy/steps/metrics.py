@@ -10,6 +10,7 @@ told that there is nobody to synchronise with.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -25,9 +26,11 @@ from lightning_pipe.capture.steps.record import (
     Computed,
     KeptState,
     LogCall,
+    LoggerCall,
     MetricCall,
     MetricRef,
     MetricValue,
+    ObjectCall,
     Read,
     Ref,
     Sized,
@@ -142,7 +145,7 @@ def keep_state(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
             assert_never(kept.how)
 
 
-def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> Any:
+def _make(call: LogCall | ObjectCall, real: Any, module: pl.LightningModule) -> Any:
     match call:
         case LogCall(name, value, kwargs):
             log = module.log_dict if name == "" else lambda *a, **k: module.log(name, *a, **k)
@@ -150,6 +153,13 @@ def _make(call: LogCall | MetricCall, real: Any, module: pl.LightningModule) -> 
             return None
         case MetricCall(path, method, args, kwargs):
             return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
+        case LoggerCall(path, method, args, kwargs):
+            number, *attributes = path.split(".")
+            if attributes and not module.trainer.is_global_zero:  # who has no experiment
+                return None
+            logger: Any = reduce(getattr, attributes, module.trainer.loggers[int(number)])
+            return getattr(logger, method)(*real(args), **real(kwargs))
+    raise AssertionError(f"{call} is of no known kind")
 
 
 def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:
