@@ -177,7 +177,7 @@ def refuse_optimizers(optimizers: list[torch.optim.Optimizer], plugin: Precision
     for optimizer in optimizers:
         try:
             optimizer.register_step_post_hook(lambda *_: None).remove()
-        except AttributeError as error:
+        except (AttributeError, TypeError) as error:  # it has none, or one of its own making
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.__init__ does not call that of torch.optim.Optimizer, so nobody can "
                 "follow its steps. Call super().__init__(parameters, defaults) there."

@@ -125,7 +125,7 @@ class Session:
         self._are_gradients_read_at_once = False  # after every batch, also where gradients are accumulated further
         setup = RankSetup(module, config, links, self.weights, self._contexts, device)
         self._pipeline = Pipeline(setup, later=self._later, stopwatch=stopwatch, moved=self._follow_weights)
-        self._watch: ParameterWatch | None = None  # of a plan
+        self._watch: ParameterWatch | None = None  # once ranks have shared values
         self._planned: Plan | None = None
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
         self._metrics = MetricsAlone(module)
@@ -179,6 +179,7 @@ class Session:
         """Give every rank the weights of rank 0, and their averages."""
         self.weights.share()
         self._averages.begin()
+        self._watch = ParameterWatch(self._module)
 
     def expect_readers(self, hooks: Sequence[str]) -> None:
         """Prepare gradients for these hooks of the user, and for those that other ranks have; on all ranks together."""
@@ -282,10 +283,11 @@ class Session:
             return self._plainly(method, batch, arguments)
         self._is_early = False
         tensors, structure = self._flat(batch)
+        assert self._watch is not None, "values were shared"
+        self._watch.refuse_others()
         if self._planned is None:
             self._plan(StepRequest(method, structure, arguments, answers_of(tensors), tuple(tensors)))
-        assert self._planned is not None and self._watch is not None, "planned above"
-        self._watch.refuse_others()
+        assert self._planned is not None, "planned above"
         if method == TRAINING:
             self._refuse_other_optimizers()
         present = tuple(tensors) if self._feed.loads else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
+from ranks.world import World
 from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run
 
 
@@ -92,3 +94,26 @@ def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 def test_what_hooks_leave_is_there_on_ranks_that_load_nothing(name: str, options: dict[str, Any]) -> None:
     """A share of a mixup that such a hook sets was 1 for the stages that load nothing, or missing."""
     assert_as_on_one_device(fitted, name, options)
+
+
+class NewTensor(Small):
+    """A tensor that a hook makes for every batch, so that the step is replayed, and its first batch planned late."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.noise = torch.full((8,), 0.01 * (1 + batch_idx), dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.first(batch[0]) + self.noise
+        return torch.nn.functional.cross_entropy(self.last(hidden.tanh()), batch[1])
+
+
+def warned(options: dict[str, Any]) -> list[str]:
+    """Return what is warned of batches after the first; a worker function."""
+    with mock.patch("lightning_pipe.strategy.steps.runner.warnings.warn") as warn:
+        run(NewTensor, options)
+    return [said for call in warn.call_args_list if "which it did not do" in (said := str(call.args[0]))]
+
+
+def test_calls_of_this_package_are_no_calls_of_the_step() -> None:
+    """A warning named `requires_grad_` and `reshape`, which nobody had written, in the line that calls `fit`."""
+    assert World(2).run(warned, LAYOUTS[0]) == [[], []]

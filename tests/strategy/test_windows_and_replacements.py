@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -120,6 +121,16 @@ class SetsOptimizers(Net):
         self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
 
 
+class AddsTeacher(Net):
+    """A layer that the first step needs, so that the plan waits for it."""
+
+    def on_train_start(self) -> None:
+        self.teacher = copy.deepcopy(self.one).requires_grad_(False)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(batch) + (self.one(batch) - self.teacher(batch)).square().mean()
+
+
 class Bare(torch.optim.Optimizer):
     """An optimizer around another one that leaves out its base."""
 
@@ -151,7 +162,7 @@ class ReplacesActivation(Net):
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("kind", [ReplacesLayer, ReplacesParameter, AddsLayer, Prunes])
+@pytest.mark.parametrize("kind", [ReplacesLayer, ReplacesParameter, AddsLayer, Prunes, AddsTeacher])
 def test_parameters_that_a_hook_replaces_are_named_on_all_ranks(kind: type[Net]) -> None:
     """Ranks went on with the old ones."""
     for found in World(2).results(fit, kind, {"layout": "1-1", "microbatches": 2}, {}):

@@ -17,6 +17,7 @@ where a single number is bent, it is noted on which side of the bend it lies: nu
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe.capture.python.users_code import is_ours
 from lightning_pipe.capture.recording.loss_calls import loss_call
 from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.steps.record import Bend, Denominator, LossNotes
@@ -108,7 +110,8 @@ class LossWatch(TorchFunctionMode):
             notes.denominators.append(Denominator(user_line(2), value.detach()))
         name = getattr(func, "__name__", "")
         kind = loss_call(name, args, kwargs)
-        if kind not in self._calls and kind != "__get__" and _is_trained(result):
+        is_users = not is_ours(sys._getframe(1).f_code.co_filename)  # this package gives units their inputs
+        if kind not in self._calls and kind != "__get__" and is_users and _is_trained(result):
             self._calls[kind] = user_line(2)
         if name in _BENDS and self._samples > 1 and (side := _side(result, args, kwargs)) is not None:
             notes.bends.append(Bend(user_line(2), side))

@@ -35,7 +35,7 @@ class ParameterWatch:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UnsupportedError(
                 f"A hook has replaced, added or removed the parameter {', '.join(names[:3])}{more} after ranks have "
-                "shared out the parameters of the module, so none would compute with what is there now. Do so in "
+                "shared the parameters of the module, so none would compute with what is there now. Do so in "
                 "`configure_model` or before `fit`, or write into the parameter that is there (`parameter.data.copy_`)."
             )
         self._tables = _tables(self._module)
