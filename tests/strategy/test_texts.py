@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
+from unittest import mock
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.capture.steps.batch import contents, outline
-from lightning_pipe.strategy.steps.string_fields import StringReads, texts
+from lightning_pipe.capture.text_fields import StringReads, texts
+from lightning_pipe.strategy.steps.step_capture import StepCapture
+from ranks.world import World
+from strategy.small import LAYOUTS, Small, assert_as_on_one_device, run, samples
 
 BATCH = {"kind": "rows", "names": ["a.png", "b.png"], "n": 3}
 
@@ -53,3 +59,53 @@ def test_texts_are_told_apart_from_the_rest_of_a_batch() -> None:
     assert contents(BATCH) == contents({**other, "n": 4}), "numbers are tracked"
     assert contents({"on": True}) != contents({"on": False}) and contents({"a": b"1"}) != contents({"a": b"2"})
     assert pickle.loads(pickle.dumps(StringReads().marked(BATCH))) == BATCH
+
+
+class Named(Dataset[Any]):
+    """Samples with names."""
+
+    def __init__(self) -> None:
+        self.x, self.y = samples().tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.x[index], "y": self.y[index], "name": f"{index}.png"}
+
+
+class Returns(Small):
+    """Texts of the batch that leave the step as they are: returned, kept, and handed to another text."""
+
+    data = staticmethod(lambda: DataLoader(Named(), 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.latest = batch["name"][1:]
+        return {"loss": self.loss((batch["x"], batch["y"])), "names": batch["name"], "first": batch["name"][0]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        found = (*outputs["names"], outputs["first"], *self.latest)
+        self.noted.append((found, {type(text).__name__ for text in found}))
+
+
+def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit it; a worker function."""
+    return run(Returns, options)
+
+
+def captures(options: dict[str, Any]) -> int:
+    """Return how often it is captured; a worker function."""
+    with mock.patch.object(StepCapture, "capture", autospec=True, side_effect=StepCapture.capture) as capture:
+        run(Returns, options)
+    return capture.call_count
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:2], ids=lambda options: "-".join(map(str, options.values())))
+def test_texts_that_leave_the_step_are_those_of_the_batch(options: dict[str, Any]) -> None:
+    """They were of a class of this package, which `yaml.safe_dump` and weights-only loading refuse."""
+    assert_as_on_one_device(fitted, "", options)
+
+
+def test_a_step_is_captured_once_for_all_texts_that_it_hands_on() -> None:
+    """It was captured for every batch with other texts."""
+    assert World(2).run(captures, LAYOUTS[0]) == [1, 1]

@@ -52,7 +52,7 @@ NOTHING_SAID = Said()
 
 def by_place(said: StepRecording) -> dict[Place, torch.Tensor]:
     """Return the numbers and tensors that a step says, but for its loss, on the host."""
-    return {leaf.place: torch.as_tensor(number).cpu() for leaf, number in _numbers_of(said)}
+    return {leaf.place: torch.as_tensor(number).detach().cpu() for leaf, number in _numbers_of(said)}
 
 
 def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording) -> Said:

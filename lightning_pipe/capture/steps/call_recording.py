@@ -20,6 +20,7 @@ from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accu
 from lightning_pipe.capture.steps.numbers import sized
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
+    BatchText,
     Computed,
     KeptState,
     LogCall,
@@ -33,6 +34,7 @@ from lightning_pipe.capture.steps.record import (
     Ref,
 )
 from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.capture.text_fields import MarkedText, index_of
 from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
@@ -88,6 +90,8 @@ class StepRecording:
                 return MetricValue(leaf.call)
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
                 return sized(leaf)
+            if isinstance(leaf, MarkedText):
+                return BatchText(index_of(leaf))
             if isinstance(leaf, str):
                 if UNKNOWN_TEXT in leaf:
                     raise hazard("a tensor's value is made a text, which leaves the step", user_line())

@@ -44,6 +44,13 @@ class Sized:
 
 
 @dataclass(frozen=True)
+class BatchText:
+    """Stand for a text of the batch, by its number in the order of the structure."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class Computed:
     """Stand for a Python number that the step computes from counters and such (`capture.tracked.tracked_number`)."""
 
@@ -82,7 +89,7 @@ class MetricValue:
     call: int
 
 
-STAND_INS = (Ref, Read, Sized, Computed, MetricRef, MetricValue)
+STAND_INS = (Ref, Read, Sized, BatchText, Computed, MetricRef, MetricValue)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, str):
-        return UNKNOWN_TEXT not in value
+        return not str.__contains__(value, UNKNOWN_TEXT)  # of a marked text, without a look at it
     if isinstance(value, torch.Tensor):
         return math.prod(size if isinstance(size, int) else size.node.hint for size in value.shape) <= _MOST_ELEMENTS
     numbers = (bool, int, float, type(None), torch.SymInt, torch.SymFloat)

@@ -17,10 +17,12 @@ class Situation:
     Attributes:
         arguments: positional arguments of the step after the batch.
         numbers: Python numbers in the batch, in the order of its structure.
+        texts: in the batch, in the same order.
     """
 
     arguments: tuple[int, ...] = ()
     numbers: tuple[Number, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

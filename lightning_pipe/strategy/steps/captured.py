@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_pipe.capture import Request, Route
-from lightning_pipe.strategy.steps.string_fields import StringReads
+from lightning_pipe.capture.text_fields import StringReads
 
 AS_ACCUMULATION = "Gradient accumulation has the same difference; microbatches=1 has none."  # of what is said of a step
 

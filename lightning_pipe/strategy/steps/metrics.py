@@ -23,6 +23,7 @@ from lightning_pipe.capture.python.places import ABSENT, follow
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
     AnswerGuard,
+    BatchText,
     Computed,
     KeptState,
     LogCall,
@@ -100,6 +101,8 @@ def replay(
                 return torch.as_tensor(values[name]).item()
             case Sized(of=of):
                 return of(samples)
+            case BatchText(index):
+                return situation.texts[index]
             case Computed(expression):
                 return evaluate(expression, situation)
             case MetricRef(path):

@@ -13,6 +13,7 @@ import torch
 from lightning_pipe.capture import Request, Structure, real_answers
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.record import StepRecord
+from lightning_pipe.capture.text_fields import texts
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.core.program import VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
@@ -47,7 +48,8 @@ class StepRequest:
     @property
     def situation(self) -> Situation:
         """Return what numbers that vary are read from."""
-        return Situation(self.arguments, numbers_in(self.structure.template))
+        template = self.structure.template
+        return Situation(self.arguments, numbers_in(template), texts(template))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.unit_trace import trace_units
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.capture.text_fields import StringReads
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.parameters.weights import Weights
@@ -24,7 +25,6 @@ from lightning_pipe.strategy.start.on_device import run_on_device
 from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import StepRequest
-from lightning_pipe.strategy.steps.string_fields import StringReads
 
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 

@@ -20,6 +20,7 @@ from lightning_pipe.capture.steps.batch import contents
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
+from lightning_pipe.capture.text_fields import texts
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import AnyCompute, Layout, Program, VerifiedProgram
@@ -43,7 +44,6 @@ from lightning_pipe.strategy.start.compilation import Compilation
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.metrics import exchanged
 from lightning_pipe.strategy.steps.step_calls import StepRequest
-from lightning_pipe.strategy.steps.string_fields import texts
 
 
 class RankStep:

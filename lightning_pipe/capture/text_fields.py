@@ -1,11 +1,13 @@
 """String fields of a batch, such as names and paths: detecting whether a step reads them.
 
 A captured graph holds for the texts that it was captured with only if the step looked at them. So they are replaced,
-while the step is captured, by texts that remember whether somebody looked.
+while the step is captured, by texts that remember whether somebody looked. One that leaves the step as it is becomes
+that of the batch (`record.BatchText`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +24,26 @@ class StringReads:
 
     def marked(self, template: Any) -> Any:
         """Return a batch's template with marked texts."""
-        return _map_texts(template, lambda text: _Marked(text, self))
+        count = itertools.count()
+        return _map_texts(template, lambda text: MarkedText(text, self, next(count)))
 
 
-class _Marked(str):
-    """A text that tells its reader when somebody looks at it."""
+class MarkedText(str):
+    """A text that tells its reader when somebody looks at it, and knows which of the batch it is."""
 
-    __slots__ = ("_reader",)
+    __slots__ = ("_index", "_reader")
 
-    def __new__(cls, text: str, reader: StringReads) -> _Marked:
+    def __new__(cls, text: str, reader: StringReads, index: int) -> MarkedText:
+        """Mark a text.
+
+        Args:
+            text: the text.
+            reader: who is told.
+            index: number of the text in the batch.
+        """
         marked = super().__new__(cls, text)
         object.__setattr__(marked, "_reader", reader)
+        object.__setattr__(marked, "_index", index)
         return marked
 
     def __getattribute__(self, name: str) -> Any:
@@ -47,7 +58,7 @@ class _Marked(str):
 def _telling(name: str) -> Any:
     original = getattr(str, name)
 
-    def method(self: _Marked, *arguments: Any) -> Any:
+    def method(self: MarkedText, *arguments: Any) -> Any:
         object.__getattribute__(self, "_reader").has_read = True
         return original(self, *arguments)
 
@@ -57,7 +68,13 @@ def _telling(name: str) -> Any:
 
 _LOOKS = "eq ne lt le gt ge hash str repr format len iter getitem contains add mul rmul mod"
 for _name in _LOOKS.split():
-    setattr(_Marked, f"__{_name}__", _telling(f"__{_name}__"))
+    setattr(MarkedText, f"__{_name}__", _telling(f"__{_name}__"))
+
+
+def index_of(text: MarkedText) -> int:
+    """Return which of the texts of the batch this is, without looking at it."""
+    index: int = object.__getattribute__(text, "_index")
+    return index
 
 
 def texts(template: Any) -> tuple[str, ...]:
