@@ -120,7 +120,7 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
 
 def forget_train_loaders(trainer: pl.Trainer) -> None:
     """Let the fit loop ask for its data again when it begins."""
-    trainer.fit_loop._combined_loader = trainer.fit_loop._data_fetcher = None
+    trainer.fit_loop._combined_loader = None
 
 
 def call_before_training(trainer: pl.Trainer, then: Callable[[], None]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipe.errors import BatchError
 
@@ -87,14 +88,23 @@ class Structure:
 
 
 def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
-    """Split a batch into its tensors and its structure."""
+    """Split a batch into its tensors and its structure.
+
+    Raises:
+        BatchError: if it holds a packed sequence.
+    """
     tensors: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> LeafSlot:
-        tensors.append(tensor)
+    def take(leaf: torch.Tensor | PackedSequence) -> LeafSlot:
+        if isinstance(leaf, PackedSequence):
+            raise BatchError(
+                "The batch holds a PackedSequence, whose samples lie in no rows of their own. Let the collate function "
+                "return padded tensors and their lengths, and call pack_padded_sequence in the step."
+            )
+        tensors.append(leaf)
         return LeafSlot(len(tensors) - 1)
 
-    template = apply_to_collection(batch, torch.Tensor, take)
+    template = apply_to_collection(batch, (torch.Tensor, PackedSequence), take)
     return tensors, Structure(template, tuple(Leaf(tuple(t.shape), t.dtype) for t in tensors))
 
 

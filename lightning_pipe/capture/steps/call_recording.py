@@ -127,10 +127,10 @@ def recording_calls(
             *((m, method, caller.metric(path, method)) for path, m in recorded.items() for method in _RECORDED),
         ]:
             stack.enter_context(_shadowed(owner, name, replacement))
-        if (trainer := module._trainer) is not None and trainer.loggers:
-            stack.callback(setattr, trainer, "loggers", trainer.loggers)
-            stand_ins: list[Any] = [LoggerStandIn(str(n), one, caller) for n, one in enumerate(trainer.loggers)]
-            trainer.loggers = stand_ins
+        if loggers := getattr(module._trainer, "loggers", None):
+            trainer: Any = module._trainer
+            stack.callback(setattr, trainer, "loggers", loggers)
+            trainer.loggers = [LoggerStandIn(str(n), one, caller) for n, one in enumerate(loggers)]
         yield
 
 

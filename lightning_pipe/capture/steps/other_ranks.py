@@ -28,7 +28,7 @@ from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.torch_private import answered_alone, answered_collectives
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import rank_zero_only
+from lightning_pipe.lightning_names import ClusterEnvironment, rank_zero_only
 
 _IS_INSIDE = ContextVar("inside a step", default=False)
 _INSTEAD = (
@@ -58,7 +58,8 @@ def is_in_step() -> bool:
 
 
 def _is_users_rank(asking: types.FrameType) -> bool:
-    return not is_library(asking.f_code.co_filename)
+    """Return whether code of a step asks, and not what tells this package its rank."""
+    return not (is_library(asking.f_code.co_filename) or isinstance(asking.f_locals.get("self"), ClusterEnvironment))
 
 
 def refuse_in_step(name: str) -> None:

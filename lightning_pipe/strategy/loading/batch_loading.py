@@ -178,7 +178,7 @@ class Feed:
         self._iterations += 1
         if not self._assigned:
             self._early.append(iterator)
-        if not self._holds_back:
+        if self._assigned or not self._holds_back:
             iterator.begin()
         return iterator
 
