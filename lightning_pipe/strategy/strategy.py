@@ -425,6 +425,7 @@ class DappleStrategy(ParallelStrategy):
             refuse_averages(trainer, module)
             control = self._links.control
             control.agreed(lambda: make_room(self.config), source=0, what="whether a report can be written")
+            self._feed.hold_back()
             self._install_loop(trainer)
             with refusing_several_optimizers(module):
                 self.setup_optimizers(trainer)

@@ -179,6 +179,32 @@ class DividedByLauncher(Small):
     data = staticmethod(lambda: DataLoader(Stream(), 4))
 
 
+class Once:
+    """Batches of a stream that is opened once, and goes on where it was."""
+
+    def __init__(self) -> None:
+        self.batches = iter(list(loader(40)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.batches, 5)
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Estimates(Small):
+    """Code that asks for the number of steps while optimizers are made, which makes the loaders."""
+
+    data = Once
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        self.noted.append(steps)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Tracked(Small):
     """A metric of every epoch, in an object that copies it."""
 
@@ -200,7 +226,8 @@ class Tracked(Small):
 
 
 KINDS = {
-    cls.__name__: cls for cls in (WritesToBatch, DataHooks, NoisyData, StartOfFit, Splits, DividedByLauncher, Tracked)
+    cls.__name__: cls
+    for cls in (WritesToBatch, DataHooks, NoisyData, StartOfFit, Splits, DividedByLauncher, Estimates, Tracked)
 }
 
 

@@ -38,13 +38,12 @@ _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 def early_loaders(
     trainer: pl.Trainer, feed: Feed, control: ControlPlane, *, device: torch.device
 ) -> Iterator[CombinedLoader | None]:
-    """Ask for the loaders of a fit before it begins; None without any. On all ranks together.
+    """Ask for the loaders of a fit before it begins; the feed holds them back. On all ranks together.
 
     They are opened when the fit begins. If hooks draw random numbers to make them (a split of the data), the fit asks
     for them again, with the random state that one device would have then.
     """
     before = Randomness.now(device)
-    feed.hold_back()
     loaders = private.train_loaders(trainer)
     is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
     yield loaders
