@@ -23,7 +23,7 @@ from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.strategy.checks.captured_run import one_stage
+from lightning_pipe.strategy.checks.captured_run import cut_up
 from lightning_pipe.strategy.checks.check import Checked, check_captured, too_large
 from lightning_pipe.strategy.checks.whole_batch import (
     CutLossError,
@@ -307,7 +307,7 @@ class PlanMaker:
             with weights.whole(placed=room.placed):
                 self._compare_or_remember(captured, call, samples)
         finally:
-            one_stage.forget(captured.capture)
+            cut_up.forget(captured.capture)
         found = self._preparation
         return replace(captured.with_role(found.role), differs=found.differs, harmless=found.harmless)
 

@@ -22,7 +22,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.host import host_of
-from lightning_pipe.strategy.checks.captured_run import one_stage
+from lightning_pipe.strategy.checks.captured_run import cut_up
 from lightning_pipe.strategy.checks.check import too_large
 from lightning_pipe.strategy.checks.result_trial import (
     Tried,
@@ -266,7 +266,7 @@ class Preparation:
                 found = control.agreed(
                     lambda: tried(captured, tensors or ()), source=0, what="how results are combined"
                 )
-            one_stage.forget(captured.capture)
+            cut_up.forget(captured.capture)
         if untried := {*captured.capture.unproven} - found.results.keys():
             warn_of_untried_results(captured, untried)
         capture = captured.capture.with_results(found.results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pipe.capture.graphs import sample_flow
 from lightning_pipe.capture.steps.stage_program import memory_order
+from lightning_pipe.errors import CaptureError
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import Losses, checked, dapple, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,16 @@ def test_attention_reads_expanded_keys_of_another_rank(tmp_path: Path) -> None:
     expected = fitted(None)
     for losses in World(2).run(fitted, str(tmp_path / "plan.yaml")):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def by_strides(strides: Sequence[int]) -> tuple[int, ...]:
+    """Return an order of dimensions that takes one without strides for the fastest."""
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return () if order == tuple(range(len(strides))) else order
+
+
+def test_what_does_not_survive_a_message_is_seen_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The captured step ran as one stage in the check, so that no value travelled."""
+    monkeypatch.setattr(sample_flow, "memory_order", by_strides)
+    with pytest.raises(CaptureError, match="captured"):
+        make_trainer(checked(capture="joint"), max_epochs=1).fit(MultiQuery(), DataLoader(torch.ones(8, 8).double(), 8))

@@ -1,4 +1,8 @@
-"""The captured step on one device: as one stage, by micro-batches, as it would run in a pipeline."""
+"""The captured step on one device, by micro-batches and cut into a few stages, as it would run in a pipeline.
+
+Where it is cut is no matter of the plan, which there is none of yet. Values of one stage come to another through the
+memory that a message would have, so that what does not survive that is seen before training.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,25 @@ import torch
 from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
+from lightning_pipe.core.program import Pass
 from lightning_pipe.errors import CaptureError, PipelineError
 from lightning_pipe.once import OncePerObject
-from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, from_tensor, packed, to_tensor
 from lightning_pipe.runtime.stage import Slice, Stage, State
 
-
-def _one_stage(captured: Route) -> Split:
-    return captured.split(())
+_MOST_STAGES = 8
 
 
-one_stage = OncePerObject(_one_stage)
-"""Return a captured step as one stage; to be forgotten when the last comparison is made."""
+def _cut_up(captured: Route) -> Split:
+    nodes = len(captured.graph.nodes)
+    places = [k for k in range(1, nodes) if k not in captured.graph.uncuttable]
+    wanted = [round(nodes * k / _MOST_STAGES) for k in range(1, _MOST_STAGES)]
+    near = {min(places, key=lambda place: abs(place - k)) for k in wanted} if places else set[int]()
+    return captured.split(tuple(sorted(near)))
+
+
+cut_up = OncePerObject(_cut_up)
+"""Return a captured step as a few stages; to be forgotten when the last comparison is made."""
 
 
 def run_captured(
@@ -35,7 +46,7 @@ def run_captured(
     key: RandomKey,
     role: str | None = None,
 ) -> tuple[list[Mapping[str, Content]], dict[str, torch.Tensor], torch.Tensor]:
-    """Run the captured step as one stage, by micro-batches, whose gradients are added to those that are there.
+    """Run the captured step by micro-batches, whose gradients are added to those that are there.
 
     Args:
         captured: the step.
@@ -48,8 +59,8 @@ def run_captured(
     Returns:
         Results of the micro-batches, gradients by canonical name, and the loss of all samples.
     """
-    module, value = request.module, one_stage(captured).values[captured.record.loss or ""]
-    stage, buffers = _whole_stage(captured, request, training=True)
+    module, value = request.module, cut_up(captured).values[captured.record.loss or ""]
+    stages, buffers = _whole(captured, request, microbatches=len(sizes), training=True)
     how = role or ("sum" if value.combine == "sum" else "mean")
     results: list[Mapping[str, Content]] = []
     total = torch.zeros((), dtype=torch.float64)
@@ -57,11 +68,9 @@ def run_captured(
     for number, (samples, parts) in enumerate(zip(sizes, cut, strict=True)):
         weight = 1.0 if how == "sum" else samples / sum(sizes)
         own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
-        stage.load(number, dict(enumerate(parts)))
         try:
-            stage.compute("F", number, own)
-            results.append(stage.results(number))
-            stage.compute("B", number, own)
+            results.append(stages.forward(number, parts, own))
+            stages.backward(number, own)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -86,33 +95,85 @@ def run_captured(
 def run_forward(
     captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, sizes: tuple[int, ...], key: RandomKey
 ) -> list[Mapping[str, Content]]:
-    """Run the captured step as one stage, by micro-batches, without a backward; return their results.
+    """Run the captured step by micro-batches, without a backward; return their results.
 
     Arguments are those of `run_captured`.
     """
-    stage, buffers = _whole_stage(captured, request, training=False)
+    stages, buffers = _whole(captured, request, microbatches=len(sizes), training=False)
     results: list[Mapping[str, Content]] = []
     for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers)):
-        stage.load(number, dict(enumerate(parts)))
-        stage.compute(
-            "F", number, Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
-        )
-        results.append(stage.results(number))
-    stage.finish()
+        own = Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
+        results.append(stages.forward(number, parts, own))
+    stages.finish()
     return results
 
 
-def _whole_stage(captured: Route, request: Request, *, training: bool) -> tuple[Stage, dict[str, torch.Tensor]]:
-    """Return the captured step as one stage that is ready for a batch, and the buffers that it reads, by name."""
-    module, split = request.module, one_stage(captured)
+class _Stages:
+    """The stages of a split on one device.
+
+    Args:
+        split: the stages.
+        state: parameters and buffers of all.
+        loss: value name of the loss.
+        microbatches: how many there are.
+        training: whether a backward follows.
+    """
+
+    def __init__(self, split: Split, *, state: State, loss: str | None, microbatches: int, training: bool) -> None:
+        self._values, self._device = split.values, state.device
+        self._stages = [Stage(program, split.values, state=state, loss=loss) for program in split.stages]
+        for stage in self._stages:
+            edges = [edge for edge in stage.program.sends if training or edge[0] == "F"]
+            stage.begin(Counter((*edge, m) for edge in edges for m in range(microbatches)), training=training)
+
+    def forward(self, microbatch: int, leaves: Sequence[torch.Tensor], own: Slice) -> Mapping[str, Content]:
+        """Run all stages forward, and return the outputs of the step."""
+        results: dict[str, Content] = {}
+        for stage in self._stages:
+            stage.load(microbatch, dict(enumerate(leaves)))
+            stage.compute("F", microbatch, own)
+            results |= stage.results(microbatch)
+            self._send(stage, "F", microbatch, own.samples)
+        return results
+
+    def backward(self, microbatch: int, own: Slice) -> None:
+        """Run all stages backward."""
+        for stage in reversed(self._stages):
+            stage.compute("B", microbatch, own)
+            self._send(stage, "B", microbatch, own.samples)
+
+    def finish(self) -> None:
+        """Write what is left to be written of buffers."""
+        for stage in self._stages:
+            stage.finish()
+
+    def _send(self, stage: Stage, direction: Pass, microbatch: int, samples: int) -> None:
+        """Give other stages what a stage has made for them."""
+        for way, target in stage.program.sends:
+            if way == direction:
+                sent = stage.outgoing(way, target, microbatch)
+                arrived = {name: self._travelled(name, content, samples) for name, content in sent.items()}
+                self._stages[target].receive(microbatch, arrived)
+
+    def _travelled(self, name: str, content: Content, samples: int) -> Content:
+        value = self._values[name]
+        buffer = buffer_for(value, samples, device=self._device)
+        packed(buffer, value).copy_(packed(to_tensor(content, device=self._device), value))
+        return from_tensor(buffer, value)
+
+
+def _whole(
+    captured: Route, request: Request, *, microbatches: int, training: bool
+) -> tuple[_Stages, dict[str, torch.Tensor]]:
+    """Return the captured step as stages that are ready for a batch, and the buffers that they read, by name."""
+    module = request.module
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     numbers = captured.begin(request.arguments, request.structure.template)
     buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
     state = State(parameters, buffers, request.device)
-    stage = Stage(split.stages[0], split.values, state=state, loss=captured.record.loss)
-    stage.begin(Counter(), training=training)
-    return stage, buffers
+    loss = captured.record.loss
+    return _Stages(cut_up(captured), state=state, loss=loss, microbatches=microbatches, training=training), buffers
 
 
 def _parts(
