@@ -91,13 +91,13 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
     """Split a batch into its tensors and its structure.
 
     Raises:
-        BatchError: if it holds a packed sequence.
+        TypeError: if it holds a packed sequence, which cannot be built from slots.
     """
     tensors: list[torch.Tensor] = []
 
     def take(leaf: torch.Tensor | PackedSequence) -> LeafSlot:
         if isinstance(leaf, PackedSequence):
-            raise BatchError(
+            raise TypeError(
                 "The batch holds a PackedSequence, whose samples lie in no rows of their own. Let the collate function "
                 "return padded tensors and their lengths, and call pack_padded_sequence in the step."
             )
