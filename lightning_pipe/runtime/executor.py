@@ -47,7 +47,7 @@ from lightning_pipe.runtime.job import BatchInput, ProgramResult, ResultSlice
 from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
 from lightning_pipe.runtime.milestones import MilestoneHandlers, milestone_handler
 from lightning_pipe.runtime.record import Recorder, clock_of
-from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, slices_of
+from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, changed_by_several, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Wait, Walk, drive, drive_together
 
@@ -91,10 +91,11 @@ class Executor:
     ) -> None:
         self.rank = transport.rank
         self.layout = layout
+        own = [split.stages[number] for number, ranks in enumerate(layout.stages) if self.rank in ranks]
+        apart = changed_by_several(own)
         self.stages = {
-            number: Stage(split.stages[number], split.values, state=state, loss=loss)
-            for number, ranks in enumerate(layout.stages)
-            if self.rank in ranks
+            program.stage: Stage(program, split.values, state=state, loss=loss, apart=apart[program.stage])
+            for program in own
         }
         self._state = state
         self._step = step

@@ -90,16 +90,25 @@ class Stage:
         values: what is known of values that cross stages or are results (`Split.values`).
         state: parameters and buffers of the rank; those of the stage must be among them.
         loss: value name of the loss, whose type and combination decide the tangents; None without a loss.
+        apart: names of state that another stage of the rank changes, too: while a program runs this one has a copy, as
+            stages on two ranks have, since both see every micro-batch.
 
     Attributes:
         made: told of a parameter as soon as a half that gives its gradients away has added one.
     """
 
     def __init__(
-        self, program: StageProgram, values: Mapping[str, Value], *, state: State, loss: str | None = None
+        self,
+        program: StageProgram,
+        values: Mapping[str, Value],
+        *,
+        state: State,
+        loss: str | None = None,
+        apart: AbstractSet[str] = frozenset(),
     ) -> None:
         self.program = program
-        self._state = state
+        self._state, self._apart = state, apart
+        self._copies: dict[str, torch.Tensor] = {}
         self._loss = values[loss] if loss is not None else None
         self._held: dict[int, dict[str, Content]] = defaultdict(dict)
         self._results: dict[int, dict[str, Content]] = {}
@@ -127,8 +136,12 @@ class Stage:
         self._away.clear()
         self._sends = Counter(sends)
         self._training = training
-        self._parameters = {name: self._state.parameters[known] for name, known in self.program.parameters.items()}
+        self._copies = {name: self._state.tensor(name).detach().clone() for name in self._apart}
+        self._parameters = {name: self._tensor(known) for name, known in self.program.parameters.items()}
         self._storages_of_parameters: frozenset[int] | None = None  # which stay while a program runs
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._copies[name] if name in self._copies else self._state.tensor(name)
 
     def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
         """Take the stage's samples of the batch leaves that it reads, by index of the leaf."""
@@ -317,7 +330,7 @@ class Stage:
             return held[name]
         if name in self._parameters:
             return self._parameters[name]
-        return self._state.buffers[self.program.buffers[name]]
+        return self._tensor(self.program.buffers[name])
 
     def _tangents(self, half: Half, slice_: Slice) -> dict[str, Content]:
         names = [name for name in self.program.tangents if name in half.inputs]
@@ -333,7 +346,7 @@ class Stage:
         if self._storages_of_parameters is None:
             self._storages_of_parameters = frozenset(map(storage_of, self._parameters.values()))
         names = {*self.program.buffers.values(), *self.program.mutations}
-        return self._storages_of_parameters.union([storage_of(self._state.tensor(name)) for name in names])
+        return self._storages_of_parameters.union([storage_of(self._tensor(name)) for name in names])
 
     def _update_buffers(self, microbatch: int, samples: int) -> None:
         """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
@@ -345,7 +358,7 @@ class Stage:
             elif name in self.program.averaged:
                 self._average(name, content, samples)
             else:
-                self._state.tensor(name).copy_(content)
+                self._tensor(name).copy_(content)
 
     def _average(self, name: str, content: torch.Tensor, samples: int) -> None:
         """Take another content of a buffer into the mean over the samples so far."""
@@ -358,8 +371,9 @@ class Stage:
         """Write the state that changes once per batch."""
         with torch.no_grad():
             for name, content in self._later.items():
-                self._state.tensor(name).copy_(content)
+                self._tensor(name).copy_(content)
         self._forget_later()
+        self._copies = {}
 
     def _forget_later(self) -> None:
         self._later.clear()
@@ -415,6 +429,16 @@ class Stage:
             gradient = reduce(torch.add, terms)
             users_of_its_own = 1 if len(names) == 1 else 0
             add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
+
+
+def changed_by_several(programs: Iterable[StageProgram]) -> dict[int, frozenset[str]]:
+    """Return by stage, of those of a rank in their order, the state that it uses and one before it changes."""
+    changed, found = set[str](), dict[int, frozenset[str]]()
+    for program in programs:
+        used = {*program.buffers.values(), *program.parameters.values(), *program.mutations}
+        found[program.stage] = frozenset(changed & used)
+        changed |= program.mutations.keys() | program.written
+    return found
 
 
 def gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:

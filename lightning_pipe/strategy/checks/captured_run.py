@@ -20,7 +20,7 @@ from lightning_pipe.core.program import Pass
 from lightning_pipe.errors import CaptureError, PipelineError
 from lightning_pipe.once import OncePerObject
 from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, from_tensor, packed, to_tensor
-from lightning_pipe.runtime.stage import Slice, Stage, State
+from lightning_pipe.runtime.stage import Slice, Stage, State, changed_by_several
 
 _MOST_STAGES = 8
 
@@ -121,7 +121,10 @@ class _Stages:
 
     def __init__(self, split: Split, *, state: State, loss: str | None, microbatches: int, training: bool) -> None:
         self._values, self._device = split.values, state.device
-        self._stages = [Stage(program, split.values, state=state, loss=loss) for program in split.stages]
+        apart = changed_by_several(split.stages)
+        self._stages = [
+            Stage(program, split.values, state=state, loss=loss, apart=apart[program.stage]) for program in split.stages
+        ]
         for stage in self._stages:
             edges = [edge for edge in stage.program.sends if training or edge[0] == "F"]
             stage.begin(Counter((*edge, m) for edge in edges for m in range(microbatches)), training=training)
