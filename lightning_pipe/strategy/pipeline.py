@@ -20,10 +20,12 @@ from torch.optim import Optimizer
 
 from lightning_pipe.capture import Structure
 from lightning_pipe.capture.graphs.witness import is_due
+from lightning_pipe.capture.route import Plays
 from lightning_pipe.capture.steps.record import AnswerGuard
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.plan_maker import PlanMaker
 from lightning_pipe.strategy.plans.planning import Planned
@@ -156,9 +158,9 @@ class Pipeline:
             before.restore()
             step, sizes = self._answered(step, call, samples, guard)
             ran = self._run(step, sizes, call, turn)
-        if ran.differing and (plays := step.capture.plays) is not None:
-            log.info("%s takes whole batches from now on: %s.", call.method, ran.differing)
-            plays.leave_whole(ran.differing)
+        if ran.differing and (plays := step.capture.plays) is not None and len(sizes) > 1:
+            if ran.lasts:
+                self._leave_whole(plays, call.method, ran.differing)
             if before is not None:
                 before.restore()
             ran = self._run(step, (samples,), call, turn)
@@ -168,6 +170,14 @@ class Pipeline:
             self.runner.note_trained(synchronised=turn.synchronise)
             self._batches += 1
         return ran
+
+    def _leave_whole(self, plays: Plays, method: str, reason: str) -> None:
+        """Take whole batches of a step from now on."""
+        plays.leave_whole(reason)
+        rank_zero_warn(
+            f"{method} takes whole batches from now on, as one micro-batch each, since {reason}. So ranks work one "
+            "after another; what is made of tensors of all samples can be put together (see docs/capture.md)."
+        )
 
     def _witness_is_due(self) -> bool:
         """Return whether a witness runs before this batch: at growing distances, and at the beginning of epochs."""

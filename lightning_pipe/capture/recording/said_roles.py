@@ -25,9 +25,18 @@ from typing import TypeAlias
 import torch
 
 from lightning_pipe.capture.steps.call_recording import StepRecording
-from lightning_pipe.capture.steps.numbers import VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
+from lightning_pipe.capture.steps.numbers import (
+    VALUE,
+    Place,
+    SaidLeaf,
+    call_keys,
+    is_number,
+    is_under,
+    leaves_said,
+    lists_said,
+)
 from lightning_pipe.capture.steps.record import LogCall, Ref
-from lightning_pipe.capture.weighing.parts_and_whole import FoundRole, PartsAndWhole, found_role
+from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole, PartsAndWhole, found_role
 
 Number: TypeAlias = "torch.Tensor | int | float"
 
@@ -39,20 +48,29 @@ class Said:
     Attributes:
         roles: of those without samples, by place.
         joins: dimensions along which those with samples are joined, by place; that of others is the first.
+        lists: places of those that have an item for every sample.
+        shapes: of tensors that are of single samples, by place.
         mixed: where what is mixed is said, in words.
+        places: of all that was said; None if it was not tried.
     """
 
     roles: Mapping[Place, FoundRole] = field(default_factory=dict)
     joins: Mapping[Place, int] = field(default_factory=dict)
+    lists: frozenset[Place] = frozenset()
+    shapes: Mapping[Place, torch.Size] = field(default_factory=dict)
     mixed: tuple[str, ...] = ()
+    places: frozenset[Place] | None = None
 
 
 NOTHING_SAID = Said()
+LENGTH = "number of items"
 
 
 def by_place(said: StepRecording) -> dict[Place, torch.Tensor]:
-    """Return the numbers and tensors that a step says, but for its loss, on the host."""
-    return {leaf.place: torch.as_tensor(number).detach().cpu() for leaf, number in _numbers_of(said)}
+    """Return the numbers and tensors that a step says, but for its loss, on the host, and the lengths of lists."""
+    found = {leaf.place: torch.as_tensor(number).detach().cpu() for leaf, number in _numbers_of(said)}
+    lengths = {(*place, LENGTH): torch.tensor(len(one)) for place, one in lists_said(said.returned, said.calls)}
+    return found | lengths
 
 
 def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording) -> Said:
@@ -64,9 +82,11 @@ def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording) -> S
     """
     wanted, roles, joins = _asked_reductions(said), dict[Place, FoundRole](), dict[Place, int]()
     mixed: dict[str, None] = {}
+    lists = frozenset(p for p, _ in lists_said(said.returned, said.calls) if _is_by_sample((*p, LENGTH), trials))
+    shapes: dict[Place, torch.Size] = {}
     for leaf, number in _numbers_of(said):
         place = leaf.place
-        if not all(trial.has(place) for trial in trials):
+        if is_under(place, lists) or not all(trial.has(place) for trial in trials):
             continue
         if all(trial.has_samples(place) for trial in trials):
             dim, *others = (trial.joined_along(place) for trial in trials)
@@ -79,7 +99,19 @@ def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording) -> S
         roles[place] = found_role(trials, place, wanted=wanted.get(place) or ("sum" if is_count else None))
         if roles[place] == "mixed":
             mixed[str(leaf)] = None
-    return Said(roles, joins, tuple(mixed))
+        elif roles[place] in ENDS:
+            shapes[place] = torch.as_tensor(number).shape
+    return Said(roles, joins, lists, shapes, tuple(mixed), frozenset(by_place(said)))
+
+
+def _is_by_sample(length: Place, trials: Sequence[PartsAndWhole[Place]]) -> bool:
+    """Return whether a list is as long as there are samples, in all runs."""
+    return all(
+        trial.has(length)
+        and [int(part[length]) for part in trial.parts] == [*trial.counts]
+        and int(trial.whole[length]) == sum(trial.counts)
+        for trial in trials
+    )
 
 
 def _asked_reductions(said: StepRecording) -> Mapping[Place, str | None]:

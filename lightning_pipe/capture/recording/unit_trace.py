@@ -121,10 +121,11 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
             return NOTHING_SAID
         unlike = trial(rows, (count, many - count), said)
         alike = trial(other, (many // 2, many - many // 2), runner.said(other, kept))
+        turned = unlike.turned(by_place(runner.said(rows.roll(-count), kept)))
     except Exception as error:  # whatever the step raises for samples in this order
         log.debug("How what is logged is combined is not known: %s", error)
         return NOTHING_SAID
-    return said_roles((unlike, alike), said)
+    return said_roles((unlike, alike, turned), said)
 
 
 def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:

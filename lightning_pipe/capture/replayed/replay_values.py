@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,9 +51,17 @@ def filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def finish(recording: StepRecording, output: Any, loss: torch.Tensor | None) -> None:
     """Complete the words of a play by what it returned; the loss is named `loss` wherever it is said."""
     original = output.get("loss") if isinstance(output, dict) and loss is not None else output
-    recording.returned = recording.lift(output, None if loss is None else original)
-    recording.calls = [_naming_loss(call, recording, loss) for call in recording.calls]
+    arrays = recording.with_arrays
+    recording.returned = arrays(recording.lift(output, None if loss is None else original))
+    recording.calls = [_with(_naming_loss(call, recording, loss), arrays) for call in recording.calls]
     recording.results = [tensor.detach() for tensor in recording.results]
+
+
+def _with(call: LogCall | ObjectCall, function: Callable[[Any], Any]) -> LogCall | ObjectCall:
+    """Return a call with what a function makes of its arguments."""
+    if isinstance(call, LogCall):
+        return replace(call, value=function(call.value))
+    return replace(call, args=function(call.args), kwargs=function(call.kwargs))
 
 
 def _naming_loss(

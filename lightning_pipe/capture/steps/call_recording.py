@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -73,6 +74,16 @@ class StepRecording:
                 return Ref(str(index))
         self.results.append(tensor)
         return Ref(str(len(self.results) - 1))
+
+    def with_arrays(self, said: Any) -> Any:
+        """Return what leaves the step with references in the place of arrays of numbers, too."""
+
+        def one(array: np.ndarray[Any, Any] | np.generic) -> Any:
+            if array.dtype.kind not in "biufc":
+                return array
+            return Ref(self.ref(torch.from_numpy(np.array(array))).name, is_array=True)
+
+        return mapped(said, (np.ndarray, np.generic), one)
 
     def lift(self, value: Any, loss: torch.Tensor | None = None) -> Any:
         """Return what leaves the step with references in the place of tensors, and of numbers that vary.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -155,6 +155,22 @@ def leaves_said(returned: Any, calls: Sequence[Call], kept: Sequence[KeptState] 
             yield SaidLeaf(place, f"what it keeps in {one.name}", "", value)
 
 
+def lists_said(returned: Any, calls: Sequence[Call]) -> Iterator[tuple[Place, Sequence[Any]]]:
+    """Yield the lists, and tuples without names, in what a step has returned and given to metrics and loggers."""
+    yield from _lists(returned, RETURNED)
+    for key, call in zip(call_keys(calls), calls, strict=True):
+        if not isinstance(call, LogCall):
+            for number, argument in enumerate(call.args):
+                yield from _lists(argument, (*key, VALUE, str(number)))
+            for name, argument in call.kwargs.items():
+                yield from _lists(argument, (*key, name))
+
+
+def is_under(place: Place, lists: Collection[Place]) -> bool:
+    """Return whether a place is one of these lists, or lies in one."""
+    return any(place[: len(one)] == one for one in lists)
+
+
 def numbers_said(returned: Any, calls: Sequence[Call]) -> dict[Place, float]:
     """Return the numbers, but for truth values, in what a step has returned and logged, by place."""
     return {leaf.place: float(leaf.value) for leaf in leaves_said(returned, calls) if is_number(leaf.value)}
@@ -179,6 +195,13 @@ def proportional(numbers: Sequence[Mapping[Place, float]], counts: Sequence[int]
 def is_number(value: Any) -> bool:
     """Return whether a value is a number of Python's, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _lists(value: Any, place: Place) -> Iterator[tuple[Place, Sequence[Any]]]:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        yield place, value
+    for key, item in (branches(value) or {}).items():
+        yield from _lists(item, (*place, str(key)))
 
 
 def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:

@@ -16,9 +16,15 @@ import torch
 
 @dataclass(frozen=True)
 class Ref:
-    """Stand for a tensor result of the graph: `name` is its value name."""
+    """Stand for a tensor result of the graph.
+
+    Attributes:
+        name: its value name.
+        is_array: whether it was an array of NumPy, which it becomes again.
+    """
 
     name: str
+    is_array: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,13 @@ class PartsAndWhole(Generic[Key]):
     counts: tuple[int, ...]
     whole: Mapping[Key, torch.Tensor]
 
+    def turned(self, whole: Mapping[Key, torch.Tensor]) -> PartsAndWhole[Key]:
+        """Return the same with the parts in the opposite order, and what all samples have given in that order.
+
+        A sample that is picked by what it is, and not by where it lies, is then in another part.
+        """
+        return PartsAndWhole(self.parts[::-1], self.counts[::-1], whole)
+
     def has(self, key: Key) -> bool:
         """Return whether all have given this tensor."""
         return all(key in row for row in (*self.parts, self.whole))

@@ -120,6 +120,9 @@ def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int, *, to
             own = [t.index_select(dim, order.to(t.device)) if c else t for t, c in zip(arranged, cut, strict=True)]
             (parts, after_parts), ((whole,), after_whole) = run(own, sizes), run(own, (many,))
             trials.append(PartsAndWhole(parts, sizes, whole))
+            if len(trials) == 1:
+                rolled = [t.roll(-sizes[0], dim) if c else t for t, c in zip(own, cut, strict=True)]
+                trials.append(trials[0].turned(run(rolled, (many,))[0][0]))
             states.append(PartsAndWhole((after_parts,), (many,), after_whole))
     found = {name: _found(trials, name, many, capture) for name in capture.unproven}
     clear = {n: one for n, one in found.items() if one.how != "unknown" or capture.result_role(n) == "same"}

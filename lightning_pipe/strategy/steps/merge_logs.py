@@ -18,7 +18,7 @@ Legend: a piece is what one play of the last stage said.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -26,12 +26,22 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_pipe.capture.recording.replay_state import same_left
-from lightning_pipe.capture.recording.said_roles import Said
+from lightning_pipe.capture.recording.said_roles import LENGTH, Said
 from lightning_pipe.capture.replayed.loss_watch import unequal_denominators, unlike_bend
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
-from lightning_pipe.capture.steps.numbers import RETURNED, VALUE, Place, SaidLeaf, call_keys, is_number, leaves_said
-from lightning_pipe.capture.steps.record import KeptState, LogCall, MetricValue, ObjectCall, Ref, StepRecord
+from lightning_pipe.capture.steps.numbers import (
+    RETURNED,
+    VALUE,
+    Place,
+    SaidLeaf,
+    call_keys,
+    is_number,
+    is_under,
+    leaves_said,
+    lists_said,
+)
+from lightning_pipe.capture.steps.record import STAND_INS, KeptState, LogCall, MetricValue, ObjectCall, Ref, StepRecord
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
 from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.errors import PipelineError
@@ -48,6 +58,16 @@ class _Piece:
     samples: int
     recording: StepRecording
     keys: tuple[Place, ...]
+
+    def lists(self, how: Said) -> Iterator[tuple[Place, Sequence[Any]]]:
+        """Yield the lists that have no item for every sample, and are in none that has."""
+        found = lists_said(self.recording.returned, self.recording.calls)
+        return ((place, one) for place, one in found if not is_under(place, how.lists))
+
+    def leaves(self, how: Said) -> Iterator[SaidLeaf]:
+        """Yield what is in no list that has an item for every sample."""
+        found = leaves_said(self.recording.returned, self.recording.calls)
+        return (leaf for leaf in found if not is_under(leaf.place, how.lists))
 
     @property
     def calls(self) -> dict[Place, LogCall | ObjectCall]:
@@ -94,15 +114,73 @@ def combined(
     first, _, _, _ = words[0]
     left = [p for (microbatch, *_), p in zip(words, heard, strict=True) if microbatch == first]
     kept = [replace(k, value=merger.value([k.value], [p], (k.name,))) for p in left for k in p.recording.kept]
-    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values, _unknown(pieces, proportional, how.roles)
+    return StepRecord(calls, loss, returned, (), tuple(kept)), merger.values, _unknown(pieces, proportional, how)
 
 
-def uneven(words: Sequence[Words]) -> str:
-    """Return what micro-batches have left behind, answered or returned differently, "" if they were alike.
+def uneven(words: Sequence[Words], *, how: Said, sizes: Set[Place]) -> tuple[str, bool]:
+    """Return what micro-batches have left behind or said that does not make that of the batch, "" if there is nothing.
+
+    And whether it may be so in every batch.
 
     Args:
         words: what all plays said, in the order of samples.
+        how: how what they say is combined.
+        sizes: places of numbers that are in proportion to the samples.
     """
+    if found := _differing(words):
+        return found, True
+    pieces = [_Piece(n, one, call_keys(one.calls)) for *_, n, one in words if one.is_whole]
+    return _inseparable(pieces, how, sizes) if len(pieces) > 1 else ("", True)
+
+
+def _inseparable(pieces: Sequence[_Piece], how: Said, sizes: Set[Place]) -> tuple[str, bool]:
+    """Return what the pieces say that cannot be put together, and whether it may be so in every batch."""
+    first, *others = ({place: len(one) for place, one in piece.lists(how)} for piece in pieces)
+    if any(other != first for other in others):
+        return "a list that it returns or logs is longer for some micro-batches than for others", True
+    counts = [piece.samples for piece in pieces]
+    for place, length in first.items():
+        if how.places is not None and (*place, LENGTH) not in how.places and [length] * len(counts) == counts:
+            return "it says what it has not said when it was tried: a list", False
+    told, *rest = ({leaf.place: leaf for leaf in piece.leaves(how)} for piece in pieces)
+    for place, leaf in told.items():
+        values = [leaf.value, *(other[place].value for other in rest if place in other)]
+        if place in sizes or (why := _unlike(values, pieces, how.roles.get(place), how.shapes.get(place))) == "":
+            continue
+        if why == _OTHER_NUMBERS and (how.places is None or place in how.places):
+            continue  # it is known what these make, or said that it is not
+        return f"{leaf} {why}", why != _OTHER_NUMBERS
+    return "", True
+
+
+_OTHER_NUMBERS = "has not been said when it was tried"
+
+
+def _unlike(values: Sequence[Any], pieces: Sequence[_Piece], role: FoundRole | None, shape: torch.Size | None) -> str:
+    """Return how what the pieces say at one place is not the same, or ""."""
+    first = values[0]
+    if isinstance(first, Ref):
+        if first.name == LOSS:
+            return ""
+        tensors = [piece.recording.results[int(ref.name)] for piece, ref in zip(pieces, values, strict=False)]
+        same_shape = len({tensor.shape for tensor in tensors}) == 1
+        if (role in ENDS and tensors[0].shape != shape) or (role not in (None, *ENDS) and not same_shape):
+            return "has another shape for some micro-batches"
+        return "" if same_shape and all(torch.equal(one, tensors[0]) for one in tensors) else _OTHER_NUMBERS
+    if isinstance(first, STAND_INS) or first is None:
+        return ""
+    if is_number(first):
+        return "" if all(one == first for one in values) else _OTHER_NUMBERS
+    try:
+        return (
+            "" if all(bool(one == first) for one in values) else "is other text, or another object, for micro-batches"
+        )
+    except Exception:  # whatever an object raises that is compared
+        return "is an object"
+
+
+def _differing(words: Sequence[Words]) -> str:
+    """Return what micro-batches have left behind, answered or returned differently, "" if they were alike."""
     ends = [recording for *_, recording in words if recording.is_whole]
     if len({recording.returned is None for recording in ends}) > 1:
         return "some of its micro-batches are skipped"
@@ -186,13 +264,17 @@ class _Merger:
         if isinstance(first, Ref):
             if any(ref.name == LOSS for ref in found):
                 return Ref(LOSS)
+            is_array = first.is_array
             tensors = [piece.recording.results[int(ref.name)] for piece, ref in zip(pieces, found, strict=True)]
             shapes = {tensor.shape for tensor in tensors}
             if tensors[0].ndim and (role is None or len(shapes) > 1):
-                return self._named(self._chained(tensors, place))
-            return self._named(_joined(tensors, [piece.samples for piece in pieces], how))
+                return self._named(self._chained(tensors, place), is_array)
+            return self._named(_joined(tensors, [piece.samples for piece in pieces], how), is_array)
         if isinstance(first, MetricValue):
             return MetricValue(self._places[pieces[0].keys[first.call]])
+        if place in self._said.lists:
+            pairs = [(item, piece) for piece, one in zip(pieces, found, strict=True) for item in one]
+            return type(first)([self.value([item], [piece], (*place, "")) for item, piece in pairs])
         if (inside := branches(first)) is not None:
             each = [branches(one) or {} for one in found]
             if any(one.keys() != inside.keys() for one in each):
@@ -224,17 +306,17 @@ class _Merger:
                 f"have the shapes {shapes}. Return one row per sample, or set microbatches=1."
             ) from None
 
-    def _named(self, tensor: torch.Tensor) -> Ref:
+    def _named(self, tensor: torch.Tensor, is_array: bool) -> Ref:
         name = f"said{len(self.values)}"
         self.values[name] = tensor.to(self._device)
-        return Ref(name)
+        return Ref(name, is_array)
 
 
-def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], roles: Mapping[Place, FoundRole]) -> tuple[str, ...]:
+def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], how: Said) -> tuple[str, ...]:
     """Return where something is said that differs between pieces, and of which nobody knows what it is of the batch."""
     if len(pieces) == 1:
         return ()
-    first, *others = ({leaf.place: (leaf, value) for leaf, value in _unclear(piece, sizes, roles)} for piece in pieces)
+    first, *others = ({leaf.place: (leaf, value) for leaf, value in _unclear(piece, sizes, how)} for piece in pieces)
 
     def differs(place: Place, value: torch.Tensor) -> bool:
         return any(place in other and not torch.equal(value, other[place][1]) for other in others)
@@ -242,12 +324,10 @@ def _unknown(pieces: Sequence[_Piece], sizes: Set[Place], roles: Mapping[Place, 
     return tuple(dict.fromkeys(str(leaf) for place, (leaf, value) in first.items() if differs(place, value)))
 
 
-def _unclear(
-    piece: _Piece, sizes: Set[Place], roles: Mapping[Place, FoundRole]
-) -> Iterator[tuple[SaidLeaf, torch.Tensor]]:
+def _unclear(piece: _Piece, sizes: Set[Place], how: Said) -> Iterator[tuple[SaidLeaf, torch.Tensor]]:
     """Yield the numbers, and tensors without samples, that a piece has said and of which nothing is known."""
-    for leaf in leaves_said(piece.recording.returned, piece.recording.calls):
-        value, role = leaf.value, roles.get(leaf.place)
+    for leaf in piece.leaves(how):
+        value, role = leaf.value, how.roles.get(leaf.place)
         if role not in (None, "unknown") or leaf.place in sizes:
             continue
         if isinstance(value, Ref) and value.name != LOSS:

@@ -95,8 +95,8 @@ def replay(
 
     def one(said: Any) -> Any:
         match said:
-            case Ref(name):
-                return values[name]
+            case Ref(name, is_array):
+                return torch.as_tensor(values[name]).cpu().numpy()[()] if is_array else values[name]
             case Read(name):
                 return torch.as_tensor(values[name]).item()
             case Sized(of=of):

@@ -108,20 +108,22 @@ class Runner:
             outcome, results = self._follow(step, program, job, turn)
         turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
-        record, values, differing, bent = step.capture.record, collected.values, "", ""
+        record, values, differing, lasts, bent = step.capture.record, collected.values, "", True, ""
         if (plays := step.capture.plays) is not None:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
             words = gathered(plays.said(), tuple(speakers), self._links.control)
             plays.turn({name: flag for *_, one in words if one.is_whole for name, flag in one.turned.items()})
-            differing, bent = uneven(words), bent_unlike(words)
+            differing, lasts = uneven(words, how=plays.combining, sizes=plays.proportional)
+            bent = bent_unlike(words)
             if training:
                 differing = differing or self._unweighable(step.captured, unequally_divided(words))
-            record, said, unknown = combined(
-                words, device=self._device, proportional=plays.proportional, how=plays.combining
-            )
-            self._warn_of_unknown(unknown)
+            if not differing or len(sizes) == 1:
+                record, said, unknown = combined(
+                    words, device=self._device, proportional=plays.proportional, how=plays.combining
+                )
+                values = {**values, **said}
+                self._warn_of_unknown(unknown)
             self._warn_of_late_buffers(plays.late_buffers(), call.method, program.layout)
-            values = {**values, **said}
         made = {one.name: one.of(values, sum(sizes)) for one in step.capture.derived}
         if training:
             self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
@@ -139,6 +141,7 @@ class Runner:
             before,
             collected.votes["stop"] > 0,
             differing,
+            lasts,
         )
 
     def _unweighable(self, captured: Captured, unequal: Sequence[str]) -> str:

@@ -96,6 +96,7 @@ class StepResult:
         state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
         stop: whether any rank was asked to stop when it had run its forwards.
         differing: what was not the same for all micro-batches and is one thing for the batch; "" if nothing was.
+        lasts: whether that may be so in every batch.
     """
 
     record: StepRecord
@@ -109,6 +110,7 @@ class StepResult:
     state_bytes: int = 0
     stop: bool = False
     differing: str = ""
+    lasts: bool = True
 
     @property
     def is_skipped(self) -> bool:
