@@ -75,7 +75,9 @@ def run_plainly(
         stack.enter_context(exactness)
         unmatched = stack.enter_context(captured.matched_draws(request, key))
         stack.enter_context(none_caught())
-        output = getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
+        output = getattr(module, request.method)(
+            request.structure.fill_part(tensors, request.batch_dim), *request.arguments
+        )
         output = with_loss(request.method, output)
     loss = loss_of(module, request.method, output)
     assert loss is not None, "a training step returns a loss"

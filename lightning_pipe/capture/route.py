@@ -51,6 +51,10 @@ class Plays(Protocol):
         """Return how what the step returns, logs or gives to metrics is combined."""
         ...
 
+    def cut(self, sizes: tuple[int, ...]) -> None:
+        """Take the samples of the micro-batches that come next."""
+        ...
+
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
         """Return (micro-batch, first sample, samples, words) of every play of the batch that says something."""
         ...

@@ -317,8 +317,9 @@ class UnitRecorder:
 
     def _call(self, leaves: Sequence[torch.Tensor]) -> Any:
         step: Callable[..., Any] = getattr(self.request.module, self.request.method)
+        batch = self.request.structure.fill_part(leaves, self.request.batch_dim)
         with none_caught():
-            output = with_loss(self.request.method, step(self.request.structure.fill(leaves), *self.request.arguments))
+            output = with_loss(self.request.method, step(batch, *self.request.arguments))
         self._gave_nothing = output is None
         return output
 

@@ -244,6 +244,10 @@ class Replay:
         self._now.hooks, self._now.left_hooks = HookTables(self._request.module), None
         return []
 
+    def cut(self, sizes: tuple[int, ...]) -> None:
+        """Take the samples of the micro-batches that come next, by which lists of the batch are cut, too."""
+        self._now.sizes = sizes
+
     def said(self) -> list[tuple[int, int, int, StepRecording]]:
         """Return (micro-batch, first sample, samples, words) of every play that says something since `begin`."""
         return list(self._now.said)

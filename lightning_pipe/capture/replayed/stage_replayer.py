@@ -29,6 +29,7 @@ from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
 from lightning_pipe.capture.replayed.step_run import StepRun
+from lightning_pipe.capture.steps.batch import with_rows
 from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in, recording_calls
 from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
@@ -133,7 +134,7 @@ class StageReplayer:
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
             self._trained.put(self._now.trained)
-            output = run.run(lambda: self._call(samples, leaves))
+            output = run.run(lambda: self._call(samples, key, leaves))
             trained = self._trained.now()
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
@@ -261,9 +262,11 @@ class StageReplayer:
             raise PipelineError(f"{left[0].name} keeps something that it did not keep when the step was traced.")
         return [replace(one, value=recording.lift(one.value)) for one in left]
 
-    def _call(self, samples: int, leaves: Mapping[int, torch.Tensor]) -> Any:
-        every = range(len(self._step.structure.leaves))
-        structure = replace(self._step.structure, template=self._now.template)
+    def _call(self, samples: int, key: RandomKey, leaves: Mapping[int, torch.Tensor]) -> Any:
+        every, sizes = range(len(self._step.structure.leaves)), self._now.sizes
+        begin = sum(sizes[: key.microbatch]) + key.first_sample
+        template = with_rows(self._now.template, sum(sizes), range(begin, begin + samples))
+        structure = replace(self._step.structure, template=template)
         batch = structure.fill(
             # the step may write to its batch, which others read: its own copy
             [leaves[i].clone() if i in leaves else self._others.leaf(i, samples) for i in every]

@@ -30,6 +30,7 @@ class BatchContext:
     Attributes:
         arguments: positional arguments of the step after the batch.
         template: the batch without its tensors.
+        sizes: samples of the micro-batches.
         state: Python state as it was before the batch; None before the first.
         metrics: torchmetrics objects of the module, by name; None before the first play of a batch.
         speakers: stages whose plays say something.
@@ -43,6 +44,7 @@ class BatchContext:
 
     arguments: tuple[int, ...]
     template: Any
+    sizes: tuple[int, ...] = ()
     state: ModuleState | None = None
     metrics: Mapping[str, nn.Module] | None = None
     speakers: tuple[int, ...] = ()

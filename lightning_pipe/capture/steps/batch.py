@@ -17,6 +17,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pipe.capture.steps.trees import branches, rebuilt
 from lightning_pipe.errors import BatchError
 
 
@@ -50,6 +51,16 @@ class Structure:
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return a batch like the template with these tensors."""
         return apply_to_collection(self.template, LeafSlot, lambda slot: tensors[slot.index])
+
+    def fill_part(self, tensors: Sequence[Any], batch_dim: int) -> Any:
+        """Return a batch of the first samples, as many as the tensors have, with lists of as many items."""
+        try:
+            total = self.samples(batch_dim)
+        except BatchError:  # it is not cut
+            return self.fill(tensors)
+        along = [len(leaf.shape) > batch_dim for leaf in self.leaves]
+        count = next(t.shape[batch_dim] for t, is_cut in zip(tensors, along, strict=True) if is_cut)
+        return Structure(with_rows(self.template, total, range(count)), self.leaves).fill(tensors)
 
     def map(self, make: Callable[[Leaf], torch.Tensor]) -> Any:
         """Return a batch like the template with tensors made from what is known of them."""
@@ -106,6 +117,19 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
 
     template = apply_to_collection(batch, (torch.Tensor, PackedSequence), take)
     return tensors, Structure(template, tuple(Leaf(tuple(t.shape), t.dtype) for t in tensors))
+
+
+def with_rows(template: Any, total: int, rows: range) -> Any:
+    """Return a template whose lists with an item per sample, but no tensors, have those of some samples only."""
+    if len(rows) == total or isinstance(template, LeafSlot) or (inside := branches(template)) is None:
+        return template
+    if type(template) in (list, tuple) and len(template) == total and not _has_tensors(template):
+        return type(template)(template[row] for row in rows)
+    return rebuilt(template, {key: with_rows(item, total, rows) for key, item in inside.items()})
+
+
+def _has_tensors(template: Any) -> bool:
+    return isinstance(template, LeafSlot) or any(map(_has_tensors, (branches(template) or {}).values()))
 
 
 def with_numbers(template: Any, make: Callable[[int, Any], Any]) -> Any:

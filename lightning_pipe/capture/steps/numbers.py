@@ -155,9 +155,13 @@ def leaves_said(returned: Any, calls: Sequence[Call], kept: Sequence[KeptState] 
             yield SaidLeaf(place, f"what it keeps in {one.name}", "", value)
 
 
-def lists_said(returned: Any, calls: Sequence[Call]) -> Iterator[tuple[Place, Sequence[Any]]]:
-    """Yield the lists, and tuples without names, in what a step has returned and given to metrics and loggers."""
+def lists_said(
+    returned: Any, calls: Sequence[Call], kept: Sequence[KeptState] = ()
+) -> Iterator[tuple[Place, Sequence[Any]]]:
+    """Yield the lists, and tuples without names, in what a step returns, keeps, and gives to metrics and loggers."""
     yield from _lists(returned, RETURNED)
+    for one in kept:
+        yield from _lists(one.value, (KEPT, one.name))
     for key, call in zip(call_keys(calls), calls, strict=True):
         if not isinstance(call, LogCall):
             for number, argument in enumerate(call.args):

@@ -60,7 +60,7 @@ def run_captured(
         Results of the micro-batches, gradients by canonical name, and the loss of all samples.
     """
     module, value = request.module, cut_up(captured).values[captured.record.loss or ""]
-    stages, buffers = _whole(captured, request, microbatches=len(sizes), training=True)
+    stages, buffers = _whole(captured, request, sizes=sizes, training=True)
     how = role or ("sum" if value.combine == "sum" else "mean")
     results: list[Mapping[str, Content]] = []
     total = torch.zeros((), dtype=torch.float64)
@@ -99,7 +99,7 @@ def run_forward(
 
     Arguments are those of `run_captured`.
     """
-    stages, buffers = _whole(captured, request, microbatches=len(sizes), training=False)
+    stages, buffers = _whole(captured, request, sizes=sizes, training=False)
     results: list[Mapping[str, Content]] = []
     for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers)):
         own = Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
@@ -166,17 +166,19 @@ class _Stages:
 
 
 def _whole(
-    captured: Route, request: Request, *, microbatches: int, training: bool
+    captured: Route, request: Request, *, sizes: tuple[int, ...], training: bool
 ) -> tuple[_Stages, dict[str, torch.Tensor]]:
     """Return the captured step as stages that are ready for a batch, and the buffers that they read, by name."""
     module = request.module
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     numbers = captured.begin(request.arguments, request.structure.template)
+    if captured.plays is not None:
+        captured.plays.cut(sizes)
     buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
     state = State(parameters, buffers, request.device)
     loss = captured.record.loss
-    return _Stages(cut_up(captured), state=state, loss=loss, microbatches=microbatches, training=training), buffers
+    return _Stages(cut_up(captured), state=state, loss=loss, microbatches=len(sizes), training=training), buffers
 
 
 def _parts(

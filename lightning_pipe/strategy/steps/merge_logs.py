@@ -143,8 +143,10 @@ def _inseparable(pieces: Sequence[_Piece], how: Said, sizes: Set[Place]) -> tupl
         if how.places is not None and (*place, LENGTH) not in how.places and [length] * len(counts) == counts:
             return "it says what it has not said when it was tried: a list", False
     told, *rest = ({leaf.place: leaf for leaf in piece.leaves(how)} for piece in pieces)
+    if any(other.keys() != told.keys() for other in rest):
+        return "what it returns or logs has other entries for some micro-batches than for others", True
     for place, leaf in told.items():
-        values = [leaf.value, *(other[place].value for other in rest if place in other)]
+        values = [leaf.value, *(other[place].value for other in rest)]
         if place in sizes or (why := _unlike(values, pieces, how.roles.get(place), how.shapes.get(place))) == "":
             continue
         if why == _OTHER_NUMBERS and (how.places is None or place in how.places):

@@ -103,6 +103,8 @@ class Runner:
         peak = PeakMemory(self._device) if turn.measure_memory else None
         before = self._state_bytes() if turn.measure_memory else 0
         step.prepare(call)
+        if step.capture.plays is not None:
+            step.capture.plays.cut(sizes)
         known = self._weights.buffers_known(step.split, program.layout) if training else contextlib.nullcontext()
         with peak or contextlib.nullcontext(), known:
             outcome, results = self._follow(step, program, job, turn)
