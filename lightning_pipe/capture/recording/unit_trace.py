@@ -39,7 +39,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.numbers import Place, proportional
-from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, unlike_order
+from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, uneven_parts, unlike_order
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
@@ -118,14 +118,18 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
     try:
         said = runner.said(rows, kept)
         if not by_place(said):
-            return NOTHING_SAID
+            return Said(places=frozenset())
         unlike = trial(rows, (count, many - count), said)
         alike = trial(other, (many // 2, many - many // 2), runner.said(other, kept))
         turned = unlike.turned(by_place(runner.said(rows.roll(-count), kept)))
     except Exception as error:  # whatever the step raises for samples in this order
         log.debug("How what is logged is combined is not known: %s", error)
         return NOTHING_SAID
-    return said_roles((unlike, alike, turned), said)
+    found = said_roles((unlike, alike, turned), said)
+    if not found.shapes:  # nothing that may be of single samples
+        return found
+    more = [trial(order, sizes, runner.said(order, kept)) for order, sizes in uneven_parts(rows)]
+    return said_roles((unlike, alike, turned, *more), said)
 
 
 def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:

@@ -106,6 +106,7 @@ def found_role(trials: Sequence[PartsAndWhole[Key]], key: Key, *, wanted: str | 
     Returns:
         "mixed" if they allow none, "unknown" if the parts have what the whole has.
     """
+    trials = [trial for trial in trials if not trial.has_samples(key)]  # whose parts have fewer than are picked
     wholes = [trial.whole[key] for trial in trials]
     found = set[Reduction].intersection(*(trial.reductions(key) for trial in trials))
     if any(not _is_close(one, wholes[0], _allowed([one, wholes[0]])) for one in wholes[1:]):
@@ -115,6 +116,15 @@ def found_role(trials: Sequence[PartsAndWhole[Key]], key: Key, *, wanted: str | 
         return "sum" if wanted == "sum" and "sum" in found else "unknown"
     fitting = [name for name in get_args(Reduction) if name in found]
     return next((name for name in fitting if name == wanted), fitting[0] if fitting else "mixed")
+
+
+def uneven_parts(rows: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, int]]]:
+    """Return sorted samples from both sides, each with a small part of the first ones and one of the others.
+
+    What is picked by what it is, from an end of what is sorted, is not in the first part from one of the sides.
+    """
+    few = max(1, len(rows) // 4)
+    return [(order, (few, len(rows) - few)) for order in (rows, rows.flip(0))]
 
 
 def unlike_order(rows: torch.Tensor) -> torch.Tensor:

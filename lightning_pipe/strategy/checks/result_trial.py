@@ -11,6 +11,7 @@ these are too few to tell; and one trace for each number of samples where the gr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence, Set
@@ -27,7 +28,15 @@ from lightning_pipe.capture.steps.batch import sorted_samples
 from lightning_pipe.capture.steps.numbers import leaves_said
 from lightning_pipe.capture.steps.record import Read, Ref
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.weighing.parts_and_whole import ENDS, PartsAndWhole, TriedResult, found_role, unlike_order
+from lightning_pipe.capture.weighing.parts_and_whole import (
+    ENDS,
+    PartsAndWhole,
+    TriedResult,
+    found_role,
+    uneven_parts,
+    unlike_order,
+)
+from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.checks.captured_run import run_forward
@@ -116,18 +125,29 @@ def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int, *, to
             results = run_forward(capture, request, prepare(leaves), sizes=sizes, key=RandomKey(0, 0, 0))
             return tuple(map(_tensors, results)), _tensors({n: request.module.get_buffer(n) for n in kept})
 
+        def of(order: torch.Tensor) -> list[torch.Tensor]:
+            return [t.index_select(dim, order.to(t.device)) if c else t for t, c in zip(arranged, cut, strict=True)]
+
         for order, sizes in zip((rows, unlike_order(rows)), counts, strict=True):
-            own = [t.index_select(dim, order.to(t.device)) if c else t for t, c in zip(arranged, cut, strict=True)]
-            (parts, after_parts), ((whole,), after_whole) = run(own, sizes), run(own, (many,))
+            (parts, after_parts), ((whole,), after_whole) = run(of(order), sizes), run(of(order), (many,))
             trials.append(PartsAndWhole(parts, sizes, whole))
-            if len(trials) == 1:
-                rolled = [t.roll(-sizes[0], dim) if c else t for t, c in zip(own, cut, strict=True)]
-                trials.append(trials[0].turned(run(rolled, (many,))[0][0]))
             states.append(PartsAndWhole((after_parts,), (many,), after_whole))
-    found = {name: _found(trials, name, many, capture) for name in capture.unproven}
-    clear = {n: one for n, one in found.items() if one.how != "unknown" or capture.result_role(n) == "same"}
-    ends = {name: _found(trials, name, many, capture) for name in capture.picked if name not in found}
-    clear |= {name: one for name, one in ends.items() if one.how in ENDS}
+        trials.append(trials[0].turned(run(of(rows.roll(-counts[0][0])), (many,))[0][0]))
+        names = dict.fromkeys((*capture.unproven, *capture.picked))
+        picked = {name for name in names if _found(trials, name, many, capture).how in ENDS}
+        if picked:
+            with contextlib.suppress(CaptureError):  # the step does something else for so few samples
+                for order, sizes in uneven_parts(rows):
+                    trials.append(PartsAndWhole(run(of(order), sizes)[0], sizes, run(of(order), (many,))[0][0]))
+    is_sure = len(trials) > len(counts) + 1  # that nothing is picked by what it is
+    found = {name: _found(trials, name, many, capture) for name in names}
+    found |= {name: TriedResult("mixed", True) for name in picked if not is_sure}
+    unproven = {*capture.unproven}
+    clear = {
+        n: one
+        for n, one in found.items()
+        if one.how in ENDS or (n in unproven and (one.how != "unknown" or capture.result_role(n) == "same"))
+    }
     return Tried(clear, frozenset(n for n in kept if any(not state.is_whole(n) for state in states)))
 
 
