@@ -73,12 +73,13 @@ def by_place(said: StepRecording) -> dict[Place, torch.Tensor]:
     return found | lengths
 
 
-def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording) -> Said:
+def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording, *, is_sure: bool = True) -> Said:
     """Find how all is combined that every run has said.
 
     Args:
         trials: what was said of parts of some samples and of all, in several orders.
         said: what was said of all, once.
+        is_sure: whether what looks like single samples at an end of the batch is nothing else.
     """
     wanted, roles, joins = _asked_reductions(said), dict[Place, FoundRole](), dict[Place, int]()
     mixed: dict[str, None] = {}
@@ -97,6 +98,8 @@ def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording) -> S
             continue
         is_count = isinstance(number, torch.Tensor) and not number.is_floating_point()
         roles[place] = found_role(trials, place, wanted=wanted.get(place) or ("sum" if is_count else None))
+        if roles[place] in ENDS and not is_sure:
+            roles[place] = "mixed"
         if roles[place] == "mixed":
             mixed[str(leaf)] = None
         elif roles[place] in ENDS:

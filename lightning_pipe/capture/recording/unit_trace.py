@@ -128,7 +128,11 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
     found = said_roles((unlike, alike, turned), said)
     if not found.shapes:  # nothing that may be of single samples
         return found
-    more = [trial(order, sizes, runner.said(order, kept)) for order, sizes in uneven_parts(rows)]
+    try:
+        more = [trial(order, sizes, runner.said(order, kept)) for order, sizes in uneven_parts(rows)]
+    except Exception as error:  # whatever the step raises for so few samples
+        log.debug("Whether what is logged is of single samples is not known: %s", error)
+        return said_roles((unlike, alike, turned), said, is_sure=False)
     return said_roles((unlike, alike, turned, *more), said)
 
 

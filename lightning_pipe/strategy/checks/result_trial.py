@@ -36,7 +36,6 @@ from lightning_pipe.capture.weighing.parts_and_whole import (
     uneven_parts,
     unlike_order,
 )
-from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.checks.captured_run import run_forward
@@ -136,7 +135,7 @@ def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int, *, to
         names = dict.fromkeys((*capture.unproven, *capture.picked))
         picked = {name for name in names if _found(trials, name, many, capture).how in ENDS}
         if picked:
-            with contextlib.suppress(CaptureError):  # the step does something else for so few samples
+            with contextlib.suppress(Exception):  # whatever the step raises for so few samples
                 for order, sizes in uneven_parts(rows):
                     trials.append(PartsAndWhole(run(of(order), sizes)[0], sizes, run(of(order), (many,))[0][0]))
     is_sure = len(trials) > len(counts) + 1  # that nothing is picked by what it is
