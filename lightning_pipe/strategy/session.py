@@ -128,7 +128,7 @@ class Session:
         self._watch: ParameterWatch | None = None  # once ranks have shared values
         self._planned: Plan | None = None
         self._averages = Averages(module.trainer, self.weights, connected=connected, settle=self.settle)
-        self._metrics = MetricsAlone(module)
+        self._metrics = MetricsAlone()
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
         self._first_steps: FirstSteps | None = None

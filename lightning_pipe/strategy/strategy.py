@@ -241,7 +241,7 @@ class DappleStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """Return this rank's device."""
         assert self.parallel_devices is not None, "set by the trainer"
-        return self.parallel_devices[self.local_rank]
+        return self.parallel_devices[super().local_rank]
 
     @property
     def world_size(self) -> int:
@@ -262,6 +262,8 @@ class DappleStrategy(ParallelStrategy):
     @property
     def local_rank(self) -> int:
         """Return the number of this rank on its host."""
+        if is_in_step():
+            return 0
         if self._in_hooks is not None:
             self._in_hooks.note_question()
         return super().local_rank

@@ -42,7 +42,7 @@ class Two(pl.LightningModule):
         self.fails = fails
 
     def fail(self, where: str) -> None:
-        if self.fails == where and self.trainer.local_rank == 1:  # the global one is 0 in a step
+        if self.fails == where and self.trainer.strategy.cluster_environment.global_rank() == 1:
             raise ZeroDivisionError("the user's mistake")
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:

@@ -136,7 +136,9 @@ def with_numbers(template: Any, make: Callable[[int, Any], Any]) -> Any:
     """Return a template with other numbers: `make(index, number)` for every `int` and `float`, in their order."""
     count = itertools.count()
     return apply_to_collection(
-        template, (LeafSlot, int, float), lambda leaf: make(next(count), leaf) if type(leaf) in (int, float) else leaf
+        template,
+        (LeafSlot, int, float, bytes),
+        lambda leaf: make(next(count), leaf) if type(leaf) in (int, float) else leaf,
     )
 
 

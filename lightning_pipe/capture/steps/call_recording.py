@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -159,7 +160,13 @@ class LoggerStandIn:
 
     @property  # type: ignore[misc]  # for `isinstance(self.logger, TensorBoardLogger)`
     def __class__(self) -> type:
-        return LoggerStandIn if self._logger is None else type(self._logger)
+        if self._logger is None:
+            raise self._used("the class of")
+        return type(self._logger)
+
+    def _used(self, what: str) -> Exception:
+        path = LoggerCall(self._path, "", (), {}, "").name.rstrip(".")
+        return hazard(f"it looks at {what} {path}, which rank 0 alone has", user_line(2))
 
     def __getattr__(self, name: str) -> Any:
         path, logger = self._path, self._logger
@@ -170,13 +177,16 @@ class LoggerStandIn:
         if name == "experiment":
             return LoggerStandIn(f"{path}.{name}", None, self._caller)
         found = getattr(logger, name)
-        return self._caller.logger(path, name) if callable(found) else found
+        if callable(found):
+            return self._caller.logger(path, name)
+        is_plain = isinstance(found, (*_PLAIN, list, tuple, dict, set))
+        return found if is_plain else LoggerStandIn(f"{path}.{name}", None, self._caller)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise hazard(f"it sets `{name}` of a logger", user_line())
 
     def __getitem__(self, key: Any) -> Any:
-        raise hazard(f"it looks for {key!r} in a logger's experiment, which rank 0 alone has", user_line())
+        raise self._used(f"{key!r} of")
 
 
 class _Recorded(LoggerStandIn):
@@ -185,9 +195,34 @@ class _Recorded(LoggerStandIn):
     def __init__(self, path: str, caller: _Caller) -> None:
         super().__init__(path, None, caller)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         path, _, method = self._path.rpartition(".")
-        self._caller.logger(path, method)(*args, **kwargs)
+        return self._caller.logger(path, method)(*args, **kwargs)
+
+
+class _Nothing(_Recorded):
+    """Stand for what a call returned, which nobody knows: to have it is no harm, to use it is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._used("what was returned by")
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._used("what was returned by")
+
+
+def _using(name: str) -> Callable[..., Any]:
+    def use(self: LoggerStandIn, *_: Any) -> Any:
+        raise self._used("the content of")
+
+    use.__name__ = name
+    return use
+
+
+_USES = (
+    "bool str repr format fspath int float index len iter contains eq ne lt le gt ge hash enter exit setitem add radd mul "
+)
+for _use in (_USES + "rmul sub rsub truediv rtruediv neg").split():
+    setattr(_Recorded, f"__{_use}__", _using(f"__{_use}__"))
 
 
 class _Caller:
@@ -227,16 +262,17 @@ class _Caller:
 
         return record
 
-    def logger(self, path: str, method: str) -> Callable[..., None]:
+    def logger(self, path: str, method: str) -> Callable[..., _Nothing]:
         """Return what stands for a method of a logger."""
 
-        def record(*args: Any, **kwargs: Any) -> None:
+        def record(*args: Any, **kwargs: Any) -> _Nothing:
             line, lift = user_line(), self._recording.lift
             values, named = tuple(map(lift, args)), {name: lift(value) for name, value in kwargs.items()}
             call = LoggerCall(path, method, values, named, line)
             if not _can_be_told((values, named)):
                 raise hazard(f"it gives {call.name}() what other ranks cannot be told, as it cannot be pickled", line)
             self._recording.calls.append(call)
+            return _Nothing(f"{path}.{method}", self)
 
         return record
 
@@ -264,6 +300,7 @@ def _can_be_told(said: Any) -> bool:
     return True
 
 
+_PLAIN = (bool, int, float, str, bytes, type(None), os.PathLike)
 _OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch")  # of `self.log`, in the order of its arguments
 
 

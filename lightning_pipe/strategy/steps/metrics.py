@@ -9,12 +9,14 @@ told that there is nobody to synchronise with.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, cast
+from unittest import mock
 
 import torch
-from torch import nn
+import torchmetrics
 from typing_extensions import assert_never
 
 from lightning_pipe.capture import Route
@@ -38,7 +40,6 @@ from lightning_pipe.capture.steps.record import (
     StepRecord,
 )
 from lightning_pipe.capture.steps.trees import found_in, mapped
-from lightning_pipe.capture.torchmetrics_objects import is_metric
 from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
@@ -181,21 +182,26 @@ def _check_guards(record: StepRecord, values: Mapping[str, Content]) -> None:
 
 
 class MetricsAlone:
-    """Tell the torchmetrics objects of a module that there are no other ranks, and undo it."""
+    """Tell all torchmetrics objects that there are no other ranks, whoever has or makes them, and undo it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._before = [(m, m.distributed_available_fn) for m in module.modules() if is_metric(m)]
+    def __init__(self) -> None:
+        usual = torchmetrics.Metric.sync
+
+        def sync(
+            self: torchmetrics.Metric,
+            dist_sync_fn: Any = None,
+            process_group: Any = None,
+            should_sync: bool = True,
+            distributed_available: Any = None,
+        ) -> None:
+            usual(self, dist_sync_fn, process_group, should_sync, lambda: False)
+
+        self._replaced = mock.patch.object(torchmetrics.Metric, "sync", functools.wraps(usual)(sync))
 
     def begin(self) -> None:
         """Switch synchronisation over ranks off."""
-        for metric, _ in self._before:
-            metric.distributed_available_fn = _nobody
+        self._replaced.start()
 
     def end(self) -> None:
-        """Give every metric what it had before."""
-        for metric, before in self._before:
-            metric.distributed_available_fn = before
-
-
-def _nobody() -> bool:
-    return False
+        """Switch it on again."""
+        self._replaced.stop()
