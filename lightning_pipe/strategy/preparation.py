@@ -205,12 +205,27 @@ class Preparation:
     def _built_later(self, captured: Captured) -> RankStep:
         """Return a step that was captured when parameters were placed already."""
         step = self.built(captured)
-        if captured.request.method == TRAINING:
+        if captured.request.method != TRAINING:
+            self._warn_of_buffers_by_replicas(step)
+        else:
             if borrowed := step.borrowed_parameters():
                 self._hold_too(step, borrowed)
             self.setup.weights.adopt(step.split, self.cuts.planned.layout)
             self.note_placed(step.split)
         return step
+
+    def _warn_of_buffers_by_replicas(self, step: RankStep) -> None:
+        """Warn of buffers that replicas change by their own samples in evaluation, where nothing is averaged."""
+        layout, method = self.cuts.planned.layout, step.captured.request.method
+        changed = {
+            n for p in step.split.stages if len(layout.stages[p.stage]) > 1 for n in p.mutations
+        } - self._warned_buffers
+        if changed:
+            self._warned_buffers |= changed
+            rank_zero_warn(
+                f"{method} changes {', '.join(sorted(changed))}, each replica of a stage by its own samples: no rank "
+                "has what one device has. Use a torchmetrics object, or give the stage one rank."
+            )
 
     def _hold_too(self, step: RankStep, borrowed: Mapping[str, Sequence[int]]) -> None:
         """Let stages hold what they train from now on and other stages hold; earlier steps do not sum it over both."""
@@ -276,8 +291,7 @@ class Preparation:
         """Warn once of each result, and each buffer, that micro-batches change."""
         if (count := len(self.cuts.parts(captured.capture, samples))) > 1:
             self._warned_results |= warn_of_mixed_results(captured, known=self._warned_results)
-            if captured.request.method == TRAINING:
-                self._warned_buffers |= warn_of_buffers_by_parts(captured, count=count, known=self._warned_buffers)
+            self._warned_buffers |= warn_of_buffers_by_parts(captured, count=count, known=self._warned_buffers)
 
     def built(self, captured: Captured, cuts: tuple[int, ...] | None = None) -> RankStep:
         """Make a captured step ready to run.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +101,8 @@ def assert_alike(found: Any, expected: Any) -> None:
         assert len(found) == len(expected)
         for one, two in zip(found, expected, strict=True):
             assert_alike(one, two)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
     elif isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     else:

@@ -54,13 +54,16 @@ class Structure:
 
     def fill_part(self, tensors: Sequence[Any], batch_dim: int) -> Any:
         """Return a batch of the first samples, as many as the tensors have, with lists of as many items."""
-        try:
-            total = self.samples(batch_dim)
-        except BatchError:  # it is not cut
-            return self.fill(tensors)
         along = [len(leaf.shape) > batch_dim for leaf in self.leaves]
-        count = next(t.shape[batch_dim] for t, is_cut in zip(tensors, along, strict=True) if is_cut)
-        return Structure(with_rows(self.template, total, range(count)), self.leaves).fill(tensors)
+        counts = [t.shape[batch_dim] for t, is_cut in zip(tensors, along, strict=True) if is_cut]
+        return Structure(self.template_of(counts[0], batch_dim) if counts else self.template, self.leaves).fill(tensors)
+
+    def template_of(self, count: int, batch_dim: int) -> Any:
+        """Return the template with lists of an item per sample cut to the first samples."""
+        try:
+            return with_rows(self.template, self.samples(batch_dim), range(count))
+        except BatchError:  # it is not cut
+            return self.template
 
     def map(self, make: Callable[[Leaf], torch.Tensor]) -> Any:
         """Return a batch like the template with tensors made from what is known of them."""

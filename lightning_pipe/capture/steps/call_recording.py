@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_pipe.capture.python.users_code import is_users
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, TracedNumber, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call
 from lightning_pipe.capture.steps.numbers import sized
@@ -41,6 +42,8 @@ from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
 
+_LOOSE = "loose: "
+_TABLES = frozenset(vars(nn.Module())) | {"_trainer", "_fabric", "_hparams"}
 _RECORDED = ("update", "forward", "compute", "reset")  # of them
 
 
@@ -115,8 +118,34 @@ class StepRecording:
 
 
 def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the torchmetrics objects of a module by name."""
-    return {name: part for name, part in module.named_modules() if is_metric_or_collection(part)}
+    """Return the torchmetrics objects of a module by name; those in plain collections and objects behind `_LOOSE`."""
+    found = {name: part for name, part in module.named_modules() if is_metric_or_collection(part)}
+    known = {id(metric) for metric in found.values()}
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if name not in _TABLES and not isinstance(value, _PLAIN):
+                place = f"self.{f'{path}.' * bool(path)}{name}"
+                found |= {f"{_LOOSE}{where}": one for where, one in _loose(value, place) if id(one) not in known}
+    return found
+
+
+def _loose(value: Any, place: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the torchmetrics objects in a collection, or among the attributes of a user's object."""
+    if is_metric_or_collection(value):
+        inside = [(place, value)]
+    elif isinstance(value, nn.Module):
+        return
+    elif isinstance(value, dict):
+        inside = [(f"{place}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        inside = [(f"{place}[{index}]", item) for index, item in enumerate(value)]
+    elif is_users(type(value)):
+        inside = [(f"{place}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    else:
+        return
+    for where, item in inside:
+        if is_metric_or_collection(item):
+            yield where, item
 
 
 @contextlib.contextmanager
@@ -218,10 +247,8 @@ def _using(name: str) -> Callable[..., Any]:
     return use
 
 
-_USES = (
-    "bool str repr format fspath int float index len iter contains eq ne lt le gt ge hash enter exit setitem add radd mul "
-)
-for _use in (_USES + "rmul sub rsub truediv rtruediv neg").split():
+_USES = "bool str repr format fspath int float index len iter contains eq ne lt le gt ge hash enter exit setitem"
+for _use in f"{_USES} add radd mul rmul sub rsub truediv rtruediv neg".split():
     setattr(_Recorded, f"__{_use}__", _using(f"__{_use}__"))
 
 
@@ -250,6 +277,10 @@ class _Caller:
 
         def record(*args: Any, **kwargs: Any) -> Any:
             line = user_line()
+            if path.startswith(_LOOSE):
+                where = path.removeprefix(_LOOSE)
+                what = "a torchmetrics object that is no sub-module (nn.ModuleDict holds some)"
+                raise hazard(f"it calls {method}() of {where}, {what}", line)
             values, named = tuple(map(self._lift, args)), {name: self._lift(value) for name, value in kwargs.items()}
             self._recording.calls.append(MetricCall(path, method, values, named, line))
             if method in ("update", "reset"):

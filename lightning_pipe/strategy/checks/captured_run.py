@@ -172,7 +172,7 @@ def _whole(
     module = request.module
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    numbers = captured.begin(request.arguments, request.structure.template)
+    numbers = captured.begin(request.arguments, request.structure.template_of(sum(sizes), request.batch_dim))
     if captured.plays is not None:
         captured.plays.cut(sizes)
     buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)

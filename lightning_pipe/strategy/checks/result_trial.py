@@ -41,7 +41,6 @@ from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.checks.captured_run import run_forward
 from lightning_pipe.strategy.checks.check import Incomparable, on_one_device
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.step_calls import TRAINING
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +68,8 @@ def is_to_be_tried(captured: Captured) -> bool:
 
 
 def _kept_buffers(captured: Captured) -> frozenset[str]:
-    """Name the buffers that a training step changes with its samples, but for batch statistics, of which all know."""
-    changed = captured.capture.unproven_buffers if captured.request.method == TRAINING else frozenset[str]()
+    """Name the buffers that a step changes with its samples, but for batch statistics, of which all know."""
+    changed = captured.capture.unproven_buffers
     buffers = dict(captured.request.module.named_buffers(remove_duplicate=False))
     return frozenset(name for name in changed & buffers.keys() if not is_of_norm(captured, name))
 

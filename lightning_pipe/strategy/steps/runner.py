@@ -105,8 +105,7 @@ class Runner:
         step.prepare(call)
         if step.capture.plays is not None:
             step.capture.plays.cut(sizes)
-        known = self._weights.buffers_known(step.split, program.layout) if training else contextlib.nullcontext()
-        with peak or contextlib.nullcontext(), known:
+        with peak or contextlib.nullcontext(), self._weights.buffers_known(step.split, program.layout):
             outcome, results = self._follow(step, program, job, turn)
         turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
