@@ -102,25 +102,6 @@ def test_more_micro_batches_than_samples_are_refused_before_planning(microbatche
         trainer.fit(make_module(NAME), make_loader(NAME, batch_size=samples))
 
 
-@pytest.mark.parametrize("capture", ["auto", "replay"])
-def test_a_list_with_an_item_per_sample_is_refused_where_the_batch_is_cut(capture: str) -> None:
-    class Weighted(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(3, 1)
-
-        def training_step(self, batch: Any) -> torch.Tensor:
-            return (self.line(batch["x"])[:, 0] * torch.tensor(batch["weights"], device=batch["x"].device)).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    batches = [{"x": torch.ones(4, 3), "weights": [1.0, 2.0, 3.0, 4.0]}]
-    trainer = make_trainer(dapple(capture=capture, microbatches=2), max_epochs=1)
-    with pytest.raises(CaptureError, match=r"runs with a whole batch and raises RuntimeError.*microbatches=1"):
-        trainer.fit(Weighted(), torch.utils.data.DataLoader(batches, batch_size=None))
-
-
 class SkipsFirst(pl.LightningModule):
     """Skips the first batch, before or after it has called its sub-modules."""
 

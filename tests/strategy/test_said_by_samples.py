@@ -102,6 +102,17 @@ class Sometimes(Small):
             self.noted.append([outputs["last"], outputs["rows"], self.trainer.callback_metrics["count"]])
 
 
+class Weighted(Small):
+    """Weights of samples in a list of numbers, which no tensor of a micro-batch has as many samples as."""
+
+    data = staticmethod(
+        lambda: [{"x": samples(8).tensors[0], "weights": [float(i) for i in range(k, k + 8)]} for k in (1, 2)]
+    )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self(batch["x"])[:, 0] * torch.tensor(batch["weights"], dtype=torch.float64)).square().mean()
+
+
 class Words(Small):
     """Metrics that are given texts, and arrays."""
 
@@ -146,7 +157,7 @@ class Elsewhere(Small):
         self.noted.append([float(self.sums["sum"].compute()), self.seen.clone()])
 
 
-KINDS = {cls.__name__: cls for cls in (Sometimes, Words, Elsewhere)}
+KINDS = {cls.__name__: cls for cls in (Sometimes, Weighted, Words, Elsewhere)}
 
 
 def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:

@@ -88,7 +88,7 @@ def test_batches_stay_whole_where_the_planner_would_cut_them(layout: str, alike:
     for losses, _ in told:
         assert losses == pytest.approx(expected, rel=1e-9)
     (said,) = [text for text in told[0][1] if "takes whole batches" in text]
-    assert ("from now on: its loss" if alike else "since its loss") in said
+    assert "since its loss" in said and ("from now on" in said) == alike
 
 
 def test_a_number_of_micro_batches_that_the_user_wants_is_not_changed_without_a_word() -> None:

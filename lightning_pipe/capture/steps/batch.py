@@ -60,10 +60,8 @@ class Structure:
 
     def template_of(self, count: int, batch_dim: int) -> Any:
         """Return the template with lists of an item per sample cut to the first samples."""
-        try:
-            return with_rows(self.template, self.samples(batch_dim), range(count))
-        except BatchError:  # it is not cut
-            return self.template
+        totals = {leaf.shape[batch_dim] for leaf in self.leaves if len(leaf.shape) > batch_dim}
+        return with_rows(self.template, totals.pop(), range(count)) if len(totals) == 1 else self.template  # not cut
 
     def map(self, make: Callable[[Leaf], torch.Tensor]) -> Any:
         """Return a batch like the template with tensors made from what is known of them."""
