@@ -105,9 +105,10 @@ class Sometimes(Small):
 class Weighted(Small):
     """Weights of samples in a list of numbers, which no tensor of a micro-batch has as many samples as."""
 
-    data = staticmethod(
-        lambda: [{"x": samples(8).tensors[0], "weights": [float(i) for i in range(k, k + 8)]} for k in (1, 2)]
-    )
+    @staticmethod
+    def data() -> Any:
+        weights = ([float(i) for i in range(k, k + 8)] for k in (1, 2))
+        return DataLoader([{"x": samples(8).tensors[0], "weights": own} for own in weights], batch_size=None)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return (self(batch["x"])[:, 0] * torch.tensor(batch["weights"], dtype=torch.float64)).square().mean()
