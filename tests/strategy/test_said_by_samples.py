@@ -42,6 +42,9 @@ SAID = {
 }
 
 
+LAST = {"layout": "1-2", "microbatches": 2}  # ranks of the last stage share the samples
+
+
 class Says(Small):
     """One of them returned by a training step, and by that of a prediction."""
 
@@ -72,13 +75,11 @@ def said(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", [*LAYOUTS, LAST], ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("what", SAID)
 @pytest.mark.parametrize("function", ["fit", "predict"])
 def test_what_is_said_of_every_sample_is_that_of_the_batch(function: str, what: str, options: dict[str, Any]) -> None:
     """It was that of the first micro-batch, or items of several had become their mean."""
-    if options["layout"] == "2-1" and what in ("by name", "text of the batch"):
-        pytest.skip("replicas share the samples of what cannot be put together")
     assert_as_on_one_device(said, f"{function}: {what}", options)
 
 

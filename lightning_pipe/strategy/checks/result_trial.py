@@ -132,12 +132,12 @@ def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int, *, to
             states.append(PartsAndWhole((after_parts,), (many,), after_whole))
         trials.append(trials[0].turned(run(of(rows.roll(-counts[0][0])), (many,))[0][0]))
         names = dict.fromkeys((*capture.unproven, *capture.picked))
-        picked = {name for name in names if _found(trials, name, many, capture).how in ENDS}
+        picked, is_sure = {name for name in names if _found(trials, name, many, capture).how in ENDS}, False
         if picked:
             with contextlib.suppress(Exception):  # whatever the step raises for so few samples
                 for order, sizes in uneven_parts(rows):
                     trials.append(PartsAndWhole(run(of(order), sizes)[0], sizes, run(of(order), (many,))[0][0]))
-    is_sure = len(trials) > len(counts) + 1  # that nothing is picked by what it is
+                is_sure = True  # that nothing is picked by what it is
     found = {name: _found(trials, name, many, capture) for name in names}
     found |= {name: TriedResult("mixed", True) for name in picked if not is_sure}
     unproven = {*capture.unproven}
