@@ -136,9 +136,11 @@ def _loose(value: Any, place: str) -> Iterator[tuple[str, nn.Module]]:
     elif isinstance(value, nn.Module):
         return
     elif isinstance(value, dict):
-        inside = [(f"{place}[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        inside = [(f"{place}[{index}]", item) for index, item in enumerate(value)]
+        inside = [
+            (f"{place}[{key!r}]", item) for key, item in dict.items(value)
+        ]  # as they are: some note who reads them
+    elif isinstance(value, list):
+        inside = [(f"{place}[{index}]", item) for index, item in enumerate(list.__iter__(value))]
     elif is_users(type(value)):
         inside = [(f"{place}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
     else:
