@@ -30,6 +30,7 @@ from lightning_pipe.strategy.checks.result_trial import (
     tried,
     warn_of_buffers_by_parts,
     warn_of_mixed_results,
+    warn_of_other_batches,
     warn_of_untried_results,
 )
 from lightning_pipe.strategy.checks.whole_batch import Role, warn_of_another_loss
@@ -269,7 +270,10 @@ class Preparation:
 
     def tried(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
         """Return a captured step with what numbers show of its results and buffers, where operations prove nothing."""
-        if not is_to_be_tried(captured) or len(self.cuts.parts(captured.capture, samples)) <= 1:
+        if len(self.cuts.parts(captured.capture, samples)) <= 1:
+            return captured
+        if not is_to_be_tried(captured):
+            warn_of_other_batches(captured, samples)
             return captured
         control, weights = self.setup.links.control, self.setup.weights
         room = weights.room()

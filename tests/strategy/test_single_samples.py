@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.nn.functional as F
 
+from ranks.world import World
 from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run
 
 PICKED = {
@@ -76,7 +78,27 @@ def refused(options: dict[str, Any]) -> str:
 
 def test_more_samples_than_a_micro_batch_has_are_refused() -> None:
     """The graph of two samples returned all four of the batch in the place of three."""
-    from ranks.world import World
-
     for said in World(2).run(refused, {"layout": "1-1", "microbatches": 2, "capture": "joint"}):
         assert "microbatches=1" in said
+
+
+class LastIsSmaller(Small):
+    """More samples than a slice of the last batch has, which is smaller."""
+
+    data = staticmethod(lambda: loader(22, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        return {"loss": F.cross_entropy(outputs, batch[1]), "example": outputs[:4].detach()}
+
+
+def warned(options: dict[str, Any]) -> list[str]:
+    """Return what is warned of results that could not be tried; a worker function."""
+    with mock.patch("lightning_pipe.strategy.checks.result_trial.rank_zero_warn") as warn:
+        run(LastIsSmaller, {**options, "check": True})
+    return [said for call in warn.call_args_list if "'example'" in (said := call.args[0])]
+
+
+def test_a_graph_that_does_not_hold_for_the_batch_proves_nothing_of_its_results() -> None:
+    """Its operations said that all samples are returned, as a slice of the last batch has no more."""
+    assert all(len(said) == 1 for said in World(3).run(warned, LAYOUTS[2]))

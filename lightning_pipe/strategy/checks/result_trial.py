@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,8 @@ def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
             found = _tried(captured, tensors, many, total=total)
         except Exception as reason:  # whatever operations raise for so few samples
             log.debug("How results of %s are combined is not tried: %s", request.method, reason)
+            sure = {n: one for n, one in found.results.items() if not isinstance(one.how, SampleRows)}
+            found = replace(found, results=sure)  # as many rows as a few samples have may be all that it picks
         seconds = time.perf_counter() - begin
     return found
 
@@ -164,6 +166,17 @@ def _found(trials: Sequence[PartsAndWhole[str]], name: str, samples: int, captur
     if role == "unknown" and all("sum" not in trial.reductions(name) for trial in trials):
         role = "mean"  # it is the same everywhere, and not zero
     return TriedResult(role, role == "mixed")
+
+
+def warn_of_other_batches(captured: Captured, samples: int) -> None:
+    """Warn of results of a graph that does not hold for a whole batch, of which operations prove nothing then."""
+    capture = captured.capture
+    if capture.plays is not None:
+        return
+    said = leaves_said(capture.record.returned, capture.record.calls, capture.record.kept)
+    names = {leaf.value.name for leaf in said if isinstance(leaf.value, Ref | Read)} - {capture.record.loss}
+    if names and capture.misfit(samples):
+        warn_of_untried_results(captured, names)
 
 
 def warn_of_untried_results(captured: Captured, names: Set[str]) -> None:
