@@ -42,21 +42,25 @@ from lightning_pipe.capture.stages.state_once import state_by_parts, state_kept_
 from lightning_pipe.capture.steps.batch import numbers_in
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
-from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, lists_said, numbers_said, of_samples
-from lightning_pipe.capture.steps.record import BatchText, Read, Ref, StepRecord
+from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, numbers_said, of_samples
+from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
-from lightning_pipe.capture.steps.trees import branches, found_in
-from lightning_pipe.capture.text_fields import MarkedText
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
 from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
-from lightning_pipe.capture.weighing.unproven_results import flow_with, mixed_results, picked_results, unproven_results
+from lightning_pipe.capture.weighing.unproven_results import (
+    flow_with,
+    mixed_results,
+    picked_results,
+    refuse_lists,
+    unproven_results,
+)
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
-from lightning_pipe.errors import BatchError, CaptureError
+from lightning_pipe.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -345,24 +349,6 @@ def _captured_at_lengths(general: JointGraph, request: Request) -> Capture | Non
     return None if joint is None else replace(_captured(joint, request), general=general)
 
 
-def _refuse_lists(record: StepRecord, request: Request) -> None:
-    """Refuse a graph of some samples that says a list with an item for each of them: it has as many for any batch."""
-    count = request.count
-    with contextlib.suppress(BatchError):
-        if count == 1 or count == request.structure.samples(request.batch_dim):
-            return
-    if _has_marked_key(record.returned):
-        raise hazard("it returns a dict by texts of its batch", "")
-    for _, one in lists_said(record.returned, record.calls, record.kept):
-        if len(one) == count and next(found_in(one, (Ref, Read, BatchText)), None) is not None:
-            raise hazard(f"it returns, keeps or logs a list of {count} items, as many as it was given samples", "")
-
-
-def _has_marked_key(value: Any) -> bool:
-    inside = branches(value) or {}
-    return any(isinstance(key, MarkedText) for key in inside) or any(map(_has_marked_key, inside.values()))
-
-
 def _captured(joint: JointGraph, request: Request) -> Capture:
     """Describe a fresh graph.
 
@@ -377,7 +363,7 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
     variants = None
     if request.samples is not None and is_fixed(joint):
         joint = _prepared(trace(replace(request, symbolic=False)), request)
-        _refuse_lists(joint.record, request)
+        refuse_lists(joint.record, request)
         variants = _variants(request, joint)
         joint = _with_sizes(joint, variants, request)
     else:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
@@ -33,6 +33,20 @@ def samples(count: int = 20, seed: int = 1) -> TensorDataset:
 def loader(count: int = 20, size: int = 4, seed: int = 1) -> DataLoader[Any]:
     """Return batches of samples."""
     return DataLoader(samples(count, seed), size)
+
+
+class Named(Dataset[Any]):
+    """Samples with names, and bytes where these are wanted."""
+
+    def __init__(self, count: int = 20, *, raw: bool = False) -> None:
+        (self.x, self.y), self.raw = samples(count).tensors, raw
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        own = {"raw": bytes([index])} if self.raw else {}
+        return {"x": self.x[index], "y": self.y[index], "name": f"{index}.png", **own}
 
 
 class Small(pl.LightningModule):

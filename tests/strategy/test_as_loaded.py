@@ -15,20 +15,7 @@ import torch
 import torchmetrics
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, random_split
 
-from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run, samples
-
-
-class Named(Dataset[Any]):
-    """Samples with names."""
-
-    def __init__(self) -> None:
-        self.x, self.y = samples().tensors
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return {"x": self.x[index], "y": self.y[index]}
+from strategy.small import LAYOUTS, Named, Small, assert_as_on_one_device, loader, run, samples
 
 
 class WritesToBatch(Small):

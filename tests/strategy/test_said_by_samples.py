@@ -8,24 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ranks.world import World
-from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run, samples
-
-
-class Named(Dataset[Any]):
-    """Samples with names."""
-
-    def __init__(self) -> None:
-        self.x, self.y = samples(16).tensors
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return {"x": self.x[index], "y": self.y[index], "name": f"n{index}", "raw": bytes([index])}
-
+from strategy.small import LAYOUTS, Named, Small, assert_as_on_one_device, loader, run, samples
 
 SAID = {
     "array": lambda o, batch: o.detach().numpy(),
@@ -48,7 +34,7 @@ LAST = {"layout": "1-2", "microbatches": 2}  # ranks of the last stage share the
 class Says(Small):
     """One of them returned by a training step, and by that of a prediction."""
 
-    data = staticmethod(lambda: DataLoader(Named(), 8))
+    data = staticmethod(lambda: DataLoader(Named(16, raw=True), 8))
 
     def __init__(self, said: str) -> None:
         super().__init__()
@@ -118,7 +104,7 @@ class Weighted(Small):
 class Words(Small):
     """Metrics that are given texts, and arrays."""
 
-    data = staticmethod(lambda: DataLoader(Named(), 8))
+    data = staticmethod(lambda: DataLoader(Named(16, raw=True), 8))
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_pipe.capture.steps.batch import contents, outline
 from lightning_pipe.capture.text_fields import StringReads, texts
 from lightning_pipe.strategy.steps.step_capture import StepCapture
 from ranks.world import World
-from strategy.small import LAYOUTS, Small, assert_as_on_one_device, run, samples
+from strategy.small import LAYOUTS, Named, Small, assert_as_on_one_device, run
 
 BATCH = {"kind": "rows", "names": ["a.png", "b.png"], "n": 3}
 
@@ -59,19 +59,6 @@ def test_texts_are_told_apart_from_the_rest_of_a_batch() -> None:
     assert contents(BATCH) == contents({**other, "n": 4}), "numbers are tracked"
     assert contents({"on": True}) != contents({"on": False}) and contents({"a": b"1"}) != contents({"a": b"2"})
     assert pickle.loads(pickle.dumps(StringReads().marked(BATCH))) == BATCH
-
-
-class Named(Dataset[Any]):
-    """Samples with names."""
-
-    def __init__(self) -> None:
-        self.x, self.y = samples().tensors
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return {"x": self.x[index], "y": self.y[index], "name": f"{index}.png"}
 
 
 class Returns(Small):

@@ -30,7 +30,7 @@ from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
 from lightning_pipe.capture.replayed.step_run import StepRun
 from lightning_pipe.capture.steps.batch import with_rows
-from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in, recording_calls
+from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import HookTables, twin_buffers
@@ -107,9 +107,7 @@ class StageReplayer:
         apart = {name: state[name].clone() for name in self._part.mutations}  # as backwards of others wait for these
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         hang = partial(hung, self._slots, {**state, **apart, **twins, **self._others.parameters})
-        if self._now.metrics is None:
-            self._now.metrics = metrics_in(self._step.module)
-        metrics = self._now.metrics
+        metrics = self._now.metrics_of(self._step.module)
         run = StepRun(self._others, metrics, samples=samples, key=key, given=given, hang=hang, before=python)
         recording = StepRecording()
         answerer = Answerer()

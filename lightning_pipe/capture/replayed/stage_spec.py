@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.steps.batch import Structure
-from lightning_pipe.capture.steps.call_recording import StepRecording
+from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in
 from lightning_pipe.capture.steps.module_tables import HookTables
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.errors import PipelineError
@@ -54,6 +54,12 @@ class BatchContext:
     hooks: HookTables | None = None
     left_hooks: HookTables | None = None
     late: Counter[str] = field(default_factory=Counter)
+
+    def metrics_of(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the torchmetrics objects of the module, which a hook may have changed since the last batch."""
+        if self.metrics is None:
+            self.metrics = metrics_in(module)
+        return self.metrics
 
 
 @dataclass(frozen=True)

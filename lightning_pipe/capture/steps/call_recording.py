@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +35,7 @@ from lightning_pipe.capture.steps.record import (
     Read,
     Ref,
 )
-from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.capture.steps.trees import can_be_told, mapped
 from lightning_pipe.capture.text_fields import MarkedText, index_of
 from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
@@ -302,7 +301,7 @@ class _Caller:
             line, lift = user_line(), self._recording.lift
             values, named = tuple(map(lift, args)), {name: lift(value) for name, value in kwargs.items()}
             call = LoggerCall(path, method, values, named, line)
-            if not _can_be_told((values, named)):
+            if not can_be_told((values, named), STAND_INS):
                 raise hazard(f"it gives {call.name}() what other ranks cannot be told, as it cannot be pickled", line)
             self._recording.calls.append(call)
             return _Nothing(f"{path}.{method}", self)
@@ -323,14 +322,6 @@ class _Caller:
         if is_metric_or_collection(value):
             return MetricRef(self._paths[id(value)]) if id(value) in self._paths else value
         return self._recording.lift(value)
-
-
-def _can_be_told(said: Any) -> bool:
-    try:
-        pickle.dumps(mapped(said, STAND_INS, lambda _: None))
-    except Exception:  # whatever an object raises that cannot be pickled
-        return False
-    return True
 
 
 _PLAIN = (bool, int, float, str, bytes, type(None), os.PathLike)

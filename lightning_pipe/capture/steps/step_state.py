@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import MetricResult
 from lightning_pipe.capture.steps.record import KeptState
-from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.capture.steps.trees import can_be_told
 from lightning_pipe.lightning_names import pl
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
@@ -177,7 +176,10 @@ class ModuleState:
     def kept(self) -> list[KeptState]:
         """List what has changed, as what a step leaves behind; classes that it made are made again where missed."""
         kept = [_as_kept(change) for change in self.changes() if not isinstance(change.now, type)]
-        return [one if _can_be_told(one.value) else replace(one, path=(), value=None) for one in kept]
+        return [
+            one if can_be_told(one.value, (torch.Tensor, MetricResult)) else replace(one, path=(), value=None)
+            for one in kept
+        ]
 
     def _new(self) -> list[Place]:
         return [slot for slot in attribute_slots(self._module) if slot.place not in self._known]
@@ -195,15 +197,6 @@ def _as_kept(change: StateChange) -> KeptState:
     if grew and len(now) >= before:
         return KeptState(slot.path, slot.name, "extend", now[before:])
     return KeptState(slot.path, slot.name, "refill", now)
-
-
-def _can_be_told(value: Any) -> bool:
-    """Return whether other ranks can be told a value."""
-    try:
-        pickle.dumps(mapped(value, (torch.Tensor, MetricResult), lambda _: None))
-    except Exception:  # whatever an object raises that cannot be pickled
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -62,6 +63,15 @@ def found_in(value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
         return
     for item in (branches(value) or {}).values():
         yield from found_in(item, kinds)
+
+
+def can_be_told(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether other ranks can be told a tree, whose leaves of some kinds travel in another way."""
+    try:
+        pickle.dumps(mapped(value, kinds, lambda _: None))
+    except Exception:  # whatever an object raises that cannot be pickled
+        return False
+    return True
 
 
 def _sequence(value: Sequence[Any], items: list[Any]) -> Any:

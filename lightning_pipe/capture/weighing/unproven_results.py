@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.sample_flow import Flow, SampleRows
 from lightning_pipe.capture.graphs.sample_mixing import mixed_beside_loss, reads_samples
+from lightning_pipe.capture.steps.hazards import hazard
+from lightning_pipe.capture.steps.numbers import lists_said
+from lightning_pipe.capture.steps.record import BatchText, Read, Ref, StepRecord
+from lightning_pipe.capture.steps.trees import branches, found_in
+from lightning_pipe.capture.text_fields import MarkedText
 from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
+from lightning_pipe.errors import BatchError
 
 
 def unproven_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) -> tuple[str, ...]:
@@ -60,3 +69,25 @@ def flow_with(found: Mapping[str, TriedResult], flow: Flow, joint: JointGraph) -
                 roles[name] = tried.how
     loss = flow.loss if joint.loss is None else roles[joint.loss]
     return replace(flow, roles=roles, samples=samples, loss=loss if loss in ("mean", "sum") else flow.loss)
+
+
+def refuse_lists(record: StepRecord, request: Request) -> None:
+    """Refuse a graph of some samples that says a list with an item for each of them: it has as many for any batch.
+
+    Raises:
+        CaptureError: if it does, or returns a dict by texts of its batch.
+    """
+    count = request.count
+    with contextlib.suppress(BatchError):
+        if count == 1 or count == request.structure.samples(request.batch_dim):
+            return
+    if _has_marked_key(record.returned):
+        raise hazard("it returns a dict by texts of its batch", "")
+    for _, one in lists_said(record.returned, record.calls, record.kept):
+        if len(one) == count and next(found_in(one, (Ref, Read, BatchText)), None) is not None:
+            raise hazard(f"it returns, keeps or logs a list of {count} items, as many as it was given samples", "")
+
+
+def _has_marked_key(value: Any) -> bool:
+    inside = branches(value) or {}
+    return any(isinstance(key, MarkedText) for key in inside) or any(map(_has_marked_key, inside.values()))
