@@ -58,6 +58,7 @@ class DappleConfig:
             whether its optimizer step was right (clipping by norm): zero-bubble schedules then have no bubble.
         compile: whether the functions of the stages are compiled by Inductor for the sizes of the first batches; what
             cannot be compiled, or is not the same up to rounding when it first runs, runs as it is.
+        cuda_graphs: whether what these functions launch on CUDA, compiled or not, is recorded once and launched as one.
         batch_dim: dimension of the batch's tensors along which samples lie.
         seed: seed of the random numbers inside the step; None takes torch's own seed.
         exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
@@ -103,6 +104,7 @@ class DappleConfig:
     witness: bool = True
     post_validation: bool = False
     compile: bool = False
+    cuda_graphs: bool = False
     batch_dim: int = 0
     seed: int | None = None
     exact_ties: bool = False
@@ -306,6 +308,7 @@ _RULES = {
     "witness": _Rule(bool, "true or false"),
     "post_validation": _Rule(bool, "true or false"),
     "compile": _Rule(bool, "true or false"),
+    "cuda_graphs": _Rule(bool, "true or false"),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),
     "exact_ties": _Rule(bool, "true or false"),

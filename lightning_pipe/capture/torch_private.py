@@ -49,7 +49,9 @@
 * `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks`,
   `_global_optimizer_post_hooks`: who is told of steps; `_wrapped_by_lr_sched`: what learning rate schedulers put around
   `step`, to count.
-* `_foreach_norm`: the norms of several tensors, as `torch.nn.utils.get_total_norm` finds them.
+* `_foreach_norm`: the norms of several tensors, as `torch.nn.utils.get_total_norm` finds them; `_foreach_copy_`: copies
+  of several tensors as few launches.
+* `torch._C._storage_Use_Count`: how many tensors and others refer to memory.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -126,6 +128,7 @@ __all__ = [
     "checkpoint_only",
     "checkpoints_replaced",
     "compiling_state",
+    "copy_each",
     "enable_python_dispatcher",
     "fused_recurrent_kernels",
     "fx_traceback",
@@ -539,6 +542,22 @@ def inductor(
         like = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]
         compiled: Callable[..., Any] = torch._inductor.compile(module, [*like])
     return compiled
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of the same shapes and types, with one launch per type where the device can."""
+    of_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        ours, theirs = of_type.setdefault(target.dtype, ([], []))
+        ours.append(target)
+        theirs.append(source)
+    for ours, theirs in of_type.values():
+        torch._foreach_copy_(ours, theirs)
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors, and objects like the one given, refer to memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

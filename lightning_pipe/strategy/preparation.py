@@ -14,9 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import torch
+
 from lightning_pipe.capture import Route
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
@@ -39,7 +42,7 @@ from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
 from lightning_pipe.strategy.refusals import check_written
-from lightning_pipe.strategy.start.compilation import Compilation
+from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
@@ -98,7 +101,7 @@ class Preparation:
         self.whole = ""
         self._capture = StepCapture(setup)
         config = setup.config
-        self._compilation = Compilation(setup.device, trials=config.check) if config.compile else None
+        self._compilation = _compilation(config, setup.device)
         self._planned: PlannedCuts | None = None
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._shapes = ShapesCaptured()
@@ -350,3 +353,11 @@ class Preparation:
                 f"that the plan says. It keeps {missing}, and may need more memory."
             )
         return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held)
+
+
+def _compilation(config: DappleConfig, device: torch.device) -> Compilation | None:
+    """Return what compiles stages; None if they run as they are."""
+    recorder = recorder_of(device) if config.cuda_graphs else None
+    if not config.compile and recorder is None:
+        return None
+    return Compilation(device, trials=config.check, kernels=config.compile, recorder=recorder)

@@ -142,6 +142,7 @@ class DappleStrategy(ParallelStrategy):
         witness: bool = True,
         post_validation: bool = False,
         compile: bool = False,
+        cuda_graphs: bool = False,
         batch_dim: int = 0,
         seed: int | None = None,
         exact_ties: bool = False,

@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import fx
 
+from capture.recorders import Again
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.capture.stages import compiling
 from lightning_pipe.capture.stages.compiled_stages import CompiledStages
 from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.strategy import preparation
+from lightning_pipe.strategy.start.compilation import recorder_of
 from ranks.world import World
 from strategy.fits import Case, Fitted, assert_same, fit, fit_as_pipeline
 
@@ -34,25 +37,32 @@ class Told:
     said: list[str]
 
 
+class Ears(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.said.append(record.getMessage())
+
+
 def fit_compiled(case: Case) -> Told:
     """Fit with graphs that are run as they are where a compiler would compile them; a worker function."""
     graphs: list[fx.GraphModule] = []
-    said: list[str] = []
 
     def keep(module: fx.GraphModule, forms: Any, device: torch.device) -> Any:
         graphs.append(module)
         return module.forward
-
-    class Ears(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
 
     ears = Ears()
     logger = logging.getLogger("lightning_pipe.capture.stages.compiled_stages")
     logger.addHandler(ears)
     try:
         with mock.patch.object(compiling, "inductor", keep):
-            return Told(fit_as_pipeline(case), len(graphs), said)
+            return Told(fit_as_pipeline(case), len(graphs), ears.said)
     finally:
         logger.removeHandler(ears)
 
@@ -76,6 +86,42 @@ def test_graphs_that_a_compiler_is_given_train_as_the_stages_do(case):
         assert told.compiled
         assert not told.said
         assert_same(told.fitted, other, rtol=0)
+
+
+def fit_recorded(case: Case) -> tuple[Fitted, Again, list[str]]:
+    """Fit with a stand-in for CUDA graphs; a worker function."""
+    recorder, ears = Again(), Ears()
+    logger = logging.getLogger("lightning_pipe.capture.stages")
+    logger.addHandler(ears)
+    try:
+        with mock.patch.object(preparation, "recorder_of", return_value=recorder):
+            return fit_as_pipeline(case), recorder, ears.said
+    finally:
+        logger.removeHandler(ears)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fit_options"),
+    [
+        ("gpt_tied", {"layout": "1-1", "microbatches": 4, "schedule": "zb_h1"}, {"gradient_clip_val": 0.5}),
+        ("gpt_tied", {"layout": "1-1", "microbatches": 3, "schedule": "gpipe"}, {"accumulate_grad_batches": 2}),
+        ("gpt_tied", {"layout": "1-1", "microbatches": 4, "schedule": "interleaved", "stages_per_device": 2}, {}),
+        ("resnet_batchnorm", {"layout": "2", "microbatches": 2}, {}),
+    ],
+    ids=["zero bubble", "gpipe", "interleaved", "replicas"],
+)
+def test_recorded_stages_train_as_the_stages_do(name, options, fit_options):
+    case = Case(name, {**options, "cuda_graphs": True}, fit_options, dropout=0.1)
+    expected = World(2).run(fit_as_pipeline, Case(name, options, fit_options, dropout=0.1))
+    for (found, recorder, said), other in zip(World(2).run(fit_recorded, case), expected, strict=True):
+        assert recorder.launched > recorder.recorded > 0
+        assert not said
+        assert_same(found, other, rtol=0)
+
+
+def test_recording_where_nothing_records_says_so():
+    with pytest.warns(UserWarning, match="cuda_graphs=True has no effect on cpu"):
+        assert recorder_of(CPU) is None
 
 
 @pytest.mark.slow

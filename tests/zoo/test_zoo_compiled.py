@@ -10,11 +10,13 @@ import copy
 import logging
 import random
 import zlib
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from capture.recorders import Again
 from capture.sequential import run_stages
 from lightning_pipe.capture import flatten
 from lightning_pipe.capture.stages import compiling
@@ -29,7 +31,7 @@ QUICK = ("resnet_batchnorm",)
 SLOW = slow_but(QUICK, JOINT)
 
 
-def runs(name: str, *, times: int):
+def runs(name: str, *, times: int, **options: Any):
     """Return loss, gradients and buffers of plain stages, and of every run of the compiled ones."""
     found = of_zoo(name)
     module, capture = found.module, found.capture
@@ -40,7 +42,7 @@ def runs(name: str, *, times: int):
     samples = capture.joint.samples
     own = [t[:samples].clone() if t.ndim and len(found.sizes) > 1 else t.clone() for t in flatten(found.batch)[0]]
     plain = capture.split(tuple(sorted(dice.sample(places, min(2, len(places))))))
-    stages = CompiledStages(plain, CPU, trials=True)
+    stages = CompiledStages(plain, CPU, trials=True, **options)
     for program in plain.stages:
         for kind in ("F", "I", "W"):
             stages.compile(program.stage, kind, samples)
@@ -63,6 +65,17 @@ def test_what_a_compiler_is_given_has_the_same_bits(name, caplog):
         plain, _, second = runs(name, times=2)
     assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     torch.testing.assert_close(plain, second, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_is_recorded_has_the_same_bits(name, caplog):
+    """Every run has parameters of its own, so that functions are recorded anew."""
+    recorder = Again()
+    plain, *recorded = runs(name, times=3, kernels=False, recorder=recorder)
+    assert recorder.launched > recorder.recorded > 0
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    for found in recorded:
+        torch.testing.assert_close(plain, found, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

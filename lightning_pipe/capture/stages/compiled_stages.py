@@ -1,6 +1,6 @@
-"""Stages whose functions run compiled, for the numbers of samples that they were compiled for.
+"""Stages whose functions run compiled or recorded, for the numbers of samples that they were compiled for.
 
-    stages = CompiledStages(split, device, trials=True)
+    stages = CompiledStages(split, device, trials=True, kernels=True, recorder=None)
     stages.compile(stage, "F", samples)     F of this stage from now on, for slices of so many samples
     stages.split                            what runs; for other numbers of samples as it was
 
@@ -18,7 +18,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_pipe.capture.graphs.value_sizes import TensorSpec
-from lightning_pipe.capture.stages.compiling import compile_code
+from lightning_pipe.capture.stages.compiling import RecordedHalf, compile_code
+from lightning_pipe.capture.stages.cuda_recorder import LaunchRecorder
+from lightning_pipe.capture.stages.recorded_pieces import Slots
 from lightning_pipe.capture.steps.stage_program import Code, Half, RandomKey, Split, StageProgram
 
 log = logging.getLogger(__name__)
@@ -34,13 +36,23 @@ class CompiledStages:
         split: the stages.
         device: where they run.
         trials: whether compiled functions are compared with the plain ones when they first run.
+        kernels: whether kernels are compiled; if not, functions are only recorded.
+        recorder: records what they launch; None if that is not wanted.
 
     Attributes:
         split: the stages that run.
     """
 
-    def __init__(self, split: Split, device: torch.device, *, trials: bool) -> None:
-        self._device, self._trials = device, trials
+    def __init__(
+        self,
+        split: Split,
+        device: torch.device,
+        *,
+        trials: bool,
+        kernels: bool = True,
+        recorder: LaunchRecorder | None = None,
+    ) -> None:
+        self._device, self._trials, self._kernels, self._recorder = device, trials, kernels, recorder
         self._runs: dict[tuple[int, HalfKind], _Runs] = {}
         self.split = replace(split, stages=tuple(map(self._with_runs, split.stages)))
 
@@ -55,7 +67,7 @@ class CompiledStages:
         if runs is None or samples in runs.compiled:
             return False
         try:
-            compiled = compile_code(runs.code, samples, self._device)
+            compiled = compile_code(runs.code, samples, self._device, kernels=self._kernels, recording=runs.recording)
         except Exception as error:  # whatever the compiler may raise
             runs.leave_plain(samples, f"it cannot be compiled: {_first_line(error)}")
             return False
@@ -63,24 +75,34 @@ class CompiledStages:
         return True
 
     def _with_runs(self, program: StageProgram) -> StageProgram:
-        stage, back, weights = program.stage, program.input_grad, program.weight_grad
+        slots = None if self._recorder is None else Slots(self._recorder)
+        back, weights = program.input_grad, program.weight_grad
         return replace(
             program,
-            forward=self._half(stage, "F", program.forward),
-            input_grad=None if back is None else self._half(stage, "I", back),
-            weight_grad=None if weights is None else self._half(stage, "W", weights),
+            forward=self._half(program, "F", program.forward, slots),
+            input_grad=None if back is None else self._half(program, "I", back, slots),
+            weight_grad=None if weights is None else self._half(program, "W", weights, slots),
         )
 
-    def _half(self, stage: int, kind: HalfKind, half: Half) -> Half:
+    def _half(self, program: StageProgram, kind: HalfKind, half: Half, slots: Slots | None) -> Half:
         if half.code is None:
             return half
         streamed = half.streamed
-        runs = _Runs(f"{kind} of stage {stage}", half)
-        self._runs[stage, kind] = runs
+        name, recording = f"{kind} of stage {program.stage}", None
+        if slots is not None:
+            recording = RecordedHalf(name, slots, program.parameters.keys() | program.buffers.keys(), _leaving(program))
+        runs = _Runs(name, kind, half, recording)
+        self._runs[program.stage, kind] = runs
         if streamed is None:
             return replace(half, run=runs)
         streamed = replace(streamed, run=runs)
         return replace(half, streamed=streamed, run=streamed.collected(half.outputs))
+
+
+def _leaving(program: StageProgram) -> set[str]:
+    """Name the values of a stage that others than its functions read, or that are elsewhere for a time."""
+    sent = {name for names in program.sends.values() for name in names}
+    return {*sent, *program.results, *program.mutations.values(), *program.gradients, *program.offloaded}
 
 
 class _Runs:
@@ -88,17 +110,24 @@ class _Runs:
 
     Args:
         name: of the function, for the log.
+        kind: which function it is.
         half: the function.
+        recording: how it is recorded; None if it is not.
     """
 
-    def __init__(self, name: str, half: Half) -> None:
+    def __init__(self, name: str, kind: HalfKind, half: Half, recording: RecordedHalf | None) -> None:
         assert half.code is not None, "only these are compiled"
         self.name, self.code, self.is_streamed = name, half.code, half.streamed is not None
+        self.recording, self._kind = recording, kind
         self.plain: Callable[..., Any] = half.streamed.run if half.streamed is not None else half.run
         self.compiled: dict[int, Callable[..., Any]] = {}
 
     def __call__(self, samples: int, key: RandomKey | None, *rest: Any) -> Any:
-        return self.compiled.get(samples, self.plain)(samples, key, *rest)
+        run = self.compiled.get(samples, self.plain)
+        if self.recording is None or key is None or run is self.plain:
+            return run(samples, key, *rest)
+        with self.recording.slots.of(self._kind, key.microbatch):
+            return run(samples, key, *rest)
 
     def leave_plain(self, samples: int, why: str) -> None:
         """Run as it is from now on for this number of samples."""
@@ -107,7 +136,7 @@ class _Runs:
 
 
 class _Trial:
-    """The first run of a compiled function: beside the plain one, whose results are taken."""
+    """The first run of a compiled function: beside the plain one, whose results are taken if they differ."""
 
     def __init__(self, runs: _Runs, compiled: Callable[..., Any], samples: int) -> None:
         self._runs, self._compiled, self._samples = runs, compiled, samples
@@ -126,6 +155,7 @@ class _Trial:
             runs.leave_plain(self._samples, wrong)
         else:
             runs.compiled[self._samples] = self._compiled
+            wanted, gifts = found, found_gifts
         if give is not None:
             for name, terms in gifts:
                 give(name, *terms)

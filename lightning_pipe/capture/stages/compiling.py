@@ -6,6 +6,8 @@ What draws random numbers, and what gives gradients away, stays as it is and sta
 function is compiled, a piece as one graph. Dropout is no such seam: its mask is drawn before the piece, with the
 numbers of the key, and applied in it. Gradients are given away at the end of a piece, which ends when there are 25 MiB.
 
+A piece may also, or only, be recorded as one launch (`recorded_pieces`). What waits for the device is a seam then, too.
+
 The same function is returned, up to rounding. A compiled function is compared with the plain one when it first runs
 (`compiled_stages`).
 """
@@ -13,6 +15,8 @@ The same function is returned, up to rounding. A compiled function is compared w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +26,7 @@ from torch import fx
 from lightning_pipe.capture.graphs.value_sizes import TensorSpec
 from lightning_pipe.capture.operators import Trait, takes_output, traits
 from lightning_pipe.capture.stages.emit import gives, undisturbed_run
+from lightning_pipe.capture.stages.recorded_pieces import Slots
 from lightning_pipe.capture.steps.keyed_random import drawn_operation
 from lightning_pipe.capture.steps.stage_program import Code, RandomKey
 from lightning_pipe.capture.torch_private import OpOverload, inductor
@@ -30,23 +35,47 @@ _GIVEN_TOGETHER = 25 << 20  # bytes of gradients that are made before they are g
 _aten = torch.ops.aten
 
 
-def compile_code(code: Code, samples: int, device: torch.device) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class RecordedHalf:
+    """What is known of a stage whose pieces are recorded.
+
+    Attributes:
+        name: of the function, for the log.
+        slots: of the stage.
+        fixed: names of its parameters and buffers.
+        leaving: names of the values that are not only read by its own functions.
+    """
+
+    name: str
+    slots: Slots
+    fixed: AbstractSet[str]
+    leaving: AbstractSet[str]
+
+
+def compile_code(
+    code: Code, samples: int, device: torch.device, *, kernels: bool = True, recording: RecordedHalf | None = None
+) -> Callable[..., Any]:
     """Return the function of a half for this number of samples, compiled.
 
     Args:
         code: the function.
         samples: their number.
         device: where it runs.
+        kernels: whether its pieces are compiled.
+        recording: how they are recorded; None if they are not.
 
     Returns:
         A function of the same arguments and results.
     """
-    return _Compilation(code, samples, device).run()
+    return _Compilation(code, samples, device, kernels=kernels, recording=recording).run()
 
 
 class _Compilation:
-    def __init__(self, code: Code, samples: int, device: torch.device) -> None:
+    def __init__(
+        self, code: Code, samples: int, device: torch.device, *, kernels: bool, recording: RecordedHalf | None
+    ) -> None:
         self._code, self._samples, self._device = code, samples, device
+        self._kernels, self._recording = kernels, recording
         self._outer = fx.Graph()
         self._made: dict[fx.Node, Any] = {}  # node of the plain function -> node of the compiled one, or an integer
         self._piece: dict[fx.Node, None] = {}
@@ -80,7 +109,7 @@ class _Compilation:
             self._gift_bytes += sum(_bytes(self._form(term)) for term in node.all_input_nodes[1:])
             if self._gift_bytes >= _GIVEN_TOGETHER:
                 self._end_piece()
-        elif _draws(node) and not _is_dropout(node):
+        elif (_draws(node) and not _is_dropout(node)) or (self._recording is not None and _waits(node)):
             self._end_piece()
             self._copy(node)
         elif takes_output(node) and node.all_input_nodes[0] in self._made:
@@ -148,11 +177,29 @@ class _Compilation:
             if isinstance(made[node], fx.Node) and not set(node.users) <= piece.keys() and not _is_tuple(node)
         ]
         inner.output(tuple(made[node] for node in outputs))
-        kernel = _kernel(fx.GraphModule(self._code.module, inner), forms, self._device, self._pieces)
-        self._pieces += 1
+        kernel = self._kernel(fx.GraphModule(self._code.module, inner), forms, [*inputs], outputs)
         results = self._outer.call_function(kernel, tuple(inputs))
         for index, node in enumerate(outputs):
             self._made[node] = self._outer.call_function(_item, (results, index))
+
+    def _kernel(
+        self,
+        module: fx.GraphModule,
+        forms: Sequence[TensorSpec],
+        inputs: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+    ) -> Callable[..., Any]:
+        """Return what runs the graph of a piece, given its inputs as they are in the outer graph, and its outputs."""
+        number, self._pieces = self._pieces, self._pieces + 1
+        run: Callable[..., Any] = module.forward
+        if self._kernels:
+            run = inductor(module, [(form.shape, form.stride, form.dtype) for form in forms], self._device)
+        if (recording := self._recording) is not None:
+            fixed = [given.op == "placeholder" and given.name in recording.fixed for given in inputs]
+            stays = [output.name not in recording.leaving for output in outputs]
+            name = f"piece {number} of {recording.name} for {self._samples} samples"
+            run = recording.slots.piece(run, fixed=fixed, stays=stays, name=name)
+        return _fitted(run, forms, number)
 
     def _inner(self, node: fx.Node, inner: fx.Graph, made: dict[fx.Node, Any]) -> Any:
         """Return what stands for a node in the graph of a piece; for one with several results perhaps a tuple."""
@@ -180,15 +227,12 @@ class _Compilation:
         return self._code.form(node, self._samples)
 
 
-def _kernel(
-    module: fx.GraphModule, forms: Sequence[TensorSpec], device: torch.device, number: int
-) -> Callable[..., Any]:
-    """Compile the graph of a piece; inputs that lie in memory in another way than was foreseen are brought into it."""
-    compiled = inductor(module, [(form.shape, form.stride, form.dtype) for form in forms], device)
+def _fitted(run: Callable[..., Any], forms: Sequence[TensorSpec], number: int) -> Callable[..., Any]:
+    """Return a piece whose inputs, if they lie in memory in another way than was foreseen, are brought into it."""
 
     def piece(*tensors: torch.Tensor) -> Any:
         fitting = zip(tensors, forms, strict=True)
-        return compiled(*[t if t.stride() == form.stride else _laid_out(t, form) for t, form in fitting])
+        return run(*[t if t.stride() == form.stride else _laid_out(t, form) for t, form in fitting])
 
     piece.__name__ = f"piece_{number}"
     return piece
@@ -224,6 +268,17 @@ def _is_copy_of_input(node: fx.Node) -> bool:
 
 def _draws(node: fx.Node) -> bool:
     return drawn_operation(node.target) is not None
+
+
+def _waits(node: fx.Node) -> bool:
+    """Return whether the host waits for the device in an operation, to read a value, or the size of a result, there."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    if node.target.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index_put):
+        indices: Any = node.args[1]
+        return any(one.meta["val"].dtype in (torch.bool, torch.uint8) for one in indices if one is not None)
+    return bool(tags.intersection(node.target.tags))
 
 
 def _is_dropout(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Compilation of the stages of captured steps (`compile=true`): each rank compiles what it runs, all at the same time.
+"""Compilation of the stages of captured steps (`compile`, `cuda_graphs`): each rank compiles what it runs, all at once.
 
 A function is compiled once for every number of samples that it runs on; steps that bring ever new sizes are not
 compiled for all of them.
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_pipe.capture.stages.compiled_stages import CompiledStages, HalfKind
+from lightning_pipe.capture.stages.cuda_recorder import CudaRecorder, LaunchRecorder
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import AnyCompute, Program
 from lightning_pipe.lightning_names import rank_zero_warn
@@ -31,15 +32,20 @@ class Compilation:
     Args:
         device: where it computes.
         trials: whether compiled functions are compared with the plain ones when they first run.
+        kernels: whether kernels are compiled.
+        recorder: records what functions launch; None if that is not wanted.
     """
 
-    def __init__(self, device: torch.device, *, trials: bool) -> None:
-        self._device, self._trials = device, trials
+    def __init__(self, device: torch.device, *, trials: bool, kernels: bool, recorder: LaunchRecorder | None) -> None:
+        self._device, self._trials, self._kernels, self._recorder = device, trials, kernels, recorder
         self._programs = 0
 
     def of(self, split: Split) -> StepCompilation:
         """Return the stages of a step, to be compiled."""
-        return StepCompilation(CompiledStages(split, self._device, trials=self._trials), self)
+        stages = CompiledStages(
+            split, self._device, trials=self._trials, kernels=self._kernels, recorder=self._recorder
+        )
+        return StepCompilation(stages, self)
 
     def admits(self) -> bool:
         """Count a program; return whether it is to be compiled."""
@@ -72,8 +78,8 @@ class StepCompilation:
         """Compile what this rank runs in a program; on all ranks together, which wait for each other after each."""
         if not self._stages.can_be_compiled:
             rank_zero_warn(
-                "compile=True has no effect on a step that is replayed, or whose graph holds for one number of samples "
-                "only: its operations are not known before they run."
+                "compile and cuda_graphs have no effect on a step that is replayed, or whose graph holds for one "
+                "number of samples only: its operations are not known before they run."
             )
             return
         if not self._admission.admits():
@@ -87,6 +93,14 @@ class StepCompilation:
             left = torch.tensor([len(wanted)])
         if compiled:
             log.info("Compiled %d functions in %.1f s.", compiled, time.perf_counter() - begin)
+
+
+def recorder_of(device: torch.device) -> LaunchRecorder | None:
+    """Return what records launches on a device; None, with a warning, if nothing does."""
+    if device.type == "cuda":
+        return CudaRecorder(device)
+    rank_zero_warn(f"cuda_graphs=True has no effect on {device.type}: only CUDA records launches.")
+    return None
 
 
 def _functions(program: Program, rank: int) -> Iterator[tuple[int, HalfKind, int]]:
