@@ -54,11 +54,14 @@ CONTESTANTS = {
     "one rank": Contestant(1, {"microbatches": 1}),
     "one rank, 4 micro-batches": Contestant(1, {"microbatches": 4}),
     "one rank, compiled": Contestant(1, {"microbatches": 1, "compile": True}),
+    "one rank, CUDA graphs": Contestant(1, {"microbatches": 1, "cuda_graphs": True}),
+    "one rank, both": Contestant(1, {"microbatches": 1, "compile": True, "cuda_graphs": True}),
     "one rank, replay": Contestant(1, {"microbatches": 1, "capture": "replay"}),
     "Lightning DDP": Contestant(2),
     "2 replicas": Contestant(2, {"layout": "2", "microbatches": 1}),
     "1-1, 4 micro-batches": Contestant(2, {"layout": "1-1", "microbatches": 4}),
     "1-1, 4, compiled": Contestant(2, {"layout": "1-1", "microbatches": 4, "compile": True}),
+    "1-1, 4, CUDA graphs": Contestant(2, {"layout": "1-1", "microbatches": 4, "cuda_graphs": True}),
     "1-1, 4, half of the memory": Contestant(2, {"layout": "1-1", "microbatches": 4, "memory_limit": None}),
 }
 
