@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -86,6 +87,11 @@ class Meter(pl.Callback):
         self.begin = time.perf_counter()
         self.ends: list[float] = []
         self.losses: list[float] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        logging.getLogger("lightning_pipe.capture.stages").setLevel(
+            logging.WARNING
+        )  # what runs uncompiled, or unrecorded
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         torch.cuda.synchronize()

@@ -157,6 +157,7 @@ __all__ = [
     "quick_symbols",
     "recorded_events",
     "reparametrize",
+    "result_names",
     "set_whether_overflowed",
     "swap_contents",
     "tag_nodes",
@@ -294,6 +295,11 @@ def shape_arguments(node: torch.fx.Node) -> frozenset[int]:
     schema = getattr(node.target, "_schema", None)
     types = [] if schema is None else [str(argument.type) for argument in schema.arguments]
     return frozenset(place for place, kind in enumerate(types) if kind in _WHOLE)
+
+
+def result_names(operation: OpOverload) -> list[str]:
+    """Return the names of an operator's results, "" where one has none."""
+    return [result.name for result in operation._schema.returns]
 
 
 def argument_names(node: torch.fx.Node) -> list[str]:

@@ -62,7 +62,7 @@ class State:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a buffer or parameter by name."""
-        return self.buffers[name] if name in self.buffers else self.parameters[name]
+        return self.parameters[name] if name in self.parameters else self.buffers[name]
 
 
 @dataclass(frozen=True)
