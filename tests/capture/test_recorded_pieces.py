@@ -11,7 +11,7 @@ import torch
 
 from capture.recorders import Again
 from lightning_pipe.capture.stages.cuda_recorder import LaunchRecorder
-from lightning_pipe.capture.stages.recorded_pieces import Slots
+from lightning_pipe.capture.stages.recorded_pieces import RecordedPiece, Slots
 
 WIDTH = 5
 
@@ -38,29 +38,37 @@ class Stage:
 
     def __init__(self, recorder: LaunchRecorder) -> None:
         self.slots, self.device = Slots(recorder), recorder.device
-        make = self.slots.piece
-        self.forward = make(forward, fixed=[True, False], stays=[False, True, True, True], name="F")
-        self.back = make(back, fixed=[True, False, False, False], stays=[False, True], name="I")
-        self.weights = make(weights, fixed=[False, False], stays=[False], name="W")
+        self.pieces: dict[int, tuple[RecordedPiece, ...]] = {}
         self.weight = torch.randn(WIDTH, WIDTH, device=self.device)
         self.held: dict[int, tuple[torch.Tensor, ...]] = {}
         self.given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.found: dict[int, list[torch.Tensor]] = {}
 
+    def _made(self, samples: int) -> tuple[RecordedPiece, ...]:
+        make = self.slots.piece
+        return (
+            make(forward, fixed=[True, False], stays=[False, True, True, True], name=f"F of {samples}"),
+            make(back, fixed=[True, False, False, False], stays=[False, True], name=f"I of {samples}"),
+            make(weights, fixed=[False, False], stays=[False], name=f"W of {samples}"),
+        )
+
     def run(self, kind: str, microbatch: int, samples: int = 3) -> None:
+        if samples not in self.pieces:
+            self.pieces[samples] = self._made(samples)
+        run_f, run_i, run_w = self.pieces[samples]
         with self.slots.of(kind, microbatch):
             if kind == "F":
                 x, gradient = torch.randn(2, samples, WIDTH, device=self.device)
-                sent, *kept = self.forward(self.weight, x)
+                sent, *kept = run_f(self.weight, x)
                 self.given[microbatch], self.held[microbatch] = (x.clone(), gradient), tuple(kept)
                 self.found[microbatch] = [sent]
             elif kind == "I":
                 hidden, turned, x_turned = self.held[microbatch]
-                sent, inner = self.back(self.weight, hidden, turned, self.given[microbatch][1].clone())
+                sent, inner = run_i(self.weight, hidden, turned, self.given[microbatch][1].clone())
                 self.held[microbatch] = x_turned, inner
                 self.found[microbatch].append(sent)
             else:
-                self.found[microbatch] += self.weights(*self.held.pop(microbatch))
+                self.found[microbatch] += run_w(*self.held.pop(microbatch))
 
     def assert_right(self, microbatch: int, *, weight: torch.Tensor | None = None) -> None:
         x, gradient = self.given[microbatch]
@@ -91,10 +99,10 @@ def test_values_are_those_of_the_kernels_in_any_order(seed: int) -> None:
     stage = Stage(recorder)
     for program in range(3):
         for kind, microbatch in any_order(6, ahead, seed + 100 * program):
-            stage.run(kind, microbatch)
+            stage.run(kind, microbatch, samples=3 + (microbatch + program) % 2)
         for microbatch in range(6):
             stage.assert_right(microbatch)
-    assert recorder.recorded <= 3 * ahead, "a slot per micro-batch under way"
+    assert recorder.recorded <= 2 * 3 * ahead, "a slot per micro-batch under way"
     assert recorder.launched == 3 * 3 * 6, "everything was launched"
 
 
@@ -164,7 +172,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_the_log_says_why(caplog: pyte
         stage.assert_right(microbatch)
     said = sorted(record.getMessage() for record in caplog.records)
     why = "runs without a CUDA graph: operation not permitted when stream is capturing"
-    assert said == [f"F {why}", f"I {why}", f"W {why}"]
+    assert said == [f"{kind} of 3 {why}" for kind in "FIW"]
 
 
 @pytest.mark.parametrize(
@@ -193,3 +201,20 @@ def test_forms_of_tensors_are_kept(kernel: Callable[..., Any], given: torch.Tens
             torch.testing.assert_close(one, other, rtol=0, atol=0)
             if isinstance(one, torch.Tensor):
                 assert one.stride() == other.stride()
+
+
+def test_what_only_i_leaves_waits_for_w_of_its_own_microbatch() -> None:
+    """F leaves nothing in its slot, so that the next micro-batch may have the same one."""
+    slots, weight, kept, expected = Slots(Again()), torch.randn(WIDTH, WIDTH), {}, {}
+    begins = slots.piece(lambda x: [x.relu(), x.t()], fixed=[False], stays=[False, True], name="F")
+    back = slots.piece(lambda w, x_turned: [x_turned.t() @ w], fixed=[True, False], stays=[True], name="I")
+    for _ in range(3):
+        for microbatch in range(3):
+            with slots.of("F", microbatch):
+                _, kept[microbatch] = begins(x := torch.randn(3, WIDTH))
+            expected[microbatch] = x @ weight
+        for microbatch in range(3):
+            with slots.of("I", microbatch):
+                kept[microbatch] = back(weight, kept[microbatch])
+        for microbatch in range(3):
+            torch.testing.assert_close(kept.pop(microbatch), [expected[microbatch]], rtol=0, atol=0)
