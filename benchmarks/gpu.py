@@ -7,8 +7,8 @@ Two processes take turns on one GPU, so no step here is faster than that of one:
 how far its predictions hold, and that losses are the same. Every contestant has processes of its own. A step lasts from
 the end of a batch to the end of the next, with the GPU waited for; figures are medians over the steps after the first.
 DDP's sampler shuffles, so its losses are not compared. Peak is the most that torch has allocated on the larger rank in
-these steps. "predicted" is the step and the peak that the plan foresees, made of costs that were measured in the same
-fit.
+these steps; "reserved" adds what it has set aside, the memory of CUDA graphs among it. "predicted" is the step and the
+peak that the plan foresees, made of costs that were measured in the same fit.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Figure:
 
     step_s: float
     peak_bytes: int
+    reserved_bytes: int
     predicted_s: float
     predicted_bytes: float
     losses: list[float]
@@ -138,6 +139,7 @@ def train(options: argparse.Namespace, contestant: Contestant) -> Figure:
     return Figure(
         meter.step_s(),
         torch.cuda.max_memory_allocated(),
+        torch.cuda.max_memory_reserved(),
         predicted_s,
         predicted_bytes,
         meter.losses,
@@ -154,7 +156,8 @@ def larger(ranks: Sequence[Figure]) -> Figure:
 
 
 def table_of(found: dict[str, Figure], title: str) -> Table:
-    table = Table("", "step", "of plain", "predicted", "peak", "of plain", "predicted", "loss differs", title=title)
+    columns = ("step", "of plain", "predicted", "peak", "of plain", "predicted", "reserved", "loss differs")
+    table = Table("", *columns, title=title)
     plain = found.get(PLAIN)
     for name, one in found.items():
         ratio = [one.step_s / plain.step_s, one.peak_bytes / plain.peak_bytes] if plain else [float("nan")] * 2
@@ -163,7 +166,7 @@ def table_of(found: dict[str, Figure], title: str) -> Table:
         table.add_row(
             *(name, f"{one.step_s * 1e3:.1f} ms", f"{ratio[0]:.2f}", f"{one.predicted_s / one.step_s:.2f}"),
             *(f"{one.peak_bytes / 2**20:.0f} MiB", f"{ratio[1]:.2f}", f"{one.predicted_bytes / one.peak_bytes:.2f}"),
-            f"{max(abs(a / b - 1) for a, b in pairs):.1e}",
+            *(f"{one.reserved_bytes / 2**20:.0f} MiB", f"{max(abs(a / b - 1) for a, b in pairs):.1e}"),
         )
     return table
 

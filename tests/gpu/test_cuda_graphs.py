@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,11 +18,24 @@ from lightning_pipe.capture.stages.cuda_recorder import CudaRecorder
 from lightning_pipe.capture.stages.recorded_pieces import Slots
 from ranks.world import World
 from strategy.fits import ON
+from strategy.small import Small, run
 from strategy.test_compile import Ears
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ON != "cuda", reason="LIGHTNING_PIPE_TESTS_ON is not cuda")]
 
 DEVICE = torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Give what is said of stages that do not run compiled, or recorded."""
+    ears = Ears()
+    logger = logging.getLogger("lightning_pipe.capture.stages")
+    logger.addHandler(ears)
+    try:
+        yield ears.said
+    finally:
+        logger.removeHandler(ears)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -90,14 +105,31 @@ def test_threads_that_copy_meanwhile_do_no_harm() -> None:
     assert not failed
 
 
+class Masked(Small):
+    """Writes where a mask says, for which the host waits for the device."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).clone()
+        hidden[hidden < 0] = 0.25
+        return self.last(torch.tanh(hidden))
+
+
+def masked(options: dict[str, Any] | None) -> tuple[Any, list[str]]:
+    with heard() as said:
+        return run(Masked, options), said
+
+
+def test_what_waits_stands_between_what_is_recorded() -> None:
+    (losses, _, _, parameters), _ = masked(None)
+    for found, said in World(2).run(masked, {"layout": "1-1", "microbatches": 2, "cuda_graphs": True}):
+        assert not said
+        assert found[0] == pytest.approx(losses, rel=1e-6)
+        torch.testing.assert_close(found[3], parameters)
+
+
 def trained_and_heard(options: dict[str, Any], precision: str) -> tuple[Any, list[str]]:
-    ears = Ears()
-    logger = logging.getLogger("lightning_pipe.capture.stages")
-    logger.addHandler(ears)
-    try:
-        return trained(DappleStrategy(**options), precision=precision), ears.said
-    finally:
-        logger.removeHandler(ears)
+    with heard() as said:
+        return trained(DappleStrategy(**options), precision=precision), said
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
