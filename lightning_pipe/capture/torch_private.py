@@ -52,6 +52,7 @@
 * `_foreach_norm`: the norms of several tensors, as `torch.nn.utils.get_total_norm` finds them; `_foreach_copy_`: copies
   of several tensors as few launches.
 * `torch._C._storage_Use_Count`: how many tensors and others refer to memory.
+* `torch._C._cuda_endAllocateToPool`, `_cuda_releasePool`: what a CUDA graph that could not be recorded leaves undone.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -130,6 +131,7 @@ __all__ = [
     "compiling_state",
     "copy_each",
     "enable_python_dispatcher",
+    "end_allocation",
     "fused_recurrent_kernels",
     "fx_traceback",
     "gradient_hooks",
@@ -559,6 +561,13 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         theirs.append(source)
     for ours, theirs in of_type.values():
         torch._foreach_copy_(ours, theirs)
+
+
+def end_allocation(device: torch.device, pool: tuple[int, int]) -> None:
+    """End what a CUDA graph has begun in a pool of memory, if it cannot do so itself."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -192,7 +192,8 @@ def _is_arbitrary(node: fx.Node) -> bool:
     source, index = node.args
     if not (isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and isinstance(index, int)):
         return False
-    return result_names(source.target)[index] in _LEFT_AS_IT_IS
+    names = result_names(source.target)
+    return len(names) > 1 and names[index] in _LEFT_AS_IT_IS  # one name may be that of a list
 
 
 def _coarsest(code: Code, samples: int) -> float:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from lightning_pipe.capture.torch_private import end_allocation
 
 Launches = Callable[[], list[torch.Tensor]]
 T = TypeVar("T")
@@ -19,7 +22,11 @@ class LaunchRecorder(Protocol):
     device: torch.device
 
     def try_out(self, function: Callable[[], T]) -> T:
-        """Run a function as it will be recorded; it may initialise libraries and choose kernels now."""
+        """Run a function as it will be recorded; it may initialise libraries and choose kernels now.
+
+        Raises:
+            RuntimeError: if it is known to wait for the device.
+        """
 
     def record(self, function: Launches) -> Launches:
         """Return a function that launches what a function launches.
@@ -31,7 +38,7 @@ class LaunchRecorder(Protocol):
             Launches, and returns tensors with what the function would return, which hold until the next launch.
 
         Raises:
-            RuntimeError: if the function waits for the device, or launches what cannot be recorded.
+            RuntimeError: if the function does what cannot be recorded.
         """
 
 
@@ -50,21 +57,24 @@ class CudaRecorder:
     def try_out(self, function: Callable[[], T]) -> T:
         """See `LaunchRecorder`."""
         with self._beside():
-            return function()
+            for _ in range(2):  # libraries may wait when they first run
+                with _told_of_waits() as waits:
+                    result = function()
+                if not waits:
+                    return result
+        raise RuntimeError("the host waits for the device in it")
 
     def record(self, function: Launches) -> Launches:
         """See `LaunchRecorder`."""
         # Not `torch.cuda.graph`, which waits for the whole device: a message may be under way that waits for this rank.
-        graph = torch.cuda.CUDAGraph()
         with self._beside():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads copy messages
             try:
-                results = function()
+                graph, results = self._recorded(function)
             except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                with contextlib.suppress(RuntimeError):  # it may have ended, after all
+                    end_allocation(self.device, self._pool)
+                self._recorded(lambda: torch.zeros(1, device=self.device))  # which ends the recording of random numbers
                 raise
-            graph.capture_end()
         aliases = [_alias(result) for result in results]  # their memory may be used by further graphs
 
         def launch() -> list[torch.Tensor]:
@@ -72,6 +82,18 @@ class CudaRecorder:
             return aliases
 
         return launch
+
+    def _recorded(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads copy messages
+        try:
+            results = function()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, results
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -81,6 +103,20 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
+
+
+@contextlib.contextmanager
+def _told_of_waits() -> Iterator[list[str]]:
+    """Give what torch says of operations for which the host waits, when they have run."""
+    before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    waits += [text for one in said if "synchronizing CUDA operation" in (text := str(one.message))]
 
 
 @dataclass(frozen=True)
