@@ -10,7 +10,7 @@ What torch declares is not repeated here: random operators carry a tag, views ar
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from types import MappingProxyType
@@ -19,8 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from lightning_pipe.capture.torch_private import OpOverload, aliased_input, argument_names, operator_name
+from lightning_pipe.capture.torch_private import (
+    OpOverload,
+    aliased_input,
+    argument_names,
+    argument_place,
+    operator_name,
+)
 
+_RATES = ("dropout_p", "dropout")  # of attention, and between recurrent layers
 Reduction = Literal["mean", "sum", "max", "min"]
 
 
@@ -286,7 +293,19 @@ def reads_size(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
+
+
+def draws(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers: attention and recurrent layers may drop nothing."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    place = argument_place(operation, _RATES)
+    if place is None:
+        return True
+    index, name, default = place
+    rate = args[index] if index < len(args) else kwargs.get(name, default)
+    return not (isinstance(rate, (int, float)) and rate == 0)
 
 
 def differentiates(node: fx.Node) -> bool:

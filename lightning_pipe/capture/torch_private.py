@@ -124,6 +124,7 @@ __all__ = [
     "answered_collectives",
     "aot_export_joint_with_descriptors",
     "argument_names",
+    "argument_place",
     "assert_async",
     "assert_now",
     "checkpoint_only",
@@ -307,6 +308,13 @@ def result_names(operation: OpOverload) -> list[str]:
 def argument_names(node: torch.fx.Node) -> list[str]:
     """List the names of the arguments of a node's operator; none for a Python function."""
     return [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
+
+
+@functools.cache
+def argument_place(operation: OpOverload, names: tuple[str, ...]) -> tuple[int, str, Any] | None:
+    """Return place, name and default of the first of these arguments that an operator has, None if it has none."""
+    arguments = enumerate(operation._schema.arguments)
+    return next(((i, a.name, a.default_value) for i, a in arguments if a.name in names), None)
 
 
 def argument_defaults(node: torch.fx.Node) -> dict[str, Any]:

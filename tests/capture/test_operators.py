@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_pipe.capture.operators import Trait, is_known, known_names, row_of, traits
+from lightning_pipe.capture.operators import Trait, draws, is_known, known_names, row_of, traits
 
+aten = torch.ops.aten
 UNALIASED_VIEWS = {"_to_copy", "_unsafe_view", "reshape", "getitem"}  # a cast, and what is run as a reshape
 
 
@@ -39,3 +40,33 @@ def test_an_operator_without_a_row_is_unknown_unless_torch_says_that_it_works_by
     assert is_known(node_of("gelu")) and is_known(node_of("tanh_backward")) and is_known(node_of("mm"))
     assert not is_known(node_of("_linalg_svd"))
     assert row_of(node_of("_linalg_svd")).reduces is None and traits(node_of("_linalg_svd")) == Trait(0)
+
+
+Q = torch.randn(1, 2, 4, 8)
+LSTM = (torch.randn(3, 1, 4), [torch.zeros(2, 1, 4)] * 2, [torch.randn(16, 4)] * 8, False, 2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "args", "kwargs", "expected"),
+    [
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (Q, Q, Q), {}, False),
+        (aten._scaled_dot_product_flash_attention.default, (Q, Q, Q, 0.0, True), {}, False),
+        (aten._scaled_dot_product_flash_attention.default, (Q, Q, Q, 0.1), {}, True),
+        (aten._scaled_dot_product_efficient_attention.default, (Q, Q, Q, None, True), {"dropout_p": 0.2}, True),
+        (aten.native_dropout.default, (Q, 0.5, True), {}, True),
+        (aten.rand_like.default, (Q,), {}, True),
+        (aten.mul.Tensor, (Q, Q), {}, False),
+    ],
+    ids="default zero some named mask noise none".split(),
+)
+def test_attention_that_drops_nothing_draw_nothing(operation, args, kwargs, expected):
+    assert draws(operation, args, kwargs) is expected
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_what_is_said_to_draw_is_what_moves_the_generator(rate):
+    args = (*LSTM, rate, True, False, False)
+    before = torch.get_rng_state()
+    aten.lstm.input(*args)
+    aten._scaled_dot_product_flash_attention_for_cpu(Q, Q, Q)
+    assert draws(aten.lstm.input, args, {}) is not torch.equal(torch.get_rng_state(), before)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import fx
 
+from benchmarks.models import GPT
 from capture.recorders import Again
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.capture.stages import compiling
@@ -238,3 +239,14 @@ def test_gradients_are_given_away_before_too_many_are_held(stage):
         return compiler.call_count
 
     assert pieces(1) > pieces(1 << 30) == 1
+
+
+def test_attention_without_dropout_is_no_seam():
+    """It was taken to draw, so that a function of a GPT was compiled in as many pieces as it has blocks."""
+    torch.manual_seed(0)
+    _, structure = flatten([torch.randint(50, (SAMPLES, 9))])
+    module = GPT(vocabulary=50, context=8, width=16, depth=3)
+    (program,) = capture_step(Request(module, "training_step", structure, samples=SAMPLES)).split(()).stages
+    with mock.patch.object(compiling, "inductor") as compiler:
+        compiling.compile_code(program.forward.code, SAMPLES, CPU)
+    assert compiler.call_count == 1

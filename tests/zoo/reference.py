@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipe.capture.operators import draws
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.keyed_random import seed_of, undisturbed
 from lightning_pipe.capture.steps.stage_program import RandomKey
@@ -30,7 +31,7 @@ class KeyedDice(TorchDispatchMode):
         self.key, self.drawn = key, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs or {}):
             torch.default_generator.manual_seed(seed_of(self.key, self.drawn))
             self.drawn += 1
         return func(*args, **(kwargs or {}))

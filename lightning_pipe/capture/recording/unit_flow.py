@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe.capture.operators import depends_on_values, makes_constant
+from lightning_pipe.capture.operators import depends_on_values, draws, makes_constant
 from lightning_pipe.capture.recording.unit_state import held_by, prefixed_owners, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.hazards import user_line
@@ -156,7 +156,7 @@ class Follower(TorchDispatchMode):
         reads = self.reads(tensors_in((args, kwargs)))
         if _needs_values(func, args):
             self.escape(reads)
-        elif torch.Tag.nondeterministic_seeded in func.tags and (leaves := _leaves(reads)):
+        elif draws(func, args, kwargs) and (leaves := _leaves(reads)):
             self.escape(leaves)
         result = func(*args, **kwargs)
         for tensor in (*tensors_in(result), *written):

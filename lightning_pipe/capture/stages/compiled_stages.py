@@ -23,6 +23,7 @@ from lightning_pipe.capture.graphs.value_sizes import TensorSpec
 from lightning_pipe.capture.stages.compiling import RecordedHalf, compile_code
 from lightning_pipe.capture.stages.cuda_recorder import LaunchRecorder
 from lightning_pipe.capture.stages.recorded_pieces import Slots
+from lightning_pipe.capture.steps.keyed_random import drawn_operation
 from lightning_pipe.capture.steps.stage_program import Code, Half, RandomKey, Split, StageProgram
 from lightning_pipe.capture.torch_private import OpOverload, result_names
 
@@ -186,13 +187,15 @@ def _values(code: Code, results: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _is_arbitrary(node: fx.Node) -> bool:
-    """Return whether a value is what attention says of its random numbers: without dropout it is left as it is."""
+    """Return whether a value is what attention says of its random numbers: without dropout that is any memory."""
     if node.target is not operator.getitem:
         return False
     source, index = node.args
-    if not (isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and isinstance(index, int)):
+    assert isinstance(source, fx.Node), "a value of the graph"
+    operation = drawn_operation(source.target) or source.target
+    if not (isinstance(operation, OpOverload) and isinstance(index, int)):
         return False
-    names = result_names(source.target)
+    names = result_names(operation)
     return len(names) > 1 and names[index] in _LEFT_AS_IT_IS  # one name may be that of a list
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.operators import is_random
+from lightning_pipe.capture.operators import draws, is_random
 from lightning_pipe.capture.steps.keyed_random import keyed
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode, checkpoint_only, operator_name
@@ -49,7 +49,7 @@ class _GraphDice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, with the numbers of the graph's if it is random."""
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         number, name = self._drawn, _plain_name(func.__name__.partition(".")[0])
         self._drawn += 1
