@@ -358,6 +358,11 @@ class Preparation:
 def _compilation(config: DappleConfig, device: torch.device) -> Compilation | None:
     """Return what compiles stages; None if they run as they are."""
     recorder = recorder_of(device) if config.cuda_graphs else None
+    if recorder is not None and config.memory_limit is not None:
+        rank_zero_warn(
+            "cuda_graphs=True takes memory that is not in the plan, and may pass memory_limit: about what one "
+            "micro-batch saves and computes with, once more. Set a lower memory_limit if it does not fit."
+        )
     if not config.compile and recorder is None:
         return None
     return Compilation(device, trials=config.check, kernels=config.compile, recorder=recorder)
