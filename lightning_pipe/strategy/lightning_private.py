@@ -32,6 +32,7 @@ _call_lightning_module_hook, _call_lightning_datamodule_hook, _call_callback_hoo
 _call_callbacks_on_save_checkpoint, _call_callbacks_on_load_checkpoint    of trainer.call, run hooks of the user
 Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizers_to_device, _optimizer_to_device   move optimizer state
+"run-stage"                         how the trainer names the barrier that comes when `on_fit_start` is over
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ from lightning_pipe.lightning_names import (
     lightning_module,
     pl,
 )
+
+BARRIER_OF_STAGE = "run-stage"
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.distributed import (

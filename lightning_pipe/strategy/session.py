@@ -132,7 +132,7 @@ class Session:
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
         self._first_steps: FirstSteps | None = None
-        self._example = module.example_input_array
+        self._example, self._is_summarised = module.example_input_array, False
         self._traces = traces_made()
         self._metrics.begin()
 
@@ -417,7 +417,7 @@ class Session:
             self._averages.leave()
         for groups in self.groups:
             groups.follow()
-        self._module.example_input_array = self._example
+        self.show_example()
         self._metrics.end()
         self._limit.close()
         self._pipeline.close()
@@ -428,6 +428,12 @@ class Session:
             shared.end()
         private.call_hook_before_transfer(self._module)
         forget_traces(self._traces)
+
+    def show_example(self) -> None:
+        """Let the module have its example again, when no summary will run the module on it any more."""
+        if not self._is_summarised and self._module.example_input_array is None:  # which a hook may have set since
+            self._module.example_input_array = self._example
+        self._is_summarised = True
 
     def _flat(self, batch: Any) -> tuple[list[torch.Tensor], Structure]:
         """Return the tensors of a batch and its structure as all ranks know it, with what hooks have written to it.
@@ -460,7 +466,7 @@ class Session:
             private.skip_hook_before_transfer(self._module, Awaited)
         elif self._left is not None:
             private.note_before_transfer(self._module, self._left.begin)
-        if self._links.control.ranks > 1:  # a summary would run the whole module on it, which no rank has
+        if self._links.control.ranks > 1 and not self._is_summarised:  # by the whole module, which no rank has
             self._module.example_input_array = None
         warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
         if plan.microbatches > 1:

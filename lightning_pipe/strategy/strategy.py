@@ -726,6 +726,8 @@ class DappleStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have come here."""
         refuse_in_step("trainer.strategy.barrier")
+        if name == private.BARRIER_OF_STAGE and self._session is not None:
+            self._session.show_example()
         with self._connected() as links:
             if links is not None:
                 links.control.sum(torch.zeros(1), what=f"the other ranks ({name or 'barrier'})", key="barrier")

@@ -210,6 +210,9 @@ class Summary(pl.LightningModule):
     def training_step(self, x: torch.Tensor) -> torch.Tensor:
         return self(x).square().mean()
 
+    def on_train_start(self) -> None:
+        assert self.example_input_array is not None, "once it is summarised"
+
     def test_step(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.log("tested", self(x).mean())
 

@@ -102,3 +102,44 @@ def warned(options: dict[str, Any]) -> list[str]:
 def test_a_graph_that_does_not_hold_for_the_batch_proves_nothing_of_its_results() -> None:
     """Its operations said that all samples are returned, as a slice of the last batch has no more."""
     assert all(len(said) == 1 for said in World(3).run(warned, LAYOUTS[2]))
+
+
+class EverySecond(Small):
+    """In the trial of a micro-batch of two samples, every second one is the first one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        self.log("sum", outputs[::2].sum())
+        return F.cross_entropy(outputs, batch[1])
+
+
+def warned_of_second(options: dict[str, Any]) -> list[str]:
+    with mock.patch("lightning_pipe.strategy.checks.result_trial.rank_zero_warn") as warn:
+        run(EverySecond, {**options, "check": True})
+    return [said for call in warn.call_args_list if "'sum'" in (said := call.args[0])]
+
+
+def test_what_a_few_samples_show_of_the_first_is_tried_with_more() -> None:
+    """It was logged as that of the first sample, without a word."""
+    for said in World(2).run(warned_of_second, {"layout": "1-1", "microbatches": 2, "capture": "joint"}):
+        assert "no sum, mean or extreme" in said[0]
+
+
+class ValidatesFirstTwo(Small):
+    """What replicas with a sample each cannot put together."""
+
+    validation = staticmethod(lambda: loader(12, 4))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).t()[:, :2]
+
+
+def refused_validation(options: dict[str, Any]) -> str:
+    with pytest.raises(Exception, match="no separate rows") as error:
+        run(ValidatesFirstTwo, {**options, "check": True})
+    return str(error.value)
+
+
+def test_results_of_other_sizes_than_a_graph_has_said_are_refused() -> None:
+    for said in World(2).run(refused_validation, {"layout": "2", "microbatches": 2}):
+        assert "microbatches=1" in said

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchmetrics
 from torch import nn
 
 from lightning_pipe.capture.python.users_code import is_users
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, TracedNumber, hazard, user_line
-from lightning_pipe.capture.steps.metric_result import MetricResult, refuse_accumulated, value_of_call
+from lightning_pipe.capture.steps.metric_result import MetricResult, value_of_call
 from lightning_pipe.capture.steps.numbers import sized
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
@@ -32,12 +34,13 @@ from lightning_pipe.capture.steps.record import (
     MetricRef,
     MetricValue,
     ObjectCall,
+    OfMetrics,
     Read,
     Ref,
 )
 from lightning_pipe.capture.steps.trees import can_be_told, mapped
 from lightning_pipe.capture.text_fields import MarkedText, index_of
-from lightning_pipe.capture.torchmetrics_objects import is_metric_or_collection
+from lightning_pipe.capture.torchmetrics_objects import is_metric, is_metric_or_collection
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
 
@@ -101,7 +104,7 @@ class StepRecording:
             if isinstance(leaf, TracedNumber):
                 return Read(self.ref(leaf.tensor).name)
             if isinstance(leaf, MetricResult):
-                return MetricValue(leaf.call)
+                return leaf.said
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
                 return sized(leaf)
             if isinstance(leaf, MarkedText):
@@ -259,6 +262,7 @@ class _Caller:
     def __init__(self, recording: StepRecording, metrics: Mapping[str, nn.Module]) -> None:
         self._recording = recording
         self._metrics = metrics
+        self._given: list[tuple[dict[str, MetricResult], dict[str, MetricResult], MetricResult]] = []
         self._paths = {id(metric): path for path, metric in metrics.items()}
         self._own = {
             path: {name: vars(metric)[name] for name in _RECORDED if name in vars(metric)}
@@ -269,6 +273,9 @@ class _Caller:
         self._log(name, value, args, kwargs)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        for entries, before, whole in self._given:
+            if entries is dictionary and [*map(id, entries.values())] == [*map(id, before.values())]:
+                dictionary = whole  # metrics may have several entries each
         items = [("", dictionary)] if isinstance(dictionary, MetricResult) else dictionary.items()
         for name, value in items:
             self._log(name, value, args, kwargs)
@@ -286,13 +293,31 @@ class _Caller:
             self._recording.calls.append(MetricCall(path, method, values, named, line))
             if method in ("update", "reset"):
                 return None
+            said, metric = MetricValue(len(self._recording.calls) - 1), self._metrics[path]
+            if isinstance(metric, torchmetrics.MetricCollection):
+                return self._entries(metric, said, line)
             if method == "compute":
-                compute = partial(refuse_accumulated, line)
-            else:
-                compute = partial(value_of_call, self._metrics[path], self._own[path], args, kwargs)
-            return MetricResult(len(self._recording.calls) - 1, compute, line)
+                return MetricResult(said, line, what="what a torchmetrics object has accumulated")
+            compute = None
+            if (
+                is_metric(metric)
+                and metric.is_differentiable is not False
+                and not any(map(is_metric, metric.children()))
+            ):
+                compute = partial(value_of_call, metric, self._own[path], args, kwargs)
+            return MetricResult(said, line, what="the value of a torchmetrics object", compute=compute)
 
         return record
+
+    def _entries(self, metrics: torchmetrics.MetricCollection, said: MetricValue, line: str) -> dict[str, MetricResult]:
+        """Return what a call of a collection gives: an entry of every metric, by its name."""
+        what = "the value of a torchmetrics object"
+        entries = {
+            str(name): MetricResult(OfMetrics(operator.getitem, (said, name)), line, what=what)
+            for name in metrics.keys(keep_base=False)
+        }
+        self._given.append((entries, {**entries}, MetricResult(said, line, what=what)))
+        return entries
 
     def logger(self, path: str, method: str) -> Callable[..., _Nothing]:
         """Return what stands for a method of a logger."""
@@ -318,7 +343,7 @@ class _Caller:
         if isinstance(value, TracedNumber):
             return self._recording.ref(value.tensor)
         if isinstance(value, MetricResult):
-            return MetricValue(value.call)
+            return value.said
         if is_metric_or_collection(value):
             return MetricRef(self._paths[id(value)]) if id(value) in self._paths else value
         return self._recording.lift(value)

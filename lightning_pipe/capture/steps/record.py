@@ -95,7 +95,16 @@ class MetricValue:
     call: int
 
 
-STAND_INS = (Ref, Read, Sized, BatchText, Computed, MetricRef, MetricValue)
+@dataclass(frozen=True)
+class OfMetrics:
+    """Stand for what a function makes of the results of recorded calls, which are `MetricValue` in its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+STAND_INS = (Ref, Read, Sized, BatchText, Computed, MetricRef, MetricValue, OfMetrics)
 
 
 @dataclass(frozen=True)

@@ -243,6 +243,10 @@ class Results:
             theirs = tuple(place for place in places if place.rank == rank)
             if rank == self._transport.rank:
                 contents = [to_tensor(own[place.slice], device=self._device) for place in theirs]
+                for place, content in zip(theirs, contents, strict=True):
+                    if content.shape != place.shape:
+                        found = f"{list(content.shape)} for {len(place.samples)} samples, not {list(place.shape)}"
+                        raise _no_rows(place.value.name, f"one slice of it is {found}")
                 packed = torch.cat([as_bytes(content.contiguous()) for content in contents]).to(self._carrier)
             else:
                 count = sum(place.byte_count for place in theirs)
@@ -258,17 +262,20 @@ class Results:
         if any(not isinstance(content, torch.Tensor) for content in contents):
             return contents[0]
         if value.combine == "cat" and value.batch_dim is None and len(pieces) > 1:
-            raise PipelineError(
-                f"Output {value.name} of the step has its samples in no separate rows, so that it cannot be put "
-                f"together from {len(pieces)} slices of a batch of {sum(program.sizes)}. Return one row per sample, or "
-                "set microbatches=1."
-            )
+            raise _no_rows(value.name, f"it has {len(pieces)} slices of a batch of {sum(program.sizes)}")
         parts = [
             (piece.samples, content)
             for piece, content in zip(pieces, contents, strict=True)
             if isinstance(content, torch.Tensor)
         ]
         return combine(parts, value, how=value.combine).to(self._device, non_blocking=True)
+
+
+def _no_rows(name: str, found: str) -> PipelineError:
+    return PipelineError(
+        f"Output {name} of the step has its samples in no separate rows, so that it cannot be put together: {found}. "
+        "Return one row per sample, or set microbatches=1."
+    )
 
 
 def _carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -94,7 +94,7 @@ def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
     few, seconds = min(max(2, request.samples or 0), total), 0.0
     for many in sorted({few, min(max(few, _MOST), total)}):  # of few samples, what is counted may be zero
         is_open = not found.results.keys() >= {*capture.unproven, *capture.picked} or bool(_kept_buffers(captured))
-        is_open |= any(isinstance(one.how, SampleRows) for one in found.results.values())  # which may be the first ones
+        is_open |= any(map(_may_be_picked, found.results.values()))  # of so few samples
         if many < 2 or not is_open or seconds * many / few > _MOST_SECONDS:
             continue
         begin = time.perf_counter()
@@ -102,17 +102,26 @@ def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
             found = _tried(captured, tensors, many, total=total)
         except Exception as reason:  # whatever operations raise for so few samples
             log.debug("How results of %s are combined is not tried: %s", request.method, reason)
-            sure = {n: one for n, one in found.results.items() if not isinstance(one.how, SampleRows)}
-            found = replace(found, results=sure)  # as many rows as a few samples have may be all that it picks
+            sure = {n: one for n, one in found.results.items() if not _may_be_picked(one)}
+            found = replace(found, results=sure)
         seconds = time.perf_counter() - begin
     return found
+
+
+def _may_be_picked(result: TriedResult) -> bool:
+    """Return whether a result may be of some samples alone, which are as many as a few samples have, or the first."""
+    return isinstance(result.how, SampleRows) or result.how in ENDS
 
 
 def _tried(captured: Captured, tensors: Sequence[torch.Tensor], many: int, *, total: int) -> Tried:
     """Return what parts and the whole of so many samples, of all that there are, tell."""
     capture, request = captured.capture, captured.request
     dim, cut = request.batch_dim, request.structure.cut(request.batch_dim)
-    counts = ((many - many // 2, many // 2), (many // 2, many - many // 2))
+    half, more = many // 2, many // 2 + 1  # one of them is odd: what is picked by places may fit even ones alone
+    uneven = (
+        (half, many - half) if many == 2 or capture.misfit(more) or capture.misfit(many - more) else (more, many - more)
+    )
+    counts = ((many - half, half), uneven)
     if why := next(filter(None, map(capture.misfit, {many, *counts[0]})), ""):
         raise Incomparable(why)
     arranged = sorted_samples(tensors, cut, dim) or tensors

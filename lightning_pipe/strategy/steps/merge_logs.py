@@ -41,7 +41,16 @@ from lightning_pipe.capture.steps.numbers import (
     leaves_said,
     lists_said,
 )
-from lightning_pipe.capture.steps.record import STAND_INS, KeptState, LogCall, MetricValue, ObjectCall, Ref, StepRecord
+from lightning_pipe.capture.steps.record import (
+    STAND_INS,
+    KeptState,
+    LogCall,
+    MetricValue,
+    ObjectCall,
+    OfMetrics,
+    Ref,
+    StepRecord,
+)
 from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
 from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.errors import PipelineError
@@ -272,8 +281,8 @@ class _Merger:
             if tensors[0].ndim and (role is None or len(shapes) > 1):
                 return self._named(self._chained(tensors, place), is_array)
             return self._named(_joined(tensors, [piece.samples for piece in pieces], how), is_array)
-        if isinstance(first, MetricValue):
-            return MetricValue(self._places[pieces[0].keys[first.call]])
+        if isinstance(first, (MetricValue, OfMetrics)):
+            return self._placed(first, pieces[0])
         if place in self._said.lists:
             pairs = [(item, piece) for piece, one in zip(pieces, found, strict=True) for item in one]
             return type(first)([self.value([item], [piece], (*place, "")) for item, piece in pairs])
@@ -296,6 +305,13 @@ class _Merger:
             numbers = [torch.tensor(float(one), dtype=torch.float64) for one in found]
             return float(_joined(numbers, [piece.samples for piece in pieces], how))
         return first
+
+    def _placed(self, said: Any, piece: _Piece) -> Any:
+        """Return what is said of results of calls, by their places among those of the batch."""
+        if isinstance(said, MetricValue):
+            return MetricValue(self._places[piece.keys[said.call]])
+        args = mapped((said.args, said.kwargs), (MetricValue, OfMetrics), lambda one: self._placed(one, piece))
+        return OfMetrics(said.function, *args)
 
     def _chained(self, tensors: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
         """Return tensors with samples in one."""

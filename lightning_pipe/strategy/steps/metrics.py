@@ -34,6 +34,7 @@ from lightning_pipe.capture.steps.record import (
     MetricRef,
     MetricValue,
     ObjectCall,
+    OfMetrics,
     Read,
     Ref,
     Sized,
@@ -110,12 +111,30 @@ def replay(
                 return module.get_submodule(path)
             case MetricValue(call):
                 return results[call]
+            case OfMetrics(function, args, kwargs):
+                return _of_metrics(function, real(args), real(kwargs))
 
     for call in record.calls:
         results.append(_make(call, real, module))
     for kept in record.kept:
         keep_state(kept, real(kept.value), module)
     return real(record.returned)
+
+
+def _of_metrics(function: Any, args: Any, kwargs: Any) -> Any:
+    """Compute with results of metrics.
+
+    Raises:
+        PipelineError: if that cannot be done with them.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # whatever a function of the step's choice may raise
+        known = f" It has {', '.join(map(str, args[0]))}." if args and isinstance(args[0], dict) else ""
+        raise PipelineError(
+            f"What the step makes of the result of a torchmetrics object fails: {type(error).__name__}: {error}."
+            f"{known} Give the result as it is to self.log or self.log_dict."
+        ) from error
 
 
 def keep_state(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
