@@ -104,7 +104,7 @@ class StepRecording:
             if isinstance(leaf, TracedNumber):
                 return Read(self.ref(leaf.tensor).name)
             if isinstance(leaf, MetricResult):
-                return leaf.said
+                return self.lift(leaf.said)
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
                 return sized(leaf)
             if isinstance(leaf, MarkedText):
@@ -342,8 +342,6 @@ class _Caller:
         """Return what an argument becomes in the recording; a metric its path, at the top alone."""
         if isinstance(value, TracedNumber):
             return self._recording.ref(value.tensor)
-        if isinstance(value, MetricResult):
-            return value.said
         if is_metric_or_collection(value):
             return MetricRef(self._paths[id(value)]) if id(value) in self._paths else value
         return self._recording.lift(value)

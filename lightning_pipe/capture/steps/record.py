@@ -97,14 +97,14 @@ class MetricValue:
 
 @dataclass(frozen=True)
 class OfMetrics:
-    """Stand for what a function makes of the results of recorded calls, which are `MetricValue` in its arguments."""
+    """What a function makes of results of recorded calls: a branch, with `MetricValue` among its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-STAND_INS = (Ref, Read, Sized, BatchText, Computed, MetricRef, MetricValue, OfMetrics)
+STAND_INS = (Ref, Read, Sized, BatchText, Computed, MetricRef, MetricValue)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ from lightning_pipe.capture.steps.record import (
     LogCall,
     MetricValue,
     ObjectCall,
-    OfMetrics,
     Ref,
     StepRecord,
 )
@@ -281,8 +280,8 @@ class _Merger:
             if tensors[0].ndim and (role is None or len(shapes) > 1):
                 return self._named(self._chained(tensors, place), is_array)
             return self._named(_joined(tensors, [piece.samples for piece in pieces], how), is_array)
-        if isinstance(first, (MetricValue, OfMetrics)):
-            return self._placed(first, pieces[0])
+        if isinstance(first, MetricValue):
+            return MetricValue(self._places[pieces[0].keys[first.call]])
         if place in self._said.lists:
             pairs = [(item, piece) for piece, one in zip(pieces, found, strict=True) for item in one]
             return type(first)([self.value([item], [piece], (*place, "")) for item, piece in pairs])
@@ -305,13 +304,6 @@ class _Merger:
             numbers = [torch.tensor(float(one), dtype=torch.float64) for one in found]
             return float(_joined(numbers, [piece.samples for piece in pieces], how))
         return first
-
-    def _placed(self, said: Any, piece: _Piece) -> Any:
-        """Return what is said of results of calls, by their places among those of the batch."""
-        if isinstance(said, MetricValue):
-            return MetricValue(self._places[piece.keys[said.call]])
-        args = mapped((said.args, said.kwargs), (MetricValue, OfMetrics), lambda one: self._placed(one, piece))
-        return OfMetrics(said.function, *args)
 
     def _chained(self, tensors: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
         """Return tensors with samples in one."""

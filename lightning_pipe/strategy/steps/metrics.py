@@ -93,7 +93,7 @@ def replay(
     results: list[Any] = []
 
     def real(said: Any) -> Any:
-        return mapped(said, STAND_INS, one)
+        return mapped(mapped(said, STAND_INS, one), OfMetrics, _of_metrics)
 
     def one(said: Any) -> Any:
         match said:
@@ -111,8 +111,6 @@ def replay(
                 return module.get_submodule(path)
             case MetricValue(call):
                 return results[call]
-            case OfMetrics(function, args, kwargs):
-                return _of_metrics(function, real(args), real(kwargs))
 
     for call in record.calls:
         results.append(_make(call, real, module))
@@ -121,14 +119,15 @@ def replay(
     return real(record.returned)
 
 
-def _of_metrics(function: Any, args: Any, kwargs: Any) -> Any:
+def _of_metrics(said: OfMetrics) -> Any:
     """Compute with results of metrics.
 
     Raises:
         PipelineError: if that cannot be done with them.
     """
+    args, kwargs = mapped((said.args, said.kwargs), OfMetrics, _of_metrics)
     try:
-        return function(*args, **kwargs)
+        return said.function(*args, **kwargs)
     except Exception as error:  # whatever a function of the step's choice may raise
         known = f" It has {', '.join(map(str, args[0]))}." if args and isinstance(args[0], dict) else ""
         raise PipelineError(
