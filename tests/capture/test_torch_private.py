@@ -484,3 +484,34 @@ def test_a_graph_is_compiled_for_inputs_of_one_form():
     forms = [(t.shape, t.stride(), t.dtype) for t in (x, y)]
     compiled = private.inductor(torch.fx.symbolic_trace(Two()), forms, x.device)
     torch.testing.assert_close(tuple(compiled(x, y)), Two()(x, y))
+
+
+def test_memory_knows_how_many_tensors_refer_to_it():
+    memory = torch.zeros(8)
+    storage = memory.untyped_storage()
+    before = private.storage_users(storage)
+    view = memory[2:].view(torch.int32).as_strided((2,), (1,))
+    assert private.storage_users(storage) == before + 1
+    del view
+    assert private.storage_users(storage) == before
+
+
+def test_tensors_of_several_types_are_copied():
+    sources = [torch.arange(3.0), torch.arange(4), torch.ones(2, 2, dtype=torch.bool), torch.rand(0)]
+    targets = [torch.zeros_like(source) for source in sources]
+    private.copy_each(targets, sources)
+    torch.testing.assert_close(targets, sources)
+    private.copy_each([], [])
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_names_what_it_says_of_its_random_numbers(kind):
+    names = private.result_names(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default)
+    assert names[0] == "output"
+    assert {"rng_state", "unused"} <= {*names} or {"philox_seed", "philox_offset"} <= {*names}
+
+
+def test_an_argument_is_found_by_any_of_its_names():
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert private.argument_place(attention, ("rate", "dropout_p")) == (3, "dropout_p", 0.0)
+    assert private.argument_place(attention, ("rate",)) is None
