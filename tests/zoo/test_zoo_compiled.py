@@ -86,4 +86,5 @@ def test_a_compiled_module_of_the_zoo_has_the_same_numbers(name, caplog):
     for record in caplog.records:
         assert record.levelno < logging.WARNING or "uncompiled" in record.message
     largest = max(float(gradient.abs().max()) for gradient in plain[1].values())
-    torch.testing.assert_close(plain, second, rtol=1e-3, atol=1e-4 * max(1.0, largest), equal_nan=True)
+    rtol = 2 * torch.finfo(torch.bfloat16).eps if name == "autocast_inside" else 1e-3  # which computes in it
+    torch.testing.assert_close(plain, second, rtol=rtol, atol=1e-4 * max(1.0, largest), equal_nan=True)
