@@ -51,6 +51,7 @@
   `step`, to count.
 * `_foreach_norm`: the norms of several tensors, as `torch.nn.utils.get_total_norm` finds them; `_foreach_copy_`: copies
   of several tensors as few launches.
+* `Tensor._make_subclass`: a tensor of a subclass, made past all modes.
 * `torch._C._storage_Use_Count`: how many tensors and others refer to memory.
 * `torch._C._cuda_endAllocateToPool`, `_cuda_releasePool`: what a CUDA graph that could not be recorded leaves undone.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
@@ -125,6 +126,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "argument_names",
     "argument_place",
+    "as_kind",
     "assert_async",
     "assert_now",
     "checkpoint_only",
@@ -569,6 +571,11 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         theirs.append(source)
     for ours, theirs in of_type.values():
         torch._foreach_copy_(ours, theirs)
+
+
+def as_kind(kind: type[torch.Tensor], tensor: torch.Tensor) -> Any:
+    """Return a tensor of the same memory that is of a subclass; no mode sees it."""
+    return torch.Tensor._make_subclass(kind, tensor)
 
 
 def end_allocation(device: torch.device, pool: tuple[int, int]) -> None:

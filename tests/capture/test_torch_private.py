@@ -515,3 +515,12 @@ def test_an_argument_is_found_by_any_of_its_names():
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     assert private.argument_place(attention, ("rate", "dropout_p")) == (3, "dropout_p", 0.0)
     assert private.argument_place(attention, ("rate",)) is None
+
+
+def test_a_tensor_becomes_one_of_a_subclass_past_all_modes():
+    class Kind(torch.Tensor):
+        pass
+
+    with private.FakeTensorMode():
+        made = private.as_kind(Kind, torch.empty((), device="meta"))
+    assert type(made) is Kind and made.is_meta

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.python.state_slots import attributes_of, owners_of
+from lightning_pipe.capture.steps.metric_result import is_result
 from lightning_pipe.capture.steps.module_tables import HookTables, refill
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_state import ModuleState
@@ -32,7 +33,7 @@ _DEEPEST = 4
 
 def tensors_in(value: Any, *, objects: bool = False, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested collections and data classes; with `objects`, also in attributes of other objects."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not is_result(value):
         yield value
         return
     items = _items(value)

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_pipe.capture.python.users_code import is_users
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, TracedNumber, hazard, user_line
-from lightning_pipe.capture.steps.metric_result import MetricResult, value_of_call
+from lightning_pipe.capture.steps.metric_result import Deferred, MetricResult, is_result, value_of_call
 from lightning_pipe.capture.steps.numbers import sized
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
@@ -103,7 +103,7 @@ class StepRecording:
                 return Computed(leaf.expression)
             if isinstance(leaf, TracedNumber):
                 return Read(self.ref(leaf.tensor).name)
-            if isinstance(leaf, MetricResult):
+            if is_result(leaf):
                 return self.lift(leaf.said)
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
                 return sized(leaf)
@@ -115,7 +115,7 @@ class StepRecording:
                 return leaf
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
-        kinds = (torch.Tensor, TracedNumber, MetricResult, torch.SymInt, torch.SymFloat, str)
+        kinds = (torch.Tensor, TracedNumber, Deferred, torch.SymInt, torch.SymFloat, str)
         return mapped(value, kinds, one)
 
 
@@ -276,7 +276,7 @@ class _Caller:
         for entries, before, whole in self._given:
             if entries is dictionary and [*map(id, entries.values())] == [*map(id, before.values())]:
                 dictionary = whole  # metrics may have several entries each
-        items = [("", dictionary)] if isinstance(dictionary, MetricResult) else dictionary.items()
+        items = [("", dictionary)] if is_result(dictionary) else dictionary.items()
         for name, value in items:
             self._log(name, value, args, kwargs)
 
@@ -297,7 +297,7 @@ class _Caller:
             if isinstance(metric, torchmetrics.MetricCollection):
                 return self._entries(metric, said, line)
             if method == "compute":
-                return MetricResult(said, line, what="what a torchmetrics object has accumulated")
+                return MetricResult.of(said, line, what="what a torchmetrics object has accumulated")
             compute = None
             if (
                 is_metric(metric)
@@ -305,7 +305,7 @@ class _Caller:
                 and not any(map(is_metric, metric.children()))
             ):
                 compute = partial(value_of_call, metric, self._own[path], args, kwargs)
-            return MetricResult(said, line, what="the value of a torchmetrics object", compute=compute)
+            return MetricResult.of(said, line, what="the value of a torchmetrics object", compute=compute)
 
         return record
 
@@ -313,10 +313,10 @@ class _Caller:
         """Return what a call of a collection gives: an entry of every metric, by its name."""
         what = "the value of a torchmetrics object"
         entries = {
-            str(name): MetricResult(OfMetrics(operator.getitem, (said, name)), line, what=what)
+            str(name): MetricResult.of(OfMetrics(operator.getitem, (said, name)), line, what=what)
             for name in metrics.keys(keep_base=False)
         }
-        self._given.append((entries, {**entries}, MetricResult(said, line, what=what)))
+        self._given.append((entries, {**entries}, MetricResult.of(said, line, what=what)))
         return entries
 
     def logger(self, path: str, method: str) -> Callable[..., _Nothing]:

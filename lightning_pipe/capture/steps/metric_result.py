@@ -8,38 +8,36 @@ object's own `forward` on a state of its own.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torchmetrics
 
-from lightning_pipe.capture.steps.hazards import TracedNumber, hazard
+from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard
 from lightning_pipe.capture.steps.record import MetricValue, OfMetrics
 from lightning_pipe.capture.steps.trees import found_in, mapped
+from lightning_pipe.capture.torch_private import as_kind
 
 
-class MetricResult:
+class Deferred:
     """Stand for what a recorded metric call will return, or for what the step makes of such results.
 
-    It can be logged, returned and kept, and computed with beside constants: that is done when the values are known.
+    It can be logged, returned and kept, and computed with: that is done when the values of the batch are known.
     Where a result has a gradient, the step computes with its value for the samples of this run, as it may be a loss.
 
-    Args:
+    Attributes:
         said: what it becomes in the recording.
         line: the user's line.
         what: what it is, for an error.
-        compute: computes the value for the samples of this run; None where it has no gradient.
     """
 
-    def __init__(
-        self, said: MetricValue | OfMetrics, line: str, *, what: str, compute: Callable[[], Any] | None = None
-    ) -> None:
-        self.said, self.line, self.what = said, line, what
-        self._compute = compute
-        self._tensor: torch.Tensor | None = None
+    said: MetricValue | OfMetrics
+    line: str
+    what: str
+    _compute: Callable[[], Any] | None = None
+    _value: torch.Tensor | None = None
 
     def tensor(self) -> torch.Tensor:
         """Return the value for the samples of this run.
@@ -48,32 +46,37 @@ class MetricResult:
             CaptureError: if it has no gradient: what Python does with a metric would be done to that of a micro-batch.
         """
         if not self.has_gradient():
-            raise hazard(f"{self.what} is used by the step (it can only be logged, or what is made of it)", self.line)
-        assert self._tensor is not None, "it has been computed"
-        return self._tensor
+            self.refuse()
+        assert self._value is not None, "it has been computed"
+        return self._value
 
     def has_gradient(self) -> bool:
         """Return whether the step may train on it."""
-        if self._tensor is None and self._compute is not None:
+        if self._value is None and self._compute is not None:
             value, self._compute = self._compute(), None
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                self._tensor = value
-        return self._tensor is not None
+                self._value = value
+        return self._value is not None
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if not self.has_gradient() and callable(getattr(torch.Tensor, name, None)):
-            return functools.partial(_applied, _method, (name, self))
-        return getattr(self.tensor(), name)
+    def refuse(self) -> NoReturn:
+        """Refuse that the step goes by the value, or changes it in place.
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch call on the values of results, or note it."""
-        return _applied(func, args, **(kwargs or {}))
+        Raises:
+            CaptureError: in all cases.
+        """
+        raise hazard(f"{self.what} is used by the step (it can only be logged, or what is made of it)", self.line)
 
     def __getitem__(self, key: Any) -> Any:
         return _applied(operator.getitem, (self, key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.refuse()
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.tensor()
+
+    def __len__(self) -> int:
+        return len(self.tensor())
 
     def __float__(self) -> float:
         return float(self.tensor())
@@ -81,46 +84,116 @@ class MetricResult:
     def __int__(self) -> int:
         return int(self.tensor())
 
+    def __index__(self) -> int:
+        return self.tensor().__index__()
+
     def __bool__(self) -> bool:
         return bool(self.tensor())
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.tensor())
 
+    def __round__(self, digits: int | None = None) -> Any:
+        return _applied(round, (self, digits))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self._value) if self.has_gradient() else UNKNOWN_TEXT
+
     def __format__(self, form: str) -> str:
-        return format(self.tensor(), form)
+        return format(self._value, form) if self.has_gradient() else UNKNOWN_TEXT
+
+    __hash__ = object.__hash__
 
 
-def _method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(value, name)(*args, **kwargs)
+class MetricResult(Deferred, torch.Tensor):  # type: ignore[misc]  # another __repr__
+    """A tensor of that kind. Torch finds no values in it, wherever it looks past Python."""
+
+    @classmethod
+    def of(
+        cls, said: MetricValue | OfMetrics, line: str, *, what: str, compute: Callable[[], Any] | None = None
+    ) -> MetricResult:
+        """Return the stand-in.
+
+        Args:
+            said, line, what: as the attributes say.
+            compute: computes the value for the samples of this run; None where it has no gradient.
+        """
+        made: MetricResult = as_kind(cls, _NO_VALUE)
+        made.said, made.line, made.what, made._compute = said, line, what, compute
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch call on the values of results, or note it."""
+        if func.__name__ == "__get__" and not args[0].has_gradient():
+            name = func.__self__.__name__
+            return _NO_GRADIENT[name] if name in _NO_GRADIENT else args[0].refuse()
+        return _applied(func, args, **(kwargs or {}))
+
+
+class MetricNumber(Deferred):
+    """A number that was read from such a tensor."""
+
+    def __init__(self, said: OfMetrics, line: str, what: str) -> None:
+        self.said, self.line, self.what = said, line, what
+
+    @property
+    def __class__(self) -> type:
+        """What the step takes it for; of a float proper Python would read the value past all methods."""
+        return float
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise TypeError("it stands for a float")
+
+
+_NO_VALUE = torch.empty((), device="meta")
+_NO_GRADIENT: Mapping[str, Any] = {"requires_grad": False, "grad_fn": None, "grad": None, "is_leaf": True}
+_FORMS = frozenset(
+    "numel nelement dim ndimension size stride is_floating_point is_complex element_size data_ptr is_contiguous "
+    "get_device untyped_storage storage storage_offset numpy tolist is_conj is_neg __len__ __array__".split()
+)
+
+
+def is_result(value: Any) -> bool:
+    """Return whether a value stands for a result, which it does not say of itself."""
+    return issubclass(type(value), Deferred)
+
+
+def _writes(name: str) -> bool:
+    """Return whether a function of this name changes its argument in place."""
+    return name.startswith(("__i", "__set")) if name.startswith("__") else name.endswith("_")
 
 
 def _applied(function: Callable[..., Any], given: tuple[Any, ...], *more: Any, **kwargs: Any) -> Any:
     """Return what a function makes of results: of their values, if all have some that the step may use."""
-    args = (*given, *more)
-    results = list(found_in((args, kwargs), (MetricResult, torch.Tensor, TracedNumber)))
-    deferred = [one for one in results if isinstance(one, MetricResult) and not one.has_gradient()]
+    args, name = (*given, *more), getattr(function, "__name__", "")
+    results = [one for one in found_in((args, kwargs), Deferred) if is_result(one)]
+    deferred = [one for one in results if not one.has_gradient()]
     if not deferred:
-        args, kwargs = mapped((args, kwargs), MetricResult, MetricResult.tensor)
+        args, kwargs = mapped((args, kwargs), Deferred, Deferred.tensor)
         return function(*args, **kwargs)
     first = deferred[0]
-    if not all(isinstance(one, MetricResult) for one in results):
-        return first.tensor()  # which it has not
-    args, kwargs = mapped((args, kwargs), MetricResult, lambda one: one.said)
-    return MetricResult(OfMetrics(function, args, kwargs), first.line, what=first.what)
+    if _writes(name) or name in _FORMS or kwargs.get("out") is not None:
+        first.refuse()
+    args, kwargs = mapped((args, kwargs), Deferred, lambda one: one.said)
+    said = OfMetrics(function, args, kwargs)
+    if name == "item" or all(type(one) is MetricNumber for one in results):
+        return MetricNumber(said, first.line, first.what)
+    return MetricResult.of(said, first.line, what=first.what)
 
 
 def _operation(function: Callable[..., Any], *, is_reflected: bool) -> Callable[..., Any]:
-    def call(self: MetricResult, *others: Any) -> Any:
+    def call(self: Deferred, *others: Any) -> Any:
         return _applied(function, (*others, self) if is_reflected else (self, *others))
 
     return call
 
 
-for _name in "add sub mul truediv pow neg abs lt le gt ge".split():
-    setattr(MetricResult, f"__{_name}__", _operation(getattr(operator, _name), is_reflected=False))
-for _name in "add sub mul truediv pow".split():
-    setattr(MetricResult, f"__r{_name}__", _operation(getattr(operator, _name), is_reflected=True))
+for _name in "add sub mul truediv floordiv mod pow neg abs eq ne lt le gt ge".split():
+    setattr(Deferred, f"__{_name}__", _operation(getattr(operator, _name), is_reflected=False))
+for _name in "add sub mul truediv floordiv mod pow".split():
+    setattr(Deferred, f"__r{_name}__", _operation(getattr(operator, _name), is_reflected=True))
 
 
 def value_of_call(metric: torchmetrics.Metric, own: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
@@ -168,8 +241,8 @@ def with_loss(method: str, output: Any) -> Any:
     """Return what a step returned, with the value of a torchmetrics object in the place of a loss that is one."""
     if method != "training_step":
         return output
-    if isinstance(output, MetricResult):
+    if is_result(output):
         return output.tensor()
-    if isinstance(output, dict) and isinstance(output.get("loss"), MetricResult):
+    if isinstance(output, dict) and is_result(output.get("loss")):
         return {**output, "loss": output["loss"].tensor()}
     return output

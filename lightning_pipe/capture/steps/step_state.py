@@ -29,7 +29,7 @@ from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.python.state_slots import attribute_slots, shared_slots
 from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
-from lightning_pipe.capture.steps.metric_result import MetricResult
+from lightning_pipe.capture.steps.metric_result import Deferred
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import can_be_told
 from lightning_pipe.lightning_names import pl
@@ -177,7 +177,7 @@ class ModuleState:
         """List what has changed, as what a step leaves behind; classes that it made are made again where missed."""
         kept = [_as_kept(change) for change in self.changes() if not isinstance(change.now, type)]
         return [
-            one if can_be_told(one.value, (torch.Tensor, MetricResult)) else replace(one, path=(), value=None)
+            one if can_be_told(one.value, (torch.Tensor, Deferred)) else replace(one, path=(), value=None)
             for one in kept
         ]
 
