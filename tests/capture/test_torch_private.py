@@ -521,6 +521,7 @@ def test_a_tensor_becomes_one_of_a_subclass_past_all_modes():
     class Kind(torch.Tensor):
         pass
 
+    form = torch.empty((), device="meta")
     with private.FakeTensorMode():
-        made = private.as_kind(Kind, torch.empty((), device="meta"))
+        made = private.as_kind(Kind, form)
     assert type(made) is Kind and made.is_meta

@@ -143,6 +143,7 @@ def describe(
     _drop_detaches(graph)
     _drop_unread_numbers(graph)
     _drop_copies_into_state(graph)
+    _name_squeezed(graph)
     symbols, others = {s for leaf in leaves for s in _symbols(leaf)}, _symbols_at(leaves, lengths)
     _refuse_shapes_of_values(graph, symbols)
     symbols -= {*others.values()}
@@ -294,6 +295,14 @@ def _drop_detaches(graph: fx.Graph) -> None:
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _name_squeezed(graph: fx.Graph) -> None:
+    """Let `squeeze()` name its dimensions: a part with one sample keeps that of the samples, as the batch does."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.squeeze.default):
+        sizes = node.args[0].meta["val"].shape
+        node.target = torch.ops.aten.squeeze.dims
+        node.args = (node.args[0], [dim for dim, size in enumerate(sizes) if isinstance(size, int) and size == 1])
 
 
 def _drop_unread_numbers(graph: fx.Graph) -> None:

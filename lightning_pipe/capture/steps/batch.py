@@ -121,11 +121,14 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
 
 
 def with_rows(template: Any, total: int, rows: range) -> Any:
-    """Return a template whose lists with an item per sample, but no tensors, have those of some samples only."""
+    """Return a template whose lists with an item per sample, but no tensors, have those of some samples.
+
+    Rows behind the last are the first ones again: a trial may have more samples than the batch that it is made of.
+    """
     if len(rows) == total or isinstance(template, LeafSlot) or (inside := branches(template)) is None:
         return template
     if type(template) in (list, tuple) and len(template) == total and not _has_tensors(template):
-        return type(template)(template[row] for row in rows)
+        return type(template)(template[row % total] for row in rows)
     return rebuilt(template, {key: with_rows(item, total, rows) for key, item in inside.items()})
 
 

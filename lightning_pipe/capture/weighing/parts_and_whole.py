@@ -62,6 +62,8 @@ class PartsAndWhole(Generic[Key]):
     def sample_dim(self, key: Key) -> int | None:
         """Return the dimension along which the parts are as long as the whole; None if there is none."""
         whole, parts = self.whole[key], [part[key] for part in self.parts]
+        if any(part.ndim != whole.ndim for part in parts):
+            return None
         for dim in range(whole.ndim):
             rest = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (whole, *parts)}
             if len(rest) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:

@@ -23,11 +23,13 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lightning_pipe.capture.python.users_code import is_lightnings
 from lightning_pipe.capture.steps.batch import Structure, flatten
 from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.errors import BatchError, PipelineError
@@ -319,8 +321,20 @@ class FedLoader:
     def __init__(self, loader: Any, feed: Feed) -> None:
         vars(self).update(loader=loader, feed=feed, first=None, peeked=None)
 
-    def __iter__(self) -> FedIterator:
-        return self.feed.iterate(self)
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate on all ranks together; for who is not Lightning (a hook), by this rank for itself."""
+        return self.feed.iterate(self) if is_lightnings(sys._getframe(1).f_code.co_filename) else self._by_itself()
+
+    def _by_itself(self) -> Iterator[Any]:
+        with self.feed.data.while_loading():
+            batches = iter(self.loader)
+        while True:
+            with self.feed.data.while_loading():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
 
     def __len__(self) -> int:
         with self.feed.data.while_loading():

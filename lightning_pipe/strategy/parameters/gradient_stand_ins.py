@@ -21,6 +21,11 @@ from lightning_pipe.strategy.parameters.stand_ins import Absence, Guarded, Stand
 
 _NORMS = frozenset({"norm", "linalg_vector_norm", "vector_norm"})
 _EUCLIDEAN = (2, 2.0, "fro", None)
+_DRAWS = frozenset(
+    "rand_like randn_like randint_like normal normal_ uniform_ random_ bernoulli bernoulli_ exponential_ geometric_ "
+    "cauchy_ log_normal_ dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout "
+    "dropout1d dropout2d dropout3d native_dropout poisson multinomial rrelu rrelu_".split()
+)
 _SCALED = {"mul_": 1, "div_": -1, "_foreach_mul_": 1, "_foreach_div_": -1}
 
 
@@ -52,9 +57,10 @@ class GradientStandIn(Guarded, torch.Tensor):
         written = [args[0]] if changes or name == "__setitem__" else []
         if _has_real((written, kwargs.get("out"))):
             guarded.absence.refuse(name, guarded._way_out)
+        forms = _as_drawn if name in _DRAWS else _as_forms
         with unguarded():
             try:
-                result = func(*_as_forms(args), **_as_forms(kwargs))
+                result = func(*forms(args), **forms(kwargs))
             except Exception:  # torch has no values to read
                 guarded.absence.refuse(name, guarded._way_out)
         if changes:
@@ -111,6 +117,19 @@ def _as_forms(value: Any) -> Any:
         return tensor.absence.form if isinstance(tensor, Guarded) else tensor.to("meta") if tensor.ndim else tensor
 
     return apply_to_collection(value, torch.Tensor, form)
+
+
+def _as_drawn(value: Any) -> Any:
+    """Return arguments with zeros in the place of stand-ins, so that as much is drawn as where the gradient is."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return (
+            torch.zeros_like(tensor.absence.form, device=tensor.absence.device)
+            if isinstance(tensor, Guarded)
+            else tensor
+        )
+
+    return apply_to_collection(value, torch.Tensor, zeros)
 
 
 def _has_real(value: Any) -> bool:

@@ -49,6 +49,7 @@ _OF_ONE_RANK = (
     "/rank_zero.py",
     *(f"/{logger}/" for logger in ("tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune", "clearml")),
 )
+_ITERATES = "/torch/utils/data/dataloader.py"  # asks for shuffles that ranks share
 _BEFORE_ZEROING = "on_before_zero_grad"
 _ON_LOADED = frozenset("on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer".split())
 _RANKS = frozenset("global_rank local_rank node_rank is_global_zero".split())
@@ -134,7 +135,7 @@ class WeightsInHooks(TorchFunctionMode):
             self._hear(frame)
 
     def _hear(self, asking: types.FrameType) -> None:
-        if self._is_watching:
+        if self._is_watching and not asking.f_code.co_filename.endswith(_ITERATES):  # which changes nothing on the host
             self._asked_in = _hook_above(asking) or self._asked_in
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
