@@ -121,6 +121,11 @@ def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
+def asked_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
+    """Return the loaders that the fit loop has; None if it has not asked for them."""
+    return trainer.fit_loop._combined_loader
+
+
 def forget_train_loaders(trainer: pl.Trainer) -> None:
     """Let the fit loop ask for its data again when it begins."""
     trainer.fit_loop._combined_loader = None

@@ -44,8 +44,9 @@ from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
+from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
-from lightning_pipe.strategy.loading.first_batch import early_loaders, look_where_iterated, peek
+from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
 from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
 from lightning_pipe.strategy.parameters.optimizer import Groups
@@ -218,6 +219,13 @@ class Session:
         with early_loaders(trainer, self._feed, self._links.control, device=self._device) as loaders:
             if loaders is not None and trainer.fit_loop.max_batches:
                 self._plan_for_first(loaders)
+
+    def begin_loaders(self, asked: AskedEarly) -> None:
+        """Open the loaders of the fit, or let it ask for others if what they were made of has changed; on all ranks."""
+        changed = self._links.control.agreed(asked.changed, source=0, what="whether loaders are asked for again")
+        if changed:
+            forget_loaders(self._module.trainer, self._feed, changed=changed)
+        self._feed.begin_early()
 
     def _plan_for_first(self, loaders: CombinedLoader) -> None:
         """Plan for the first batch of the loaders."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -59,6 +60,7 @@ from lightning_pipe.strategy.checkpoints.collecting import collecting
 from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
 from lightning_pipe.strategy.checkpoints.saving import Directories, load, save_plain
+from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
@@ -443,7 +445,8 @@ class DappleStrategy(ParallelStrategy):
             self._groups = self._session.groups
             self._stopwatch.lap("optimizers")
             self._session.look_ahead(trainer)
-            self._undo.append(private.call_before_training(trainer, self._feed.begin_early))
+            begin = functools.partial(self._session.begin_loaders, AskedEarly(trainer))
+            self._undo.append(private.call_before_training(trainer, begin))
             self._session.expect_readers(readers_of_gradients(trainer, module))
         if self.world_size > 1:
             self._in_hooks = WeightsInHooks(self._session.weights, self._whole)

@@ -255,3 +255,71 @@ def validated(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 def test_validation_opens_its_loader_before_its_hooks() -> None:
     """Hooks drew what the loader draws on one device."""
     assert_as_on_one_device(validated, "", LAYOUTS[0])
+
+
+class SetLate(Small):
+    """The size of batches is set when the fit starts, and by what validation finds; another depends on neither."""
+
+    validation = staticmethod(lambda: loader(12, 4, 2))
+    data = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.size, self.asked = way, 4, 0
+
+    def on_fit_start(self) -> None:
+        if self.way == "size":
+            self.size = 2
+        elif self.way == "limit":
+            self.trainer.limit_train_batches = 2
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch))
+        if self.way == "found":
+            self.size = 5
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.noted.append(len(batch[0]))
+
+    def train_dataloader(self) -> Any:
+        return self.made()
+
+    def made(self) -> Any:
+        return loader(20, self.size)
+
+
+class LateData(pl.LightningDataModule):
+    """A data module whose batch size a callback sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 4
+
+    def train_dataloader(self) -> Any:
+        return loader(20, self.size)
+
+
+class SetsSize(pl.Callback):
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.datamodule.size = 10
+
+
+class WithData(SetLate):
+    data = LateData
+    validation = None
+    train_dataloader = pl.LightningModule.train_dataloader
+
+    def configure_callbacks(self) -> list[Any]:
+        return [SetsSize()]
+
+
+def set_late(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    return run(lambda: WithData(way) if way == "data" else SetLate(way), options, num_sanity_val_steps=1)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("way", ["size", "limit", "found", "data"])
+def test_what_loaders_are_made_of_may_be_set_before_the_fit_begins(way: str, options: dict[str, Any]) -> None:
+    """Loaders are asked for earlier, to plan for the first batch, and kept what they were made of."""
+    assert_as_on_one_device(set_late, way, options)

@@ -8,7 +8,7 @@ used later.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_pipe.capture.steps.keyed_random import Randomness
-from lightning_pipe.lightning_names import CombinedLoader, isolate_rng, pl
+from lightning_pipe.lightning_names import CombinedLoader, isolate_rng, pl, rank_zero_warn
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.loading.batch_loading import FedLoader, Feed
 from lightning_pipe.strategy.loading.untouched_data import can_be_put_back, untouched_data
@@ -47,10 +47,30 @@ def early_loaders(
     loaders = private.train_loaders(trainer)
     is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
     yield loaders
-    if is_drawn and loaders is not None and all(can_be_asked(loader.loader) for loader in loaders.flattened):
+    if is_drawn and loaders is not None and _can_all_be_asked(loaders):
         before.restore(device)
         feed.forget_early()
         private.forget_train_loaders(trainer)
+
+
+def forget_loaders(trainer: pl.Trainer, feed: Feed, *, changed: Sequence[str]) -> None:
+    """Let the fit ask for its loaders again when it begins, as something has changed that they are made of."""
+    loaders = private.asked_loaders(trainer)
+    if loaders is None:  # it will ask anyway
+        return
+    if not _can_all_be_asked(loaders):
+        rank_zero_warn(
+            f"{', '.join(changed)} has changed since train_dataloader was called, which is before the fit begins, to "
+            "plan for its first batch. The loader is a stream, of which a part may be read: it stays as it was made. "
+            "Set what it depends on in `setup`, or earlier."
+        )
+        return
+    feed.forget_early()
+    private.forget_train_loaders(trainer)
+
+
+def _can_all_be_asked(loaders: CombinedLoader) -> bool:
+    return all(can_be_asked(loader.loader) for loader in loaders.flattened)
 
 
 def look_where_iterated(loaders: CombinedLoader) -> None:

@@ -1,0 +1,82 @@
+"""What may have changed since the loaders of a fit were asked for, before the hooks that one device runs first.
+
+A plan needs the first batch, so `train_dataloader` is called before `on_fit_start` and the sanity check. If one of
+these changes what the hook reads (`self.batch_size = 2`), or a limit of the trainer, the fit asks again when it begins.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_pipe.lightning_names import pl
+
+_MOST = 1 << 20  # elements that are looked through
+_HOOK = "train_dataloader"
+_LIMITS = ("limit_train_batches", "val_check_interval", "overfit_batches", "check_val_every_n_epoch")
+
+
+class AskedEarly:
+    """Loaders that were asked for, and what they were made of.
+
+    Args:
+        trainer: of a fit, just after it was asked.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._before = self._now()
+
+    def changed(self) -> tuple[str, ...]:
+        """Name what is not as it was."""
+        now = self._now()
+        return tuple(name for name in now if name not in self._before or not _same(now[name], self._before[name]))
+
+    def _now(self) -> dict[str, Any]:
+        trainer: Any = self._trainer
+        found = {f"trainer.{name}": getattr(trainer, name, None) for name in _LIMITS}
+        for owner, path in ((trainer.lightning_module, "self"), (trainer.datamodule, "the data module's")):
+            read = _read_by(owner, _HOOK)
+            found |= {f"{path}.{n}": _content(value) for n, value in vars(owner or object).items() if n in read}
+        return found
+
+
+def _read_by(owner: Any, method: str) -> set[str]:
+    """Return the names in a method, and in other methods of its class that it names."""
+    read, pending = set[str](), [method]
+    while pending:
+        function = getattr(type(owner), pending.pop(), None)
+        codes = [function.__code__] if isinstance(function, types.FunctionType) else []
+        while codes:
+            code = codes.pop()
+            pending += [name for name in code.co_names if name not in read]
+            read |= {*code.co_names}
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return read
+
+
+def _content(value: Any) -> Any:
+    """Return what is in a value now, if that may change in place; another value itself."""
+    if isinstance(value, torch.Tensor) and value.numel() <= _MOST:
+        return value.detach().clone()
+    if isinstance(value, np.ndarray) and value.size <= _MOST:
+        return value.copy()
+    if isinstance(value, dict) and len(value) <= _MOST:
+        return [*value.items()]
+    return [*value] if isinstance(value, (list, set, deque)) and len(value) <= _MOST else value
+
+
+def _same(one: Any, two: Any) -> bool:
+    if one is two or type(one) is not type(two):
+        return one is two
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, two)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_same, one, two))
+    return isinstance(one, (bool, int, float, str)) and one == two
