@@ -78,6 +78,9 @@ class Net(Small):
         self.way(self, self.metrics(outputs, batch[1]))
         recall = self.recall(outputs, batch[1])
         self.log("recall/0", recall[0])
+        self.log_dict({f"of/{i}": value for i, value in enumerate(recall)} if len(recall) == 3 else {})
+        for name, value in zip(("cat", "dog", "eel"), recall, strict=True):
+            self.log(name, value)
         self.log("recall", recall.mean())
         self.log("right", len(batch[1]) * recall.mean())
         self.log("mixed", 0.5 * recall.mean() + 0.5 * (1 - outputs.detach().mean()))

@@ -40,7 +40,7 @@ from lightning_pipe.capture.steps.record import (
 )
 from lightning_pipe.capture.steps.trees import can_be_told, mapped
 from lightning_pipe.capture.text_fields import MarkedText, index_of
-from lightning_pipe.capture.torchmetrics_objects import is_metric, is_metric_or_collection
+from lightning_pipe.capture.torchmetrics_objects import is_metric, is_metric_or_collection, items_of
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
 
@@ -305,7 +305,9 @@ class _Caller:
                 and not any(map(is_metric, metric.children()))
             ):
                 compute = partial(value_of_call, metric, self._own[path], args, kwargs)
-            return MetricResult.of(said, line, what="the value of a torchmetrics object", compute=compute)
+            result = MetricResult.of(said, line, what="the value of a torchmetrics object", compute=compute)
+            result.items = items_of(metric)
+            return result
 
         return record
 

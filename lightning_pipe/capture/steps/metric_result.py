@@ -31,11 +31,13 @@ class Deferred:
         said: what it becomes in the recording.
         line: the user's line.
         what: what it is, for an error.
+        items: number of items along the first dimension; None if that is not known.
     """
 
     said: MetricValue | OfMetrics
     line: str
     what: str
+    items: int | None = None
     _compute: Callable[[], Any] | None = None
     _value: torch.Tensor | None = None
 
@@ -76,7 +78,7 @@ class Deferred:
         return item in self.tensor()
 
     def __len__(self) -> int:
-        return len(self.tensor())
+        return len(self.tensor()) if self.items is None else self.items
 
     def __float__(self) -> float:
         return float(self.tensor())
@@ -90,8 +92,8 @@ class Deferred:
     def __bool__(self) -> bool:
         return bool(self.tensor())
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.tensor())
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tensor()) if self.items is None else iter([self[item] for item in range(self.items)])
 
     def __round__(self, digits: int | None = None) -> Any:
         return _applied(round, (self, digits))
