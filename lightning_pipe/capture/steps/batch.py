@@ -87,8 +87,8 @@ class Structure:
             raise BatchError(
                 f"The batch has no tensor with a dimension {batch_dim} to cut into micro-batches (found "
                 f"{len(self.leaves)} tensors in {type(self.template).__name__}; dicts, lists, tuples and dataclasses "
-                "are looked into). Return tensors with samples along one dimension, and name it with batch_dim if it is "
-                "not the first; or set microbatches=1 and give every stage one rank, which takes batches as they are."
+                "are looked into). Return tensors with samples along one dimension, and name it with batch_dim if it "
+                "is not the first; or set microbatches=1 and give every stage one rank, for batches as they are."
             )
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"tensor {i} has {n}" for i, n in sizes.items())
