@@ -71,6 +71,7 @@ class Net(Small):
         super().__init__()
         self.way, self.metrics, self.compute = WAYS[way], metrics(), way == "prefixed"
         self.recall = torchmetrics.Recall(average=None, **COMMON)
+        self.kept: list[dict[str, Any]] = []
         self.by_name = torchmetrics.ClasswiseWrapper(torchmetrics.Precision(average=None, **COMMON))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -86,6 +87,7 @@ class Net(Small):
         self.log("mixed", 0.5 * recall.mean() + 0.5 * (1 - outputs.detach().mean()))
         self.log("weighed", recall.mean() * batch[1].size(0) / (1 + self.current_epoch))
         self.log("precision/1", self.by_name(outputs, batch[1])["multiclassprecision_1"])
+        self.kept.append({"recall": recall.mean().item(), **self.metrics(outputs, batch[1])})
         return {"loss": F.cross_entropy(outputs, batch[1]), "error": 1 - recall.mean()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -94,7 +96,7 @@ class Net(Small):
             self.log_dict({f"val/{name}": value for name, value in self.metrics.compute().items()})
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.noted.append(float(outputs["error"]))
+        self.noted.append((float(outputs["error"]), {name: float(value) for name, value in self.kept[-1].items()}))
 
 
 def fitted(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipe.capture.steps.record import KeptState
+from lightning_pipe.capture.steps.metric_result import is_result
+from lightning_pipe.capture.steps.record import KeptState, OfMetrics
 
 
 def is_inside(left: KeptState, path: str) -> bool:
@@ -47,6 +48,10 @@ def same_left(one: KeptState, two: KeptState) -> bool:
 
 def same_content(one: Any, two: Any) -> bool:
     """Return whether two values have the same content; not-a-number equals itself."""
+    if is_result(one) or is_result(two):
+        return is_result(one) and is_result(two) and same_content(one.said, two.said)
+    if isinstance(one, OfMetrics) and isinstance(two, OfMetrics):
+        return same_content((one.function, one.args, one.kwargs), (two.function, two.args, two.kwargs))
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         same = one.shape == two.shape and one.dtype == two.dtype
         return same and bool(torch.equal(one, two) or torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))

@@ -28,7 +28,7 @@ from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import Observer, hazard, user_line
-from lightning_pipe.capture.steps.metric_result import with_loss
+from lightning_pipe.capture.steps.metric_result import is_result, with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
 from lightning_pipe.capture.steps.step_state import DataWriter, StepState
 from lightning_pipe.capture.torch_private import keeping_version
@@ -319,7 +319,8 @@ def _symbolic_lengths() -> Iterator[None]:
     count = builtins.len
 
     def length(thing: Any) -> Any:
-        return thing.shape[0] if isinstance(thing, torch.Tensor) and thing.ndim else count(thing)
+        is_tensor = isinstance(thing, torch.Tensor) and not is_result(thing)
+        return thing.shape[0] if is_tensor and thing.ndim else count(thing)
 
     with mock.patch.object(builtins, "len", length):
         yield

@@ -29,7 +29,7 @@ from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.python.state_slots import attribute_slots, shared_slots
 from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
-from lightning_pipe.capture.steps.metric_result import Deferred
+from lightning_pipe.capture.steps.metric_result import Deferred, is_result
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import can_be_told
 from lightning_pipe.lightning_names import pl
@@ -137,6 +137,8 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, str):
         return not str.__contains__(value, UNKNOWN_TEXT)  # of a marked text, without a look at it
+    if is_result(value):
+        return False
     if isinstance(value, torch.Tensor):
         return math.prod(size if isinstance(size, int) else size.node.hint for size in value.shape) <= _MOST_ELEMENTS
     numbers = (bool, int, float, type(None), torch.SymInt, torch.SymFloat)
