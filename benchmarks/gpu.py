@@ -90,9 +90,8 @@ class Meter(pl.Callback):
         self.losses: list[float] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        logging.getLogger("lightning_pipe.capture.stages").setLevel(
-            logging.WARNING
-        )  # what runs uncompiled, or unrecorded
+        """Let the log say what runs uncompiled, or unrecorded."""
+        logging.getLogger("lightning_pipe.capture.stages").setLevel(logging.WARNING)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         torch.cuda.synchronize()

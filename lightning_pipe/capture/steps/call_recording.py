@@ -296,16 +296,16 @@ class _Caller:
             said, metric = MetricValue(len(self._recording.calls) - 1), self._metrics[path]
             if isinstance(metric, torchmetrics.MetricCollection):
                 return self._entries(metric, said, line)
+            what, compute = "the value of a torchmetrics object", None
             if method == "compute":
-                return MetricResult.of(said, line, what="what a torchmetrics object has accumulated")
-            compute = None
-            if (
+                what = "what a torchmetrics object has accumulated"
+            elif (
                 is_metric(metric)
                 and metric.is_differentiable is not False
                 and not any(map(is_metric, metric.children()))
             ):
                 compute = partial(value_of_call, metric, self._own[path], args, kwargs)
-            result = MetricResult.of(said, line, what="the value of a torchmetrics object", compute=compute)
+            result = MetricResult.of(said, line, what=what, compute=compute)
             result.items = items_of(metric)
             return result
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import types
 from collections import deque
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 
+from lightning_pipe.capture.python.users_code import names_in
+from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.lightning_names import pl
 
-_MOST = 1 << 20  # elements that are looked through
+_MOST = 1 << 20  # elements, or rows, that are looked through
 _HOOK = "train_dataloader"
 _LIMITS = ("limit_train_batches", "val_check_interval", "overfit_batches", "check_val_every_n_epoch")
 
@@ -34,7 +37,9 @@ class AskedEarly:
     def changed(self) -> tuple[str, ...]:
         """Name what is not as it was."""
         now = self._now()
-        return tuple(name for name in now if name not in self._before or not _same(now[name], self._before[name]))
+        return tuple(
+            name for name in now if name not in self._before or not same_content(now[name], self._before[name])
+        )
 
     def _now(self) -> dict[str, Any]:
         trainer: Any = self._trainer
@@ -50,12 +55,10 @@ def _read_by(owner: Any, method: str) -> set[str]:
     read, pending = set[str](), [method]
     while pending:
         function = getattr(type(owner), pending.pop(), None)
-        codes = [function.__code__] if isinstance(function, types.FunctionType) else []
-        while codes:
-            code = codes.pop()
-            pending += [name for name in code.co_names if name not in read]
-            read |= {*code.co_names}
-            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        if isinstance(function, types.FunctionType):
+            named = {*names_in(function.__code__)} - read
+            pending += named
+            read |= named
     return read
 
 
@@ -63,20 +66,5 @@ def _content(value: Any) -> Any:
     """Return what is in a value now, if that may change in place; another value itself."""
     if isinstance(value, torch.Tensor) and value.numel() <= _MOST:
         return value.detach().clone()
-    if isinstance(value, np.ndarray) and value.size <= _MOST:
-        return value.copy()
-    if isinstance(value, dict) and len(value) <= _MOST:
-        return [*value.items()]
-    return [*value] if isinstance(value, (list, set, deque)) and len(value) <= _MOST else value
-
-
-def _same(one: Any, two: Any) -> bool:
-    if one is two or type(one) is not type(two):
-        return one is two
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, two)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(_same, one, two))
-    return isinstance(one, (bool, int, float, str)) and one == two
+    is_small = isinstance(value, (np.ndarray, list, dict, set, deque)) and len(value) <= _MOST
+    return copy(value) if is_small else value
