@@ -77,7 +77,7 @@ class Chain:
     """The stages of one cut, run one after the other on the parameters of a module."""
 
     def __init__(self, capture: Capture, module: pl.LightningModule, cuts: tuple[int, ...]) -> None:
-        self._programs = capture.split(cuts).stages
+        self._capture, self._programs = capture, capture.split(cuts).stages
         self._state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -85,6 +85,9 @@ class Chain:
     @torch.no_grad()
     def run(self, leaves: Sequence[torch.Tensor], samples: int) -> Iterator[tuple[int, str, float]]:
         """Run a micro-batch through all stages; yield (stage, F or I or W, seconds)."""
+        leaves, _ = self._capture.with_totals(
+            list(leaves), cut=(True,) * len(leaves), sizes=(samples,), buffers=self._state
+        )
         held: list[dict[str, Any]] = [
             {name: leaves[index] for name, index in program.leaves.items()} for program in self._programs
         ]

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _MANY, _TINY = 100, 64  # parameters, and elements of each
 _SAMPLE_BYTES = 32 * 2**20  # of the sample at most
 _SQUARE, _WATCHED = 256, (2, 8)  # rows of parameters on which memory is watched, and how many of them
+_SWEPT_BYTES = 64 * 2**20  # more than the caches
 _STEPS = 7
 _WARM_UPS = 2  # the first step makes the state
 
@@ -109,10 +110,14 @@ def _step(like: Optimizer, shapes: Sequence[tuple[int, ...]], device: torch.devi
     known = inspect.signature(type(like)).parameters  # groups hold more: AdamW's say that its decay is decoupled
     options = {name: group[name] for name in like.defaults if name in group and name in known}
     optimizer = type(like)(parameters, **options)
-    return statistics.median([_timed(optimizer, device) for _ in range(_WARM_UPS + _STEPS)][_WARM_UPS:]), optimizer
+    others = torch.empty(_SWEPT_BYTES, dtype=torch.uint8, device=device)
+    seconds = [_timed(optimizer, device, others=others) for _ in range(_WARM_UPS + _STEPS)]
+    return statistics.median(seconds[_WARM_UPS:]), optimizer
 
 
-def _timed(optimizer: Optimizer, device: torch.device) -> float:
+def _timed(optimizer: Optimizer, device: torch.device, *, others: torch.Tensor) -> float:
+    """Return the seconds of a step after other memory was used, as it is in training: caches hold none of it."""
+    others.zero_()
     _finish(device)
     started = time.perf_counter()
     optimizer.step()

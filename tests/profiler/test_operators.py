@@ -127,6 +127,26 @@ def test_ranks_that_share_the_work_measure_everything_once():
     assert operators_.assemble(together).samples == (2, 3)
 
 
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_share_is_timed_among_the_calls_of_the_others_if_all_are_short(is_short, monkeypatch):
+    ran: list[set[str]] = []
+
+    class Watched(Walk):
+        def __init__(self, course: Course, chosen: tuple[int, ...], tools: Tools) -> None:
+            ran.append({course.items[i].call.signature for i in chosen})
+            super().__init__(course, chosen, tools)
+
+    monkeypatch.setattr(part, "Walk", Watched)
+    monkeypatch.setattr(part, "_WHOLE_S", GIGABYTE if is_short else 0.0)
+    course = course_of(parity_capture("gpt_tied"))
+    share = set(course.signatures[: len(course.signatures) // 3])
+    region = part.SampleRegion(course, share, tools())
+    region.measure(lambda done: None)
+    assert (ran[-1] == set(course.signatures)) == is_short
+    assert share <= ran[-1]
+    assert {name for name, _ in region.timings({})} == share, "the others tell what is theirs"
+
+
 def test_what_is_in_the_cache_is_not_measured_again(tmp_path, monkeypatch):
     capture = parity_capture("resnet_batchnorm")
     first = profile_capture(capture, device=CPU, sizes=(2, 4), cache=tmp_path)

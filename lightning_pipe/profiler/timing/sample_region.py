@@ -1,7 +1,8 @@
 """Sample region of an operation sequence: how often it is run, and what the repetitions show.
 
 A part is run once to see how long it takes. If that is short, a longer part is taken, in which every call is met more
-often, since its neighbours matter: the first step of a recurrent network finds other caches than the next ones. The
+often, since its neighbours matter: the first step of a recurrent network finds other caches than the next ones. So do
+those that other ranks measure: what a micro-batch needs in all may not fit the caches, where a share of it would. The
 time of a call is the mean over where it is met, and over all repetitions but the slowest tenth: means, because the
 seconds of a stage are a sum, and medians of times that are now and then longer add up to less than the median of the
 sum. Rounds lie apart in time, so that a disturbance that lasts for one of them does not count fully.
@@ -24,6 +25,7 @@ from lightning_pipe.profiler.timing.workspace import WorkspaceGauge
 
 _PART_S = 0.05  # of one run of a part: calls are met as often as this allows, at least once, and at most
 _MOST_INSTANCES = 32
+_WHOLE_S = 0.1  # of a part with all calls, also those that others measure, which is taken if it is so short
 _ROUND_S = 0.25  # of repetitions in a round
 _RUNS = (5, 30)  # repetitions in a round, as many as fit
 _LONG_S = 1.0  # a part that takes longer is measured in one round only, by
@@ -70,10 +72,15 @@ class SampleRegion:
         """Choose what is run, by how long it takes."""
         self._chosen = self._course.part(self._signatures, instances=1)
         walk, first = self._warm()
-        instances = min(int(_PART_S / _total_s(first)), _MOST_INSTANCES)
-        if instances <= 1:
+        part_s, met = _total_s(first), self._signatures
+        whole = frozenset(self._course.signatures)
+        whole_s = part_s * len(whole) / len(met)
+        if met < whole and whole_s <= _WHOLE_S:
+            part_s, met = whole_s, whole
+        instances = min(int(_PART_S / part_s), _MOST_INSTANCES)
+        if instances <= 1 and met is self._signatures:
             return walk, first
-        self._chosen = self._course.part(self._signatures, instances=instances)
+        self._chosen = self._course.part(met, instances=max(1, instances))
         return self._warm()
 
     def _warm(self) -> tuple[Walk, list[float]]:

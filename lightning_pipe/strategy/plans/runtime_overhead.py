@@ -1,14 +1,16 @@
 """Runtime overhead of a step besides its operations, measured by all ranks in a rehearsal.
 
 Before there is a plan, the ranks run a chain of one small stage each, over the transport of the training: every compute
-works for about a millisecond on memory of its own, so that caches and cores are as busy as in training, and hands on a
-small tensor. What is not work is the runtime:
+does what a layer of a network does, for a few milliseconds, so that caches and cores are as busy as in training, and
+hands on a tensor. What is not work is the runtime:
 
-    call_s      of a compute: its duration - its work + the gap between what it needed and its start
+    call_s      of a compute: its duration - its work + the gap between what it needed and its start, without sends
     message_s   of a message that a rank waited for: arrival - end of the compute that made it - its bytes / bandwidth
 
-(`report.account` has the picture.) Both are means of all but the slowest tenth, as they are parts of sums. Left out:
-that stages with many tensors take a little longer to hand them over.
+(`report.account` has the picture.) Work counts for what it takes when all ranks do nothing else, as operations are
+timed: a core that has waited, or has moved a message, is slow at first, and that is the runtime's. Both are means of
+all but the slowest tenth, as they are parts of sums. Left out: that stages with many tensors take a little longer to
+hand them over.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 
 from lightning_pipe.capture.steps.stage_program import Half, RandomKey, Split, StageProgram, Value
-from lightning_pipe.core.program import Bucket, ComputeKind, Edge, Layout, Pass, Traffic
+from lightning_pipe.core.program import AnyCompute, Bucket, ComputeKind, Edge, Layout, Pass, Send, Traffic
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report import accounts
 from lightning_pipe.runtime.exchanges.groups import connect
@@ -41,8 +43,10 @@ _DTYPE = torch.float32  # whatever the default type is, which the user may have 
 ELEMENT_BYTES = 4
 _MICROBATCHES = 12
 _RUNS = 4  # the first is not counted
-_WORKING_SET = 2**20  # elements, 4 MiB: more than the caches of one core
-_WIDTH = 2**14  # elements of a message, 64 KiB
+_IMAGES, _KERNEL = (4, 64, 32, 32), (64, 64, 3, 3)  # of the work: every tensor that it makes has 1 MiB
+_ROUNDS = 4  # of its operations on every element
+_ALONE_S = 0.05  # of work in a row
+_WIDTH = 2**16  # elements of a message, 256 KiB: small ones are handed over otherwise, and quicker
 _SLOWEST = 0.1  # of what is measured, which does not count
 
 
@@ -59,7 +63,7 @@ def rehearse(links: Connections, device: torch.device) -> Rehearsed | None:
     """Run the chain on all ranks together; return what it says on rank 0, None elsewhere."""
     control = links.control
     layout = Layout(tuple((rank,) for rank in range(control.ranks)))
-    work = _Timed(device)
+    work = _Layer(device)
     split = chain_split(control.ranks, width=_WIDTH, work=work)
     sizes = (1,) * _MICROBATCHES
     order = one_f_one_b(layout, _MICROBATCHES)
@@ -73,47 +77,76 @@ def rehearse(links: Connections, device: torch.device) -> Rehearsed | None:
     )
     own: list[tuple[Timeline, float]] = []
     for _ in range(_RUNS):
-        work.seconds.clear()
-        timeline = executor.run(program, job, record=True, watch=links.watch).timeline
-        own.append((timeline, median(work.seconds)))
+        control.sum(torch.zeros(1), what="the beginning of the rehearsal")
+        work_s = work.alone_s()
+        own.append((executor.run(program, job, record=True, watch=links.watch).timeline, work_s))
     told = [control.to_first(own[1:], source=rank, what="the rehearsal") for rank in range(control.ranks)]
     return _rehearsed([of_rank for of_rank in told if of_rank is not None]) if control.rank == 0 else None
 
 
 def _rehearsed(told: Sequence[Sequence[tuple[Timeline, float]]]) -> Rehearsed:
-    """Read the costs off the timelines of all ranks, by rank and run, with the seconds of one piece of work."""
+    """Read the costs off the timelines of all ranks, by rank and run, with the seconds of the work of a compute."""
     calls: list[float] = []
     messages: list[float] = []
     for of_ranks in zip(*told, strict=True):
         merged = Timeline(tuple(chain.from_iterable(timeline.events for timeline, _ in of_ranks)))
         for account, (timeline, work_s) in zip(accounts(merged), of_ranks, strict=True):
             spent = {event.instruction: event.end - event.start for event in timeline.events}
+            posts = _posts(timeline)
             for gap in account.gaps:
                 if gap.first:
                     continue
-                calls.append(spent[gap.compute] - work_s + gap.overhead)
+                calls.append(spent[gap.compute] - work_s + max(0.0, gap.overhead - posts.get(gap.compute, 0.0)))
                 if gap.link is not None and gap.late > 0:  # it was waited for
                     messages.append(gap.transfer)
     return Rehearsed(max(0.0, _typical(calls)), _typical(messages) if messages else 0.0, _WIDTH * ELEMENT_BYTES)
+
+
+def _posts(timeline: Timeline) -> dict[AnyCompute, float]:
+    """Return for how long the sends before a compute were posted, by the compute: that has a price of its own."""
+    found: dict[AnyCompute, float] = {}
+    posted = 0.0
+    for event in sorted(timeline.events, key=lambda event: event.start):
+        match event.instruction:
+            case Send():
+                posted += event.end - event.start
+            case AnyCompute() as compute:
+                found[compute], posted = posted, 0.0
+            case _:
+                pass
+    return found
 
 
 def _typical(seconds: Sequence[float]) -> float:
     return fmean(sorted(seconds)[: math.ceil(len(seconds) * (1 - _SLOWEST))])
 
 
-class _Timed:
-    """Work of about a millisecond that fills the caches; `seconds` is how long it took each time."""
+class _Layer:
+    """Work of a few milliseconds: a convolution, and operations on every element of what it makes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: list[float] = []
-        self._tensor = torch.zeros(_WORKING_SET, dtype=_DTYPE, device=device)
+        self._images = torch.ones(_IMAGES, dtype=_DTYPE, device=device)
+        self._kernel = torch.full(_KERNEL, 1 / math.prod(_KERNEL[1:]), dtype=_DTYPE, device=device)
 
     def __call__(self, stage: int, kind: ComputeKind, samples: int) -> None:
-        started = time.perf_counter()
-        self._tensor.add_(1.0)
-        if self._tensor.is_cuda:
-            torch.cuda.synchronize(self._tensor.device)
-        self.seconds.append(time.perf_counter() - started)
+        self._run()
+
+    def alone_s(self) -> float:
+        """Return how long it takes when it is done again and again."""
+        seconds: list[float] = []
+        while sum(seconds) < _ALONE_S:
+            started = time.perf_counter()
+            self._run()
+            seconds.append(time.perf_counter() - started)
+        return _typical(seconds)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        made = torch.nn.functional.conv2d(self._images, self._kernel, padding=1)
+        for _ in range(_ROUNDS):
+            made = torch.relu(made).add(self._images).mul(0.5)
+        if made.is_cuda:
+            torch.cuda.synchronize(made.device)
 
 
 def chain_traffic(stages: int, bytes_per_sample: int) -> Traffic:
