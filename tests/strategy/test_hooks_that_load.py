@@ -16,6 +16,8 @@ def trainers_loader(net: Net) -> None:
     """A bank of what the module makes of the data that it trains on."""
     net.noted += [net(x).mean(0).detach() for x, _ in net.trainer.train_dataloader]
     net.noted.append(next(iter(net.trainer.val_dataloaders))[1])
+    loaders = net.trainer.train_dataloader, net.trainer.val_dataloaders
+    net.noted += [len(each.dataset) for each in loaders if isinstance(each, DataLoader)]
 
 
 def own_loader(net: Net) -> None:

@@ -318,6 +318,8 @@ class FedLoader:
     first: Any  # the first batch, while every rank loads for itself
     peeked: Iterator[Any] | None  # an iterator that was opened to look at its first batch, which it gives again
 
+    __class__ = property(lambda self: type(self.loader))  # a callback may ask whether it is a DataLoader
+
     def __init__(self, loader: Any, feed: Feed) -> None:
         vars(self).update(loader=loader, feed=feed, first=None, peeked=None)
 
