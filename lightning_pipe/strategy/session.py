@@ -216,7 +216,14 @@ class Session:
         Raises:
             CaptureError, PlanError, BatchError: on every rank, if there can be no pipeline.
         """
-        with early_loaders(trainer, self._feed, self._links.control, device=self._device) as loaders:
+
+        def waits(error: Exception) -> bool:
+            if isinstance(error, PipeError) or not self._all_come_to("the loaders of the fit"):
+                return False
+            self._wait_for_hooks("train_dataloader", error)
+            return True
+
+        with early_loaders(trainer, self._feed, self._links.control, device=self._device, waits=waits) as loaders:
             if loaders is not None and trainer.fit_loop.max_batches:
                 self._plan_for_first(loaders)
 
@@ -262,11 +269,15 @@ class Session:
                     "the preparation of the first step"
                 ):
                     raise
-                self._is_early = True
-                rank_zero_info(
-                    f"training_step raises an error before training, so it is planned when the first batch has come, "
-                    f"after the hooks that run before it. ({type(error).__name__}: {error})"
-                )
+                self._wait_for_hooks("training_step", error)
+
+    def _wait_for_hooks(self, method: str, error: Exception) -> None:
+        """Plan when the first batch has come, as something needs what hooks set before that."""
+        self._is_early = True
+        rank_zero_info(
+            f"{method} raises an error before training, so it is planned when the first batch has come, after the "
+            f"hooks that run before it. ({type(error).__name__}: {error})"
+        )
 
     def _all_come_to(self, words: str) -> bool:
         """Return whether every rank comes here: an error that one rank alone has is the user's, not one of timing."""

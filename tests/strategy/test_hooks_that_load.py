@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from ranks.world import World
 from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run, samples
 
 
@@ -75,3 +76,53 @@ def fitted(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 def test_hooks_do_what_they_do_on_one_device(way: str, options: dict[str, Any]) -> None:
     """Loaders gave what is no batch, or kept ranks from the weights; what was drawn depended on the layout."""
     assert_as_on_one_device(fitted, way, options)
+
+
+class Late(Net):
+    """Its loader needs what is set after it was first asked for."""
+
+    data = None
+    validation = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.way = way
+
+    def on_fit_start(self) -> None:
+        if self.way == "on_fit_start":
+            self.rows = samples()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        if self.way == "val_dataloader":
+            self.rows = samples()
+        return loader()
+
+    def on_validation_end(self) -> None:
+        if self.way == "on_validation_end":
+            self.rows = samples()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.rows, 4, shuffle=True)
+
+
+def fitted_late(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit a module whose loader has to wait; a worker function."""
+    return run(lambda: Late(way), options)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("way", ["on_fit_start", "val_dataloader", "on_validation_end"])
+def test_a_loader_is_asked_for_again_if_it_needs_what_hooks_set(way: str, options: dict[str, Any]) -> None:
+    """It ended in an AttributeError, as a plan needs the first batch before these hooks run."""
+    assert_as_on_one_device(fitted_late, way, options)
+
+
+def ends(way: str) -> str:
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # whatever the module raises
+        run(lambda: Late(way), {"layout": "1-1", "microbatches": 2})
+    return str(raised.value)
+
+
+def test_a_loader_that_nothing_helps_ends_in_its_own_error_on_every_rank() -> None:
+    assert all("no attribute 'rows'" in text for text in World(2).run(ends, "never", deadline_s=60))

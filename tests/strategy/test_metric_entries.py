@@ -136,6 +136,8 @@ class Decides(Small):
             accuracy.mul_(2)
         elif self.use == "into another":
             torch.ones(()).add_(accuracy)
+        elif self.use == "copy":
+            self.log("copied", torch.tensor(accuracy))
         return loss * (1 + accuracy) if self.use == "loss" else loss
 
 
@@ -143,16 +145,18 @@ def refused(use: str, options: dict[str, Any]) -> str:
     """Return the error of a fit; a worker function."""
     with pytest.raises(Exception, match=r"is used by the step|made a text, which leaves") as error:
         run(lambda: Decides(use), options)
+    assert "report this as a bug" not in str(error.value)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    "use", ["branch", "text", "number", "loss", "equal", "unlike", "form", "in place", "into another"]
+    "use", ["branch", "text", "number", "loss", "equal", "unlike", "form", "in place", "into another", "copy"]
 )
 def test_a_step_that_goes_by_the_value_of_a_metric_is_refused(use: str) -> None:
     for said in World(2).run(refused, use, LAYOUTS[0]):
         assert use == "text" or "the value of a torchmetrics object is used by the step" in said
         assert use == "text" or "test_metric_entries.py" in said
+        assert use != "copy" or "what torch.tensor made of the result of a metric" in said
 
 
 class Unknown(Small):

@@ -95,7 +95,7 @@ class StepRecording:
         """Return what leaves the step with references in the place of tensors, and of numbers that vary.
 
         Raises:
-            CaptureError: if it has a text of a tensor's value.
+            CaptureError: if it has a text of a tensor's value, or what torch made of no values.
         """
 
         def one(leaf: Any) -> Any:
@@ -113,6 +113,11 @@ class StepRecording:
                 if UNKNOWN_TEXT in leaf:
                     raise hazard("a tensor's value is made a text, which leaves the step", user_line())
                 return leaf
+            if leaf.is_meta:
+                raise hazard(
+                    "what torch.tensor made of the result of a metric leaves the step (take the result as it is)",
+                    user_line(),
+                )
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
         kinds = (torch.Tensor, TracedNumber, Deferred, torch.SymInt, torch.SymFloat, str)

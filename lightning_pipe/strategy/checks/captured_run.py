@@ -17,7 +17,7 @@ from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.program import Pass
-from lightning_pipe.errors import CaptureError, PipelineError
+from lightning_pipe.errors import CaptureError, PipeError
 from lightning_pipe.once import OncePerObject
 from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, from_tensor, packed, to_tensor
 from lightning_pipe.runtime.stage import Slice, Stage, State, changed_by_several
@@ -75,8 +75,8 @@ def run_captured(
             raise
         except Exception as error:
             which = "a later" if number else "the first"
-            if isinstance(error, PipelineError):  # it says what to do
-                raise CaptureError(f"On {which} micro-batch of {samples} samples, {error}") from error
+            if isinstance(error, PipeError):  # it says what to do
+                raise CaptureError(f"On {which} micro-batch of {samples} samples: {error}") from error
             raise CaptureError(
                 f"{type(module).__name__}.{request.method}, captured by the route {captured.name}, raises "
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "

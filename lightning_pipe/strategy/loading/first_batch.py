@@ -8,7 +8,7 @@ used later.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,33 @@ _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 
 @contextlib.contextmanager
 def early_loaders(
-    trainer: pl.Trainer, feed: Feed, control: ControlPlane, *, device: torch.device
+    trainer: pl.Trainer,
+    feed: Feed,
+    control: ControlPlane,
+    *,
+    device: torch.device,
+    waits: Callable[[Exception], bool],
 ) -> Iterator[CombinedLoader | None]:
     """Ask for the loaders of a fit before it begins; the feed holds them back. On all ranks together.
 
     They are opened when the fit begins. If hooks draw random numbers to make them (a split of the data), the fit asks
     for them again, with the random state that one device would have then.
+
+    Args:
+        trainer: of the fit.
+        feed: of its loaders.
+        control: to the other ranks.
+        device: whose random numbers count.
+        waits: whether the fit is to ask when it begins, as asking ends in this error now; else that is raised.
     """
     before = Randomness.now(device)
-    loaders = private.train_loaders(trainer)
+    try:
+        loaders = private.train_loaders(trainer)
+    except Exception as error:
+        if not waits(error):
+            raise
+        yield None
+        return
     is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
     yield loaders
     if is_drawn and loaders is not None and _can_all_be_asked(loaders):
