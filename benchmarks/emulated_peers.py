@@ -3,13 +3,15 @@
     python -m benchmarks.emulated_peers                                  # 4 ranks, 8 micro-batches, 1 MiB
     python -m benchmarks.emulated_peers --ranks 4 8 --microbatches 8 32 --mib 1 16 --json figures.json
     python -m benchmarks.emulated_peers --ranks 2 --busy                 # computes keep a core each busy
+    python -m benchmarks.emulated_peers --drowsy                         # cores may sleep when ranks do
 
 A micro-batch takes a rank 20 ms forward and 40 ms backward (20 I and 20 W), slept rather than computed, in as many
 stages as the schedule gives a rank; what crosses between stages really travels. So the ideal is known (the simulation
 with messages that take no time), and what is above it is what schedule and runtime make of messages. Ranks that sleep
 need few cores, but messages of many MiB keep them busy: two cores cannot carry what four ranks could. And a core that
-slept is slow for some tenths of a millisecond, at the end of every compute, which real computes do not know: `--busy`
-has none of that, for as many ranks as there are cores.
+slept is slow for some tenths of a millisecond, at the end of every compute, which real computes do not know. So every
+core runs a process of the idle class meanwhile, which gives way to ranks at once (Linux; `--drowsy` does without).
+`--busy` has computes that do not sleep, for as many ranks as there are cores.
 
 Contestants run one after another, in rounds, in the same processes. A step is from a barrier to the end of the last
 rank; a figure is the median over rounds. `simulated` prices messages as a ping-pong of this run does.
@@ -20,12 +22,16 @@ Legend: p ranks, m micro-batches, v stages per rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
+import multiprocessing
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,6 +229,27 @@ def _timed(step: Step) -> float:
     return time.perf_counter() - begin
 
 
+@contextlib.contextmanager
+def awake_cores() -> Iterator[None]:
+    """Keep every core that this process may use from sleeping inside, by processes that give way to any other."""
+    context = multiprocessing.get_context("fork")
+    spinners = [context.Process(target=_spin, args=(core,), daemon=True) for core in os.sched_getaffinity(0)]
+    for spinner in spinners:
+        spinner.start()
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+
+
+def _spin(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        pass
+
+
 def figures(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
     """Return a row per schedule."""
     ranks = run_ranks(case.p, measure, case, names, rounds, deadline_s=3600)
@@ -249,6 +276,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, nargs="+", default=[1.0])
     parser.add_argument("--schedules", nargs="+", choices=PAIRS, default=[*PAIRS])
     parser.add_argument("--busy", action="store_true", help="computes keep a core busy; for as many ranks as cores")
+    parser.add_argument("--drowsy", action="store_true", help="let cores sleep when no rank uses them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -256,8 +284,11 @@ def main() -> None:
         "p", "m", "MiB", "schedule", "ideal", "simulated", "ours", "torch", "ideal/ours", "ours/simulated", "ours/torch"
     )
     rows = []
+    keeps_awake = sys.platform == "linux" and not (options.drowsy or options.busy)
     for p, m, mib in itertools.product(options.ranks, options.microbatches, options.mib):
-        for row in figures(Case(p, m, int(mib * 2**20), options.busy), options.schedules, options.rounds):
+        with awake_cores() if keeps_awake else contextlib.nullcontext():
+            found = figures(Case(p, m, int(mib * 2**20), options.busy), options.schedules, options.rounds)
+        for row in found:
             rows.append(row)
             peer = row.get("torch")
             seconds = [f"{row[key]:.3f}" if key in row else "" for key in ("ideal", "simulated", "ours", "torch")]

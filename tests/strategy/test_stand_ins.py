@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipe.capture import flatten
+from lightning_pipe.capture.steps.other_ranks import no_collectives
 from lightning_pipe.errors import AbsentError
 from lightning_pipe.strategy.parameters.stand_ins import StandIn, absent_batch, occupy, vacate
 from models.parity import make_loader
@@ -92,6 +93,12 @@ def made(kind: str) -> Any:
         return parameter
     structure = flatten({"x": (torch.ones(3, 2),)})[1]
     return absent_batch(structure, ranks=(1, 2), rank=0, device=torch.device("cpu"))["x"][0]
+
+
+def test_in_a_step_there_is_no_whole_module_to_ask_for() -> None:
+    with no_collectives(), pytest.raises(AbsentError, match="replayed step") as said:
+        made("parameter").sum()
+    assert "whole_module" not in str(said.value)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "batch"])

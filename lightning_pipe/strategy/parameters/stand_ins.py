@@ -25,6 +25,7 @@ from torch.overrides import handle_torch_function
 
 from lightning_pipe.capture.steps.batch import LeafSlot, Structure
 from lightning_pipe.capture.steps.hazards import at, user_line
+from lightning_pipe.capture.steps.other_ranks import is_in_step
 from lightning_pipe.capture.torch_private import unguarded
 from lightning_pipe.errors import AbsentError
 
@@ -50,6 +51,10 @@ __all__ = [
 WAY_OUT_OF_WEIGHTS = (
     "On all ranks together, `with trainer.strategy.whole_module():` gives the module of every rank all current values; "
     "put these lines into it (see docs/hooks.md)"
+)
+_IN_STEP = (
+    "A replayed step has a state on the rank of the layers that are used around its last line. Use it there only, let "
+    "the step be one graph, or give the model one stage (`layout`)"
 )
 _LEFT = "The fit has failed, so that each rank has what it held then. Take a checkpoint, or fit again on the same ranks"
 _WAY_OUT_OF_BATCHES = (
@@ -105,7 +110,7 @@ class Absence:
     def refuse(self, what: str, way_out: str) -> NoReturn:
         """Raise an error: something reads or writes the values."""
         have = "rank " + ", ".join(map(str, self.ranks)) if self.ranks else "other ranks"
-        advice = _LEFT if self.is_left else way_out
+        advice = _LEFT if self.is_left else _IN_STEP if is_in_step() else way_out
         raise AbsentError(
             f"{what}{at(user_line(3))} reads or writes the values of {self.name}, which only {have} "
             f"{'have' if len(self.ranks) != 1 else 'has'}; this is rank {self.rank}. {advice}."
