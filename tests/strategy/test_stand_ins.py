@@ -95,10 +95,10 @@ def made(kind: str) -> Any:
     return absent_batch(structure, ranks=(1, 2), rank=0, device=torch.device("cpu"))["x"][0]
 
 
-def test_in_a_step_there_is_no_whole_module_to_ask_for() -> None:
+def test_in_a_step_there_is_another_way_out() -> None:
     with no_collectives(), pytest.raises(AbsentError, match="replayed step") as said:
         made("parameter").sum()
-    assert "whole_module" not in str(said.value)
+    assert "whole_module" not in str(said.value), "which a step cannot enter"
 
 
 @pytest.mark.parametrize("kind", ["parameter", "batch"])
