@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from ranks.world import World
 from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run, samples
@@ -126,3 +128,48 @@ def ends(way: str) -> str:
 
 def test_a_loader_that_nothing_helps_ends_in_its_own_error_on_every_rank() -> None:
     assert all("no attribute 'rows'" in text for text in World(2).run(ends, "never", deadline_s=60))
+
+
+class Game:
+    """What an agent plays, and what it remembers of that."""
+
+    def __init__(self) -> None:
+        self.state, self.seen, self.dice = torch.zeros(2), deque[float](maxlen=9), random.Random(0)
+
+    def play(self) -> None:
+        self.state = self.state + 1
+        self.seen.append(self.dice.random())
+
+
+class Plays(Net):
+    """Its loader is made of random numbers, and leaves something on the module each time."""
+
+    data = None
+    validation = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.calls, self.game, self.way = 0, Game(), way
+
+    @torch.no_grad()
+    def rollout(self) -> torch.Tensor:
+        self.game.play()
+        return torch.randn(8, 4, dtype=torch.float64)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.calls += 1
+        rows = self.rollout()
+        self.noted += [self.calls, self.game.state.clone(), list(self.game.seen), rows.sum()]
+        return DataLoader(TensorDataset(rows, torch.arange(8) % 3), 4)
+
+
+def played(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit a module whose loader is drawn; a worker function."""
+    return run(lambda: Plays(way), options, reload_dataloaders_every_n_epochs=1)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_loader_that_is_drawn_leaves_what_one_call_leaves(options: dict[str, Any]) -> None:
+    """It is asked for twice, with the same random numbers; what the first call had left was there in the second."""
+    assert_as_on_one_device(played, "drawn", options)

@@ -6,8 +6,10 @@ these changes what the hook reads (`self.batch_size = 2`), or a limit of the tra
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections import deque
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from lightning_pipe.capture.python.users_code import names_in
 from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.strategy.loading.untouched_data import attributes_noted
 
 _MOST = 1 << 20  # elements, or rows, that are looked through
 _HOOK = "train_dataloader"
@@ -50,11 +53,26 @@ class AskedEarly:
         return found
 
 
+def noted_for_asking(trainer: pl.Trainer) -> Callable[[], None] | None:
+    """Note what `train_dataloader` may change; return what puts that back, None if it cannot all be put back."""
+    known: Any = trainer
+    owners = [owner for owner in (known.lightning_module, known.datamodule) if owner is not None]
+    noted = [attributes_noted(owner, _read_by(owner, _HOOK)) for owner in owners]
+    actions = [action for action in noted if action is not None]
+
+    def put_back() -> None:
+        for action in actions:
+            action()
+
+    return put_back if len(actions) == len(owners) else None
+
+
 def _read_by(owner: Any, method: str) -> set[str]:
     """Return the names in a method, and in other methods of its class that it names."""
     read, pending = set[str](), [method]
     while pending:
         function = getattr(type(owner), pending.pop(), None)
+        function = inspect.unwrap(function) if callable(function) else function  # of torch.no_grad, say
         if isinstance(function, types.FunctionType):
             named = {*names_in(function.__code__)} - read
             pending += named

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.lightning_names import CombinedLoader, isolate_rng, pl, rank_zero_warn
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.loading.asked_early import noted_for_asking
 from lightning_pipe.strategy.loading.batch_loading import FedLoader, Feed
 from lightning_pipe.strategy.loading.untouched_data import can_be_put_back, untouched_data
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -46,7 +47,8 @@ def early_loaders(
     """Ask for the loaders of a fit before it begins; the feed holds them back. On all ranks together.
 
     They are opened when the fit begins. If hooks draw random numbers to make them (a split of the data), the fit asks
-    for them again, with the random state that one device would have then.
+    for them again, with the random state that one device would have then, and what they have changed is put back; where
+    that cannot be, the loaders stay.
 
     Args:
         trainer: of the fit.
@@ -55,7 +57,7 @@ def early_loaders(
         device: whose random numbers count.
         waits: whether the fit is to ask when it begins, as asking ends in this error now; else that is raised.
     """
-    before = Randomness.now(device)
+    before, put_back = Randomness.now(device), noted_for_asking(trainer)
     try:
         loaders = private.train_loaders(trainer)
     except Exception as error:
@@ -65,7 +67,8 @@ def early_loaders(
         return
     is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
     yield loaders
-    if is_drawn and loaders is not None and _can_all_be_asked(loaders):
+    if is_drawn and loaders is not None and _can_all_be_asked(loaders) and put_back is not None:
+        put_back()
         before.restore(device)
         feed.forget_early()
         private.forget_train_loaders(trainer)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.capture.python.inner_states import generator_state, set_state, state_of
@@ -48,6 +49,28 @@ def can_be_put_back(loader: DataLoader[Any]) -> bool:
     return _noted(loader).is_complete
 
 
+def attributes_noted(owner: Any, names: Set[str]) -> Callable[[], object] | None:
+    """Note some attributes of a module or data module, and what these hold; return what puts all back.
+
+    Sub-modules are left out. None if something cannot be put back: an open iterator, or more than is copied.
+    """
+    own = {name: value for name, value in vars(owner).items() if name in names}
+    noted = _Noted(skipped=nn.Module)
+    noted.enter(own.values(), holds_samples=False)
+
+    def put_back() -> None:
+        for action in noted.actions:
+            action()
+        for name in names & {*vars(owner)}:
+            if name not in own:
+                delattr(owner, name)
+        for name, value in own.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+
+    return put_back if noted.is_complete else None
+
+
 def _noted(loader: DataLoader[Any]) -> _Noted:
     noted = _Noted()
     noted.enter((loader.dataset, loader.collate_fn, loader.generator), holds_samples=True)
@@ -59,13 +82,17 @@ def _noted(loader: DataLoader[Any]) -> _Noted:
 class _Noted:
     """How to put objects back.
 
+    Args:
+        skipped: objects of this class, and what they hold, stay as they are.
+
     Attributes:
         actions: put them back.
         is_complete: whether they put back all that was entered and holds no samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, skipped: type | tuple[()] = ()) -> None:
         self.actions: list[Callable[[], object]] = []
+        self._skipped = skipped
         self.is_complete = True
         self._seen: dict[int, Any] = {}
         self._codes: list[Code] = []
@@ -75,7 +102,7 @@ class _Noted:
         waiting = deque(values)
         while waiting:
             value = waiting.popleft()
-            if isinstance(value, _NOT_ENTERED) or id(value) in self._seen:
+            if isinstance(value, (_NOT_ENTERED, self._skipped)) or id(value) in self._seen:
                 continue
             if len(self._seen) >= _MOST_OBJECTS:
                 self.is_complete &= holds_samples
