@@ -57,6 +57,7 @@ from lightning_pipe.capture.weighing.unproven_results import (
     refuse_lists,
     unproven_results,
 )
+from lightning_pipe.capture.weighing.whole_batches import goes_by_count, unlike_said, whole_count
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -335,12 +336,22 @@ def capture_step(request: Request) -> Capture:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
     with without_collection():
-        if request.lengths:
-            with contextlib.suppress(CaptureError):
-                if (found := _captured_at_lengths(trace(request), request)) is not None:
-                    return found
-            request = replace(request, lengths=frozenset())
-        return _captured(trace(request), request)
+        captured = _captured_at_any(request)
+        total = whole_count(request)
+        reason = captured.whole or goes_by_count(request, captured.joint)
+        if reason and total not in (0, request.samples):
+            captured = _captured_at_any(replace(request, samples=total))
+        return replace(captured, whole=reason)
+
+
+def _captured_at_any(request: Request) -> Capture:
+    """Return the step with symbols for the lengths of a request, or with constants where no graph holds for others."""
+    if request.lengths:
+        with contextlib.suppress(CaptureError):
+            if (found := _captured_at_lengths(trace(request), request)) is not None:
+                return found
+        request = replace(request, lengths=frozenset())
+    return _captured(trace(request), request)
 
 
 def _captured_at_lengths(general: JointGraph, request: Request) -> Capture | None:
@@ -360,12 +371,13 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
         raise hazard("it returns an object that holds tensors", "")
     if written := _trained_and_written(request.module, joint):
         raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
-    variants = None
+    variants, whole = None, ""
     if request.samples is not None and is_fixed(joint):
         joint = _prepared(trace(replace(request, symbolic=False)), request)
         refuse_lists(joint.record, request)
         variants = _variants(request, joint)
-        joint = _with_sizes(joint, variants, request)
+        joint, whole = _with_sizes(joint, variants, request)
+        variants = replace(variants, base=joint)
     else:
         joint = _prepared(joint, request)
     kinds, flow, derived = classify(joint), follow(joint), tuple[Derived, ...]()
@@ -374,7 +386,7 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
     aliases = canonical_names(request.module)
     graph = graph_of_nodes(joint, kinds, flow, aliases)
     known = (joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
-    return Capture(graph, joint.record, *known, derived=derived)
+    return Capture(graph, joint.record, *known, derived=derived, whole=whole)
 
 
 def _prepared(joint: JointGraph, request: Request) -> JointGraph:
@@ -400,19 +412,27 @@ def _variants(request: Request, joint: JointGraph) -> Variants:
     def retrace(samples: int) -> JointGraph:
         return _prepared(trace(replace(request, samples=samples, symbolic=False, answers=lambda: answers)), request)
 
-    return Variants(joint, retrace)
+    return Variants(joint, retrace, lambda base, other, samples: unlike_said(base.record, other.record, samples))
 
 
-def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> JointGraph:
-    """Return a graph whose recorded numbers are functions of the samples, where other graphs show that they depend."""
+def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> tuple[JointGraph, str]:
+    """Return a graph whose recorded numbers are functions of the samples, where other graphs show that they depend.
+
+    Also why batches must not be cut, if some number is no such function.
+    """
     record, samples = joint.record, joint.samples
     if not numbers_said(record.returned, record.calls):
-        return joint
+        return joint, ""
     counts = (samples, samples - 1 if samples > 1 else samples + 2, samples + 1)
     try:
         records = [record, *(variants.retrace(count).record for count in counts[1:])]
     except CaptureError:  # it holds for this number only
-        return joint
-    calls = tuple(calls_of_samples([one.calls for one in records], counts))
-    returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
-    return replace(joint, record=replace(record, calls=calls, returned=returned))
+        return joint, ""
+    try:
+        calls = tuple(calls_of_samples([one.calls for one in records], counts))
+        returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
+    except CaptureError as reason:
+        if whole_count(request):
+            return joint, f"a number that it says goes by the number of samples ({reason})"
+        raise
+    return replace(joint, record=replace(record, calls=calls, returned=returned)), ""

@@ -107,8 +107,13 @@ def _trace_with(request: Request, answers: tuple[bool, ...]) -> JointGraph:
             raise symbolic from symbolic.__cause__
 
 
-def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
-    """Run a step once on fake tensors, which compute nothing; return it with what was seen.
+def run_on_fakes(request: Request, answers: tuple[bool, ...], *, times: int = 1) -> StepFunction:
+    """Run a step on fake tensors, which compute nothing; return it with what was seen.
+
+    Args:
+        request: the step.
+        answers: truth values of its tensors.
+        times: how often; what it keeps in Python state is seen the second time.
 
     Raises:
         CaptureError, Question: what the step does that no graph holds.
@@ -121,7 +126,8 @@ def run_on_fakes(request: Request, answers: tuple[bool, ...]) -> StepFunction:
         stack.enter_context(_tracing(step, state, mode, request.device))
         stack.enter_context(private.enable_python_dispatcher())
         try:
-            step(*leaves)
+            for _ in range(times):
+                step(*leaves)
         except (CaptureError, Question):
             raise
         except Exception as error:

@@ -41,10 +41,12 @@ class Variants:
     Attributes:
         base: the graph for `base.samples` samples.
         retrace: traces the step for a number of samples.
+        unlike: tells what a graph says that another one does not say of so many samples; "" if nothing.
     """
 
     base: JointGraph
     retrace: Callable[[int], JointGraph]
+    unlike: Callable[[JointGraph, JointGraph, int], str]
     _known: dict[int, JointGraph] = field(default_factory=dict)
 
     def graph(self, samples: int) -> JointGraph:
@@ -57,7 +59,7 @@ class Variants:
             return self.base
         if samples not in self._known:
             traced = self.retrace(samples)
-            other = difference(self.base, traced)
+            other = difference(self.base, traced) or self.unlike(self.base, traced, samples)
             if other:
                 raise CaptureError(
                     f"The step does something else for {samples} samples than for {self.base.samples}: {other}. Let "

@@ -1,0 +1,159 @@
+"""Steps that go by the number of their samples: they do something else for a micro-batch than for the whole batch.
+
+    if len(x) == 64: ...                    decides by it
+    [f"{n}_{k}" for k in range(len(x))]     names, texts and lists are made of it
+    self.log(f"loss_{len(x)}", loss)        and so is what is logged
+
+A graph that is traced with the samples of a micro-batch does what the step does for so many. So the step runs on
+tensors that compute nothing: with a symbol for the number of samples, to see what it asks about that, and with those of
+the whole batch, to see what it says. A step that goes by the number of its samples takes whole batches.
+
+Numbers may depend on the samples: what they are for a whole batch is known (`Sized`), and has to be what the step says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, TypeAlias
+from unittest import mock
+
+import numpy as np
+import sympy
+import torch
+
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.graphs.trace import run_on_fakes
+from lightning_pipe.capture.python.users_code import is_library
+from lightning_pipe.capture.steps.call_recording import StepRecording
+from lightning_pipe.capture.steps.hazards import Question, at, user_line
+from lightning_pipe.capture.steps.record import (
+    STAND_INS,
+    BatchText,
+    KeptState,
+    LogCall,
+    ObjectCall,
+    Read,
+    Ref,
+    Sized,
+    StepRecord,
+)
+from lightning_pipe.capture.steps.trees import branches, found_in
+from lightning_pipe.errors import BatchError, CaptureError
+
+Decision: TypeAlias = "tuple[sympy.Basic, bool, str]"  # a condition of a size, what it was, the user's line
+
+
+def whole_count(request: Request) -> int:
+    """Return the number of samples of the whole batch of a request; 0 if it cannot be cut."""
+    with contextlib.suppress(BatchError):
+        return request.structure.samples(request.batch_dim)
+    return 0
+
+
+def goes_by_count(request: Request, joint: JointGraph) -> str:
+    """Return why the whole batch of a request must not be cut, in words after "since"; "" if nothing speaks against it.
+
+    Args:
+        request: the step, with the samples of a micro-batch.
+        joint: its graph.
+    """
+    total = whole_count(request)
+    if request.samples is None or total in (0, request.samples):
+        return ""
+    answers = tuple(bool(guard.expected) for guard in joint.record.guards)
+    with _decisions() as decisions, contextlib.suppress(CaptureError, Question):  # until it needs a number, say
+        run_on_fakes(replace(request, lengths=frozenset()), answers)
+    for condition, outcome, line in decisions:
+        if _outcome(condition, total) not in (outcome, None):
+            return f"it goes by the number of samples{at(line)}"
+    constant = replace(request, samples=total, symbolic=False, lengths=frozenset())
+    try:
+        whole = run_on_fakes(constant, answers, times=2).recordings[-1]
+    except (CaptureError, Question):  # it cannot be tried; what the graph holds for is known
+        return ""
+    return unlike_said(joint.record, whole, total)
+
+
+def unlike_said(record: StepRecord, whole: StepRecord | StepRecording, samples: int) -> str:
+    """Return what of a record goes by the number of samples, as it is not what was said of so many; "" if nothing."""
+    if _unlike(record.returned, whole.returned, samples):
+        return "what it returns goes by the number of samples"
+    if call := _unlike_call(record.calls, whole.calls, samples):
+        return f"what it gives to {call.name!r} goes by the number of samples{at(call.line)}"
+    if kept := _unlike_kept(record.kept, whole.kept, samples):
+        return f"what it keeps in {kept.name} goes by the number of samples"
+    return ""
+
+
+@contextlib.contextmanager
+def _decisions() -> Iterator[list[Decision]]:
+    """Note what code of the user asks about sizes that are symbols."""
+    found: list[Decision] = []
+    usual = torch.SymBool.__bool__
+
+    def ask(condition: torch.SymBool) -> bool:
+        asked = condition.node.expr  # which is known by its outcome afterwards
+        outcome = bool(usual(condition))  # type: ignore[no-untyped-call]  # torch's has no types
+        if not is_library(sys._getframe(1).f_code.co_filename):
+            found.append((asked, outcome, user_line(2)))
+        return outcome
+
+    with mock.patch.object(torch.SymBool, "__bool__", ask):
+        yield found
+
+
+def _outcome(condition: sympy.Basic, samples: int) -> bool | None:
+    """Return what a condition is for a number of samples; None if it depends on something else."""
+    symbols = getattr(condition, "free_symbols", ())
+    value = condition.xreplace(dict.fromkeys(symbols, sympy.Integer(samples))) if len(symbols) == 1 else None
+    return bool(value) if value in (sympy.true, sympy.false) else None
+
+
+def _unlike(one: Any, whole: Any, samples: int) -> bool:
+    """Return whether what is said of a micro-batch, as a function of the samples, is not what is said of so many.
+
+    Stand-ins for tensors, texts of the batch and the like are left to those who combine them.
+    """
+    one = one.of(samples) if isinstance(one, Sized) else one
+    if isinstance(one, STAND_INS) or isinstance(whole, STAND_INS):
+        return False
+    inside, others = branches(one), branches(whole)
+    if inside is not None and others is not None:
+        if inside.keys() != others.keys():  # lists of what belongs to the samples are joined
+            is_list = isinstance(one, list | tuple)
+            return not is_list or next(found_in((one, whole), (Ref, Read, BatchText)), None) is None
+        return any(_unlike(item, others[key], samples) for key, item in inside.items())
+    if isinstance(one, bool | str | bytes | None) or isinstance(whole, bool | str | bytes | None):
+        return type(one) is not type(whole) or bool(one != whole)
+    if isinstance(one, int | float) and isinstance(whole, int | float):
+        return not math.isclose(one, whole, rel_tol=1e-9, abs_tol=1e-12)
+    if isinstance(one, np.ndarray | np.generic):
+        return not np.array_equal(one, whole)
+    return type(one) is not type(whole)
+
+
+def _unlike_call(
+    calls: Sequence[LogCall | ObjectCall], others: Sequence[LogCall | ObjectCall], samples: int
+) -> LogCall | ObjectCall | None:
+    for one, two in zip_longest(calls, others):
+        if one is None or two is None:
+            return one or two
+        first, second = ([c.value if isinstance(c, LogCall) else c.args, c.kwargs] for c in (one, two))
+        if one.name != two.name or type(one) is not type(two) or _unlike(first, second, samples):
+            return one
+    return None
+
+
+def _unlike_kept(kept: Sequence[KeptState], others: Sequence[KeptState], samples: int) -> KeptState | None:
+    for one, two in zip_longest(kept, others):
+        if one is None or two is None:
+            return one or two
+        if (one.name, one.how) != (two.name, two.how) or _unlike(one.value, two.value, samples):
+            return one
+    return None
