@@ -304,7 +304,8 @@ class Capture:
 
     def left_whole(self, reason: str) -> Capture:
         """Return the same step for batches that are not cut, for a reason."""
-        return replace(self, whole=reason)
+        graph = replace(self.graph, unsliceable=frozenset())  # replicas share no samples of it
+        return replace(self, whole=reason, graph=graph)
 
     def changed(self, situation: Situation) -> str:
         """Return "" if what the step's Python read is as it was, else what has changed."""
@@ -339,9 +340,11 @@ def capture_step(request: Request) -> Capture:
         captured = _captured_at_any(request)
         total = whole_count(request)
         reason = captured.whole or goes_by_count(request, captured.joint)
-        if reason and total not in (0, request.samples):
+        if not reason:
+            return captured
+        if total not in (0, request.samples):
             captured = _captured_at_any(replace(request, samples=total))
-        return replace(captured, whole=reason)
+        return captured.left_whole(reason)
 
 
 def _captured_at_any(request: Request) -> Capture:

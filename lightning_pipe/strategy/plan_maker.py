@@ -127,7 +127,10 @@ class PlanMaker:
 
     def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
-        return self._preparation.capture(call, samples, reason=reason)
+        captured = self._preparation.capture(call, samples, reason=reason)
+        if call.method == TRAINING and captured.capture.plays is None:
+            self._preparation.whole = captured.capture.whole  # also for batches of other sizes
+        return captured
 
     def _plan_by(self, call: StepRequest, captured: Captured, optimizers: Sequence[Optimizer]) -> None:
         """Make the plan for a captured step, and place parameters by it.

@@ -20,7 +20,7 @@ from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
-from lightning_pipe.capture.steps.batch import sorted_samples
+from lightning_pipe.capture.steps.batch import same_besides_tensors, sorted_samples, with_rows
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
@@ -242,10 +242,7 @@ class UnitRecorder:
                 f"{self.request.method} runs, but raises {what} when calls of its sub-modules are followed: {error}. "
                 "It cannot be replayed."
             )
-        return (
-            f"The step runs with {self._count(0)} samples and raises {what}: {error} with {self._count(other)}. Let "
-            "micro-batches have more samples, or all the same number."
-        )
+        return f"it runs with {self._count(0)} samples and raises {what}: {error} with {self._count(other)}"
 
     def said(self, rows: torch.Tensor, kept: ModuleSnapshot) -> StepRecording:
         """Run the step without randomness on some of the sorted samples, and return what it says.
@@ -265,6 +262,14 @@ class UnitRecorder:
             output = self._call(leaves)
             recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
         return recording
+
+    @property
+    def has_lists(self) -> bool:
+        """Return whether the batch has lists with an item per sample."""
+        structure = self.request.structure
+        return self.total > 1 and not same_besides_tensors(
+            with_rows(structure.template, self.total, range(1)), structure.template
+        )
 
     @property
     def total(self) -> int:
@@ -333,7 +338,7 @@ class UnitRecorder:
     def _leaves(self, other: int) -> list[torch.Tensor]:
         """Return copies of some samples: the first of the batch, or some before its end, from the front if too few."""
         dim, count = self.request.batch_dim, self._count(other)
-        rows = (torch.arange(count) - other * count) % self.total
+        rows = ((torch.arange(count) - other * count) % self.total).sort().values  # they may be in an order of lengths
         return [
             t.index_select(dim, rows.to(t.device)) if c else t.clone()
             for t, c in zip(self._tensors, self._cut, strict=True)

@@ -52,6 +52,7 @@ class Said:
         shapes: of tensors that are of single samples, by place.
         mixed: where what is mixed is said, in words.
         places: of all that was said; None if it was not tried.
+        by_count: why micro-batches cannot say what the whole batch says (`weighing.whole_batches`); "" if they may.
     """
 
     roles: Mapping[Place, FoundRole] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Said:
     shapes: Mapping[Place, torch.Size] = field(default_factory=dict)
     mixed: tuple[str, ...] = ()
     places: frozenset[Place] | None = None
+    by_count: str = ""
 
 
 NOTHING_SAID = Said()

@@ -39,11 +39,14 @@ from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.numbers import Place, proportional
+from lightning_pipe.capture.steps.record import Ref
 from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, uneven_parts, unlike_order
+from lightning_pipe.capture.weighing.whole_batches import parts_say_otherwise
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
 
+_KEEPS_SIZES = "what it keeps from batch to batch is for one number of samples"
 _RUNS, _RUNS_IF_RANDOM = 2, 6  # with other samples; Python that throws dice is given more chances to call other units
 
 
@@ -72,15 +75,21 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         steady = ModuleSnapshot(request.module)  # what the calls before have left is there
         chosen, run = _separated(runner, tree, parts, steady)
         count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
-        others, fits = [], True
+        others, fits, only = list[Run](), True, ""
         for number in range(1, count + 1):
             try:
                 others.append(runner.followed(chosen, steady if fits else kept, other=number))
-            except CaptureError:
-                if not fits:
-                    raise
+                continue
+            except CaptureError as error:
+                only = str(error)
+            if fits:
                 fits = False  # what earlier calls have left is of so many samples; without it the step may run
-                others.append(runner.followed(chosen, kept, other=number))
+                with contextlib.suppress(CaptureError):
+                    others.append(runner.followed(chosen, kept, other=number))
+                    only = ""
+            if only:  # it runs with so many samples, and no others
+                others, count, fits = [], 0, True
+                break
         once = _once([run, *others]) if others else frozenset[str]()
         if once & {name for names in run.mutated.values() for name in names}:  # a maximum, say, may be reached already
             with contextlib.suppress(CaptureError):
@@ -94,10 +103,16 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
     for paths in ([call.path for call in calls], *([seen.path for seen in other.seen] for other in others)):
         _compare([seen.path for seen in run.seen], paths)
     trace = _described(request, run, others, [call.seconds for call in calls])
-    whole = trace.whole if fits else "what it keeps from batch to batch is for one number of samples"
+    whole = (only or trace.whole or said.by_count) if fits else _KEEPS_SIZES
     first_only = cold - {name for names in run.mutated.values() for name in names} - {one.name for one in run.changes}
     return replace(
-        trace, is_random_in_python=in_python, whole=whole, once=once, said=said, sets_first=first_only - trace.writes
+        trace,
+        is_random_in_python=in_python,
+        whole=whole,
+        once=once,
+        said=said,
+        sets_first=first_only - trace.writes,
+        is_for_one_count=bool(only),
     )
 
 
@@ -112,14 +127,21 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
     other = unlike_order(rows)
 
     def trial(order: torch.Tensor, counts: tuple[int, int], whole: StepRecording) -> PartsAndWhole[Place]:
-        parts = tuple(by_place(runner.said(part, kept)) for part in order.split(counts))
-        return PartsAndWhole(parts, counts, by_place(whole))
+        return PartsAndWhole(tuple(map(by_place, parts_of(order, counts))), counts, by_place(whole))
+
+    def parts_of(order: torch.Tensor, counts: tuple[int, int]) -> list[StepRecording]:
+        return [runner.said(part, kept) for part in order.split(counts)]
 
     try:
         said = runner.said(rows, kept)
-        if not by_place(said):
+        if not said.calls and isinstance(said.returned, Ref | None):
             return Said(places=frozenset())
-        unlike = trial(rows, (count, many - count), said)
+        counts = (count, many - count)
+        parts = parts_of(rows, counts)
+        by_count = parts_say_otherwise(parts, said, has_lists=runner.has_lists)
+        if by_count or not by_place(said):
+            return Said(places=frozenset(), by_count=by_count)
+        unlike = PartsAndWhole(tuple(map(by_place, parts)), counts, by_place(said))
         alike = trial(other, (many // 2, many - many // 2), runner.said(other, kept))
         turned = unlike.turned(by_place(runner.said(rows.roll(-count), kept)))
     except Exception as error:  # whatever the step raises for samples in this order

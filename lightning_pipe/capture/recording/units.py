@@ -147,6 +147,8 @@ class UnitTrace:
         writes: names of the parameters that the step writes to.
         sets_first: names of those that its first call alone writes to.
         has_terms: whether the loss adds sums over samples to other terms.
+        is_for_one_count: whether the step does not run with other numbers of samples, so that nothing tells what
+            depends on them.
     """
 
     units: tuple[Unit, ...]
@@ -167,3 +169,4 @@ class UnitTrace:
     writes: frozenset[str] = frozenset()
     sets_first: frozenset[str] = frozenset()
     has_terms: bool = False
+    is_for_one_count: bool = False

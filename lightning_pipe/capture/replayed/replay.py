@@ -287,6 +287,8 @@ class Replay:
         """Return "" if slices of this many samples can be run, else why not."""
         if self._request.samples is None and samples != self.trace.samples:
             return f"its batches cannot be cut, and it was traced with {self.trace.samples} samples"
+        if self.trace.is_for_one_count and samples != self.trace.samples:
+            return f"it was traced with {self.trace.samples} samples, and does not run with others"
         return ""
 
     def with_totals(

@@ -363,9 +363,9 @@ def check_slices(split: Split, layout: Layout) -> None:
 
 
 def _share_alike(layout: Layout, one: int, other: int) -> bool:
-    """Return whether the n-th replicas of two stages have the same samples of every micro-batch."""
-    shares = [layout.shares(stage) for stage in (one, other)]
-    if len(shares[0]) == len(shares[1]) == 1:
+    """Return whether the n-th replicas of two stages have the same samples of every micro-batch, or all of it."""
+    if all(stage in layout.whole or len(layout.stages[stage]) == 1 for stage in (one, other)):
         return True
+    shares = [layout.shares(stage) for stage in (one, other)]
     proportions = [[Fraction(share, sum(own)) for share in own] for own in shares]
     return proportions[0] == proportions[1] and (one in layout.whole) == (other in layout.whole)

@@ -105,6 +105,8 @@ class StepRecording:
                 return Read(self.ref(leaf.tensor).name)
             if is_result(leaf):
                 return self.lift(leaf.said)
+            if isinstance(leaf, torch.SymBool):  # what is asked about a size, without a branch
+                return bool(leaf)
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
                 return sized(leaf)
             if isinstance(leaf, MarkedText):
@@ -120,7 +122,7 @@ class StepRecording:
                 )
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
-        kinds = (torch.Tensor, TracedNumber, Deferred, torch.SymInt, torch.SymFloat, str)
+        kinds = (torch.Tensor, TracedNumber, Deferred, torch.SymInt, torch.SymFloat, torch.SymBool, str)
         return mapped(value, kinds, one)
 
 

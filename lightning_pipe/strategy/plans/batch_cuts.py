@@ -73,7 +73,7 @@ class BatchCuts:
         plan = self.planned
         for count in range(min(samples, 1 if capture.whole else plan.microbatches), 0, -1):
             sizes = microbatch_sizes(samples, count)
-            parts = slices(plan.layout, sizes)
+            parts = slices(plan.layout, sizes) if capture.is_sliceable else sizes  # else replicas take turns
             if (count == 1 or min(parts) >= self.fewest) and not any(capture.misfit(size) for size in parts):
                 return sizes
         return ()

@@ -1,0 +1,116 @@
+"""A step that goes by the number of its samples does for micro-batches what it does for the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run
+
+BATCH = 4  # of which micro-batches have two; the last batch has two as well
+REPLAYED = LAYOUTS[1]
+
+
+def decided(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    """A small last batch counts half."""
+    return loss if len(outputs) == BATCH else 0.5 * loss
+
+
+def text(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    return {"loss": loss, "said": f"{len(outputs)} samples of {outputs.shape[1]}"}
+
+
+def key(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    net.log(f"loss of {len(outputs)}", loss)
+    return loss
+
+
+def names(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    return {"loss": loss, "said": [f"{k}.png" for k in range(len(outputs))]}
+
+
+def named_rows(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    return {"loss": loss, "said": [{"id": k, "class": row.argmax()} for k, row in enumerate(outputs.detach())]}
+
+
+def constants(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    return {"loss": loss, "said": ["fake"] * len(outputs)}
+
+
+def kept(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    net.noted += [f"{k}" for k in range(len(outputs))]
+    return loss
+
+
+def flag(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    return {"loss": loss, "said": len(outputs) >= BATCH}
+
+
+def bent(net: Net, outputs: torch.Tensor, loss: torch.Tensor) -> Any:
+    return {"loss": loss, "said": min(3, len(outputs))}
+
+
+STEPS = {one.__name__: one for one in (decided, text, key, names, named_rows, constants, kept, flag, bent)}
+IN_GRAPHS = {"decided", "bent"}  # where replay warns at most
+
+
+class Net(Small):
+    data = staticmethod(lambda: loader(18, BATCH))
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        return STEPS[self.way](self, outputs, F.cross_entropy(outputs, batch[1]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noted.append(outputs.get("said"))
+
+
+def fitted(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit one of them; a worker function."""
+    return run(lambda: Net(way), options)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("way", STEPS)
+def test_a_step_goes_by_the_samples_of_the_batch(way: str, options: dict[str, Any]) -> None:
+    """It went by those of a micro-batch: half of the names, the weight of the small batch for all."""
+    if options == REPLAYED and way in IN_GRAPHS:
+        pytest.skip("nothing tells a replayed step from one of so many samples")
+    assert_as_on_one_device(fitted, way, options)
+
+
+class Queue(Small):
+    """Negatives of earlier batches, in a queue whose length the samples of a batch divide, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", F.normalize(torch.randn(3, 8, dtype=torch.float64), dim=0))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        keys = self(batch[0])
+        loss = F.cross_entropy(keys @ self.queue.clone(), batch[1])
+        pointer = int(self.pointer)
+        assert 8 % len(keys) == 0, "the queue is written to in whole batches"
+        self.queue[:, pointer : pointer + len(keys)] = keys.detach().T
+        self.pointer[0] = (pointer + len(keys)) % 8
+        return loss
+
+
+def queued(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit it; a worker function."""
+    return run(Queue, options)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_that_runs_with_some_numbers_of_samples_only_is_not_cut(microbatches: int) -> None:
+    """A replayed step was refused, as it is also run with a sample less."""
+    assert_as_on_one_device(queued, "", {**REPLAYED, "microbatches": microbatches})
