@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from lightning_pipe.errors import PlanError
+from ranks.world import World
 from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run
 
 BATCH = 4  # of which micro-batches have two; the last batch has two as well
@@ -114,3 +117,39 @@ def queued(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 def test_a_step_that_runs_with_some_numbers_of_samples_only_is_not_cut(microbatches: int) -> None:
     """A replayed step was refused, as it is also run with a sample less."""
     assert_as_on_one_device(queued, "", {**REPLAYED, "microbatches": microbatches})
+
+
+class Packed(Small):
+    """Sequences that are packed as they come, sorted by their lengths: what the first layer returns cannot be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.LSTM(1, 8, batch_first=True).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        lengths = torch.arange(len(batch[0]), 0, -1)
+        sequences = nn.utils.rnn.pack_padded_sequence(batch[0][..., None], lengths, batch_first=True)
+        _, (hidden, _) = self.inside(sequences)
+        return F.cross_entropy(self.last(hidden[-1]), batch[1])
+
+
+def packed(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit it; a worker function."""
+    return run(Packed, options)
+
+
+def test_packed_sequences_are_replicated() -> None:
+    """The step is run with other samples, too, which were in another order than torch asks for."""
+    assert_as_on_one_device(packed, "", {"layout": "2", "microbatches": 1})
+
+
+def refused(options: dict[str, Any]) -> str:
+    with pytest.raises(PlanError) as raised:
+        run(Packed, options)
+    return str(raised.value)
+
+
+def test_no_stage_begins_where_python_reads_what_cannot_be_told() -> None:
+    """Later stages had None in the place of a packed sequence, and ended in a TypeError of the step."""
+    for said in World(2).run(refused, {"layout": "1-1", "microbatches": 1}, deadline_s=60):
+        assert "values that cannot travel (from inside" in said

@@ -93,7 +93,9 @@ def uncuttable(trace: UnitTrace) -> frozenset[int]:
         if users := _users(trace, name):
             found.update(range(min(users) + 1, max(users) + 1))
     for k, unit in enumerate(trace.units):
-        if not unit.is_fixed:
+        if unit.template is None:  # Python of every later stage would have nothing in its place (a packed sequence)
+            found.update(range(k + 1, last + 1))
+        elif not unit.is_fixed:
             found.update(range(k + 1, _last_reader(trace, k) + 1))
     return frozenset(found)
 
