@@ -262,7 +262,16 @@ class Preparation:
     def replayed(self, call: StepRequest, samples: int, reason: str) -> RankStep:
         """Make a step ready to run by replay, in the place of how it was captured before."""
         log.info("%s is replayed from now on: %s.", call.method, reason)
-        step = self._built_later(self.capture(call, self.cuts.largest_slice(samples), reason=reason))
+        captured = self.capture(call, self.cuts.largest_slice(samples), reason=reason)
+        if call.method == TRAINING:
+            self.warn_of_results(captured, samples)
+        elif mixed := captured.capture.mixed_results():  # which a graph may have had right
+            captured = captured.left_whole(f"micro-batches do not make {mixed[0]}")
+            rank_zero_warn(
+                f"{call.method} takes whole batches from now on, as it is replayed ({reason}), and {mixed[0]} of micro-"
+                "batches does not make that of the batch."
+            )
+        step = self._built_later(captured)
         self.known.put(call, step)
         return step
 

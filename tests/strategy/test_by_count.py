@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import PlanError
 from ranks.world import World
-from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run
+from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run, samples
 
 BATCH = 4  # of which micro-batches have two; the last batch has two as well
 REPLAYED = LAYOUTS[1]
@@ -153,3 +154,31 @@ def test_no_stage_begins_where_python_reads_what_cannot_be_told() -> None:
     """Later stages had None in the place of a packed sequence, and ended in a TypeError of the step."""
     for said in World(2).run(refused, {"layout": "1-1", "microbatches": 1}, deadline_s=60):
         assert "values that cannot travel (from inside" in said
+
+
+def with_ignored() -> DataLoader[Any]:
+    """Return batches whose halves ignore one and two of their samples."""
+    rows = samples(8)
+    rows.tensors[1][:] = torch.tensor([1, 0, 1, 2, 1, 0, 0, 2])
+    return DataLoader(rows, BATCH)
+
+
+class Asks(Small):
+    """Asks its targets a question in validation, so that a graph holds for one answer."""
+
+    validation = staticmethod(with_ignored)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        counted = batch[1] != 0
+        self.log("some", 1.0 if counted.any() else 0.0)
+        self.log("loss", F.cross_entropy(self(batch[0]), batch[1], ignore_index=0))
+
+
+def asked(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit it; a worker function."""
+    return run(Asks, options)
+
+
+def test_a_validation_that_is_replayed_from_some_batch_on_says_what_its_graph_would_say() -> None:
+    """Its mean over the targets that count was exact in the graph, and became a mean over samples in silence."""
+    assert_as_on_one_device(asked, "", LAYOUTS[0])
