@@ -7,6 +7,7 @@ _AutomaticOptimization._training_step, trainer.call._call_strategy_hook    refus
                                     skips them on all ranks together
 fit_loop.setup_data                 asks the user's loaders for data, as `Trainer.estimated_stepping_batches` does
 _DataLoaderSource.dataloader, loop._data_source       ask the user's hooks for loaders
+__old__init__, __old__setattr__, __old__delattr__     methods of loaders' classes, while hooks make some
 fit_loop._combined_loader           the loaders it has asked for
 fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
                                     `setup_data`, which we call earlier
@@ -47,6 +48,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from lightning_utilities.core.inheritance import get_all_subclasses
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_pipe.lightning_names import (
     CombinedLoader,
@@ -117,8 +120,22 @@ def calls_a_hook(frame: types.FrameType) -> bool:
 
 def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
     """Let the fit loop ask for its data now, and return its loaders; None if there is nothing to train on."""
-    trainer.fit_loop.setup_data()
+    try:
+        trainer.fit_loop.setup_data()
+    except BaseException:
+        unwrap_loader_classes()
+        raise
     return trainer.fit_loop._combined_loader
+
+
+def unwrap_loader_classes() -> None:
+    """Take off what Lightning puts over the classes of loaders while hooks make some: an error in a hook leaves it."""
+    for base in (DataLoader, BatchSampler):
+        for cls in (base, *get_all_subclasses(base)):
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if f"__old{name}" in vars(cls):
+                    setattr(cls, name, getattr(cls, f"__old{name}"))
+                    delattr(cls, f"__old{name}")
 
 
 def asked_loaders(trainer: pl.Trainer) -> CombinedLoader | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
+from lightning_pipe.strategy.lightning_private import unwrap_loader_classes
 from ranks.world import World
 from strategy.small import LAYOUTS, Small, assert_as_on_one_device, loader, run, samples
 
@@ -123,7 +124,17 @@ def test_a_loader_is_asked_for_again_if_it_needs_what_hooks_set(way: str, option
 def ends(way: str) -> str:
     with pytest.raises(Exception) as raised:  # noqa: PT011  # whatever the module raises
         run(lambda: Late(way), {"layout": "1-1", "microbatches": 2})
+    unwrap_loader_classes()  # as this process goes on, which Lightning does not expect
     return str(raised.value)
+
+
+def test_what_an_error_in_a_hook_leaves_on_the_classes_of_loaders_can_be_taken_off() -> None:
+    """Lightning wraps them meanwhile: loaders that were made later could not be made again, for `predict`."""
+    before = [vars(cls)["__init__"] for cls in (DataLoader, BatchSampler)]
+    with pytest.raises(AttributeError, match="rows"):
+        run(lambda: Late("never"), None)
+    unwrap_loader_classes()
+    assert [vars(cls)["__init__"] for cls in (DataLoader, BatchSampler)] == before
 
 
 def test_a_loader_that_nothing_helps_ends_in_its_own_error_on_every_rank() -> None:
