@@ -68,14 +68,15 @@ def goes_by_count(request: Request, joint: JointGraph) -> str:
     if request.samples is None or total in (0, request.samples):
         return ""
     answers = tuple(bool(guard.expected) for guard in joint.record.guards)
-    with _decisions() as decisions, contextlib.suppress(CaptureError, Question):  # until it needs a number, say
-        run_on_fakes(replace(request, lengths=frozenset()), answers)
-    for condition, outcome, line in decisions:
-        if _outcome(condition, total) not in (outcome, None):
-            return f"it goes by the number of samples{at(line)}"
+    if joint.fits(total):  # else whatever is asked about the samples has the same answers
+        with _decisions() as decisions, contextlib.suppress(CaptureError, Question):  # until it needs a number, say
+            run_on_fakes(replace(request, lengths=frozenset()), answers)
+        for condition, outcome, line in decisions:
+            if _outcome(condition, total) not in (outcome, None):
+                return f"it goes by the number of samples{at(line)}"
     constant = replace(request, samples=total, symbolic=False, lengths=frozenset())
     try:
-        whole = run_on_fakes(constant, answers, times=2).recordings[-1]
+        whole = run_on_fakes(constant, answers, times=2 if joint.record.kept else 1).recordings[-1]
     except (CaptureError, Question):  # it cannot be tried; what the graph holds for is known
         return ""
     return unlike_said(joint.record, whole, total)
