@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, random_split
 
 from lightning_pipe.strategy.lightning_private import unwrap_loader_classes
 from ranks.world import World
@@ -184,3 +184,37 @@ def played(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 def test_a_loader_that_is_drawn_leaves_what_one_call_leaves(options: dict[str, Any]) -> None:
     """It is asked for twice, with the same random numbers; what the first call had left was there in the second."""
     assert_as_on_one_device(played, "drawn", options)
+
+
+class Divides(Net):
+    """Divides its samples, which are a long list, by random numbers, some of which a hook draws before."""
+
+    data = None
+    validation = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        x, y = samples(8).tensors
+        self.rows = [(x[index % 8], y[index % 8]) for index in range(6_000)]
+        self.seen: list[int] = []
+
+    def on_fit_start(self) -> None:
+        torch.rand(3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        chosen, _ = random_split(self.rows, [12, len(self.rows) - 12])
+        self.seen += chosen.indices
+        self.noted.append(list(self.seen))
+        return DataLoader(chosen, 4, shuffle=True)
+
+
+def divided(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit a module whose loader is of a part of its samples; a worker function."""
+    return run(lambda: Divides(way), options)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_loader_of_many_samples_is_drawn_as_on_one_device(options: dict[str, Any]) -> None:
+    """With more samples than are looked through, it was not asked for again."""
+    assert_as_on_one_device(divided, "", options)

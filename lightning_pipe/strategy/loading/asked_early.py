@@ -53,18 +53,17 @@ class AskedEarly:
         return found
 
 
-def noted_for_asking(trainer: pl.Trainer) -> Callable[[], None] | None:
-    """Note what `train_dataloader` may change; return what puts that back, None if it cannot all be put back."""
+def noted_for_asking(trainer: pl.Trainer) -> Callable[[], None]:
+    """Note what `train_dataloader` may change; return what puts that back."""
     known: Any = trainer
     owners = [owner for owner in (known.lightning_module, known.datamodule) if owner is not None]
-    noted = [attributes_noted(owner, _read_by(owner, _HOOK)) for owner in owners]
-    actions = [action for action in noted if action is not None]
+    actions = [attributes_noted(owner, _read_by(owner, _HOOK)) for owner in owners]
 
     def put_back() -> None:
         for action in actions:
             action()
 
-    return put_back if len(actions) == len(owners) else None
+    return put_back
 
 
 def _read_by(owner: Any, method: str) -> set[str]:

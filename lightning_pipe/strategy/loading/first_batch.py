@@ -47,8 +47,7 @@ def early_loaders(
     """Ask for the loaders of a fit before it begins; the feed holds them back. On all ranks together.
 
     They are opened when the fit begins. If hooks draw random numbers to make them (a split of the data), the fit asks
-    for them again, with the random state that one device would have then, and what they have changed is put back; where
-    that cannot be, the loaders stay.
+    for them again, with the random state that one device would have then, and what they have changed is put back.
 
     Args:
         trainer: of the fit.
@@ -67,7 +66,7 @@ def early_loaders(
         return
     is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
     yield loaders
-    if is_drawn and loaders is not None and _can_all_be_asked(loaders) and put_back is not None:
+    if is_drawn and loaders is not None and _can_all_be_asked(loaders):
         put_back()
         before.restore(device)
         feed.forget_early()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set, Sized
 from functools import partial
 from typing import Any
 
@@ -49,13 +49,13 @@ def can_be_put_back(loader: DataLoader[Any]) -> bool:
     return _noted(loader).is_complete
 
 
-def attributes_noted(owner: Any, names: Set[str]) -> Callable[[], object] | None:
-    """Note some attributes of a module or data module, and what these hold; return what puts all back.
+def attributes_noted(owner: Any, names: Set[str]) -> Callable[[], None]:
+    """Note some attributes of a module or data module, and what these hold; return what puts it back.
 
-    Sub-modules are left out. None if something cannot be put back: an open iterator, or more than is copied.
+    Sub-modules are left out. Of a large collection its entries are put back, and not what they hold.
     """
     own = {name: value for name, value in vars(owner).items() if name in names}
-    noted = _Noted(skipped=nn.Module)
+    noted = _Noted(skipped=nn.Module, enters_large=False)
     noted.enter(own.values(), holds_samples=False)
 
     def put_back() -> None:
@@ -68,7 +68,7 @@ def attributes_noted(owner: Any, names: Set[str]) -> Callable[[], object] | None
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
 
-    return put_back if noted.is_complete else None
+    return put_back
 
 
 def _noted(loader: DataLoader[Any]) -> _Noted:
@@ -84,15 +84,16 @@ class _Noted:
 
     Args:
         skipped: objects of this class, and what they hold, stay as they are.
+        enters_large: whether entries of large collections count, too.
 
     Attributes:
         actions: put them back.
         is_complete: whether they put back all that was entered and holds no samples.
     """
 
-    def __init__(self, skipped: type | tuple[()] = ()) -> None:
+    def __init__(self, skipped: type | tuple[()] = (), *, enters_large: bool = True) -> None:
         self.actions: list[Callable[[], object]] = []
-        self._skipped = skipped
+        self._skipped, self._enters_large = skipped, enters_large
         self.is_complete = True
         self._seen: dict[int, Any] = {}
         self._codes: list[Code] = []
@@ -119,7 +120,8 @@ class _Noted:
             else:
                 for part in self._parts(value, holds_samples=holds_samples):
                     self.actions.append(part.restore)
-                    waiting.extend(slot.read() for slot in part.slots())
+                    if self._enters_large or not (isinstance(value, Sized) and len(value) > _MOST_ENTRIES):
+                        waiting.extend(slot.read() for slot in part.slots())
 
     def enter_globals(self) -> None:
         """Note the globals that the code of the objects names."""
